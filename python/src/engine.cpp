@@ -230,7 +230,8 @@ void bind_modules(EngineClass& c) {
   c.def("add_module", on(&Engine::modules, &zero::Modules::add), py::arg("params"))
       .def("enter_module", on(&Engine::modules, &zero::Modules::enter), py::arg("module"), NoGil())
       .def("note_inputs", on(&Engine::modules, &zero::Modules::note_inputs), py::arg("inputs"), NoGil())
-      .def("leave_module", on(&Engine::modules, &zero::Modules::leave), py::arg("module"), py::arg("outputs"), NoGil())
+      .def("leave_module", on(&Engine::modules, &zero::Modules::leave), py::arg("module"), py::arg("outputs"),
+           py::arg("hides") = false, NoGil())
       .def("inside_module", [](Engine& e) { return !e.destroyed() && e.modules().inside(); })
       .def("use_elsewhere", on(&Engine::modules, &zero::Modules::use_elsewhere), py::arg("param"), NoGil())
       .def("register_external", on(&Engine::modules, &zero::Modules::register_external), py::arg("module"),
@@ -245,8 +246,11 @@ void bind_modules(EngineClass& c) {
 
 void bind_counters(EngineClass& c) {
   c.def("global_grad_norm", &Engine::global_grad_norm, NoGil())
-      .def("grad_norm", &Engine::grad_norm, NoGil())
-      .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{}, NoGil())
+      .def("grad_norm", &Engine::grad_norm, py::arg("fault") = "", NoGil())
+      .def("clip_grad_norm", &Engine::clip_grad_norm, py::arg("max_norm"), py::arg("fault") = "", NoGil())
+      .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{},
+           py::arg("fault") = "", NoGil())
+      .def("check_step", &Engine::check_step)
       .def("was_step_applied", &Engine::was_step_applied)
       .def("has_gradients", &Engine::has_gradients)
       .def("take_notices", &Engine::take_notices)

@@ -24,6 +24,7 @@ TRUST = "If you trust it, pass trusted=True (--trusted on the command line), whi
 # of the parameter they are of, by cut_of().
 CUT = "tessera.cut"
 LARGEST = 1 << 53  # number that a file can have, as in checkpoint/node.h
+LARGEST_COUNT = LARGEST // 2  # of what goes on counting from there
 # Kinds of tensors that are no optimizer's states.
 OWN_KINDS = frozenset({"weight", "master", "buffer", "rank_buffer", "gradient", "partial_gradient"})
 _ARRAY, _STREAM = "numpy.ndarray", "io.BytesIO"
@@ -171,7 +172,7 @@ def of_kind(value: Any, kind: type, what: str) -> Any:
 
 def count_of(value: Any, what: str) -> int:
     """A number that counts something, of a file."""
-    if type(value) is not int or not 0 <= value <= LARGEST:
+    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
         raise IoError(f"[checkpoint] {what} is damaged: {value!r:.40} is no number that can be")
     return value
 
@@ -204,7 +205,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_beyond(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) > LARGEST
+    return isinstance(value, int) and abs(value) > LARGEST_COUNT
 
 
 def _misfit(value: Any, present: Any, what: str) -> IoError:

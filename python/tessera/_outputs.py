@@ -23,8 +23,17 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
     return found
 
 
+def may_hold_tensors(output: Any) -> bool:
+    """Of an output in which tensors_in() finds none: a generator, a closure, an object of objects."""
+    return not all(_is_plain(leaf) for leaf in _pytree.tree_leaves(output))
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (int, float, complex, str, bytes))
+
+
 def _tensors_of_object(leaf: Any) -> list[torch.Tensor]:
-    if leaf is None or isinstance(leaf, (int, float, complex, str, bytes)):
+    if _is_plain(leaf):
         return []
     if isinstance(leaf, Mapping):  # subclasses of dict are leaves to pytree
         values = list(leaf.values())

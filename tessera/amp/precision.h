@@ -36,6 +36,8 @@ struct PrecisionPolicy {
     const bool rounds = at::elementSize(state) == 2 || (master_is_param() && at::elementSize(param) == 2);
     return rounding == kernels::Rounding::Stochastic && rounds;
   }
+  // Nothing beside the weight has more than 16 bits.
+  bool states_are_narrow() const { return master != Master::Fp32 && at::elementSize(state) == 2; }
   // Of weight, gradient, master and two states together, in bytes.
   int64_t bytes_per_parameter() const {
     const auto size = [](at::ScalarType dtype) { return static_cast<int64_t>(at::elementSize(dtype)); };

@@ -1,4 +1,4 @@
-// Every fork between torch versions lives here.
+// Forks between torch versions; those of one layer only live in its own compat.h.
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>

@@ -6,10 +6,11 @@
 
 namespace tessera::transforms {
 
-bool record_graph() {
+bool hide_graph(bool recording) {
   const auto& layers = at::functorch::getDynamicLayerStack();
-  return std::any_of(layers.begin(), layers.end(),
-                     [](const auto& layer) { return layer.key() == at::functorch::TransformType::Grad; });
+  return std::any_of(layers.begin(), layers.end(), [&](const auto& layer) {
+    return recording || layer.key() == at::functorch::TransformType::Grad;  // which records one of its own
+  });
 }
 
 }  // namespace tessera::transforms

@@ -5,8 +5,9 @@
 
 namespace tessera::transforms {
 
-// One of them records a graph of its own, which no hook sees: its tensors wrap those that parameters are.
-bool record_graph();
+// What runs now leaves graphs behind that no hook sees: tensors of a transformation wrap those that have them. `recording`:
+// there is one outside of all transformations, too.
+bool hide_graph(bool recording);
 
 // Meanwhile operators do what they do outside of all transformations, which would wrap the tensors that they make. For work on
 // an engine's own tensors, which switches nothing that shall outlast it: at its end all keys of the dispatcher are as before.

@@ -209,7 +209,7 @@ TensorRecord read_tensor(const Node& node, const std::vector<FileRecord>& files)
 ParamRecord read_param(const Node& node) {
   ParamRecord param{node.at("name").text(), read_shape(node.at("shape")), read_dtype(node.at("dtype"))};
   param.trained = node.at("trained").flag();
-  param.step = node.at("step").number();
+  param.step = node.at("step").counter();
   if (node.has("aliases")) node.at("aliases").each([&](const Node& alias) { param.aliases.push_back(alias.text()); });
   if (node.has("along"))
     node.at("along").each([&](const Node& n) {

@@ -18,6 +18,8 @@ struct Node {
   using Json = nlohmann::ordered_json;
   // Every reader of JSON holds integers up to here exactly.
   static constexpr int64_t kLargest = int64_t{1} << 53;
+  // Of what goes on counting from there: no later save writes what is not read.
+  static constexpr int64_t kLargestCount = kLargest / 2;
 
   const Json& json;
   const std::string& path;
@@ -60,6 +62,7 @@ struct Node {
     check(json.is_number_integer() && json >= least && json <= most, "is not a number that can be");
     return json.get<T>();
   }
+  int64_t counter() const { return number(kLargestCount); }
   // Finite, as all numbers of JSON are, and no more than a float holds.
   double real() const {
     check(json.is_number() && std::abs(json.get<double>()) <= std::numeric_limits<float>::max(), "is no number");

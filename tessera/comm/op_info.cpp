@@ -117,6 +117,8 @@ std::string disagreement(int rank_a, std::string_view a, int rank_b, std::string
   text += a;
   text += ", rank " + std::to_string(rank_b) + " called ";
   text += b;
+  const auto is_norm = [](std::string_view call) { return call.find(kGradientNorm) != std::string_view::npos; };
+  if (is_norm(a) != is_norm(b)) text.append("; ").append(kCountsQuestion);
   return text;
 }
 

@@ -42,6 +42,13 @@ uint64_t agreement_hash(const OpInfo& info);
 
 // How the messages of the two below begin.
 inline constexpr std::string_view kDisagreement = "the ranks disagree";
+// What ranks meet in at every update of an engine.
+inline constexpr Label kGradientNorm = "gradient norm";
+// Where ranks wait for each other, or meet in that and in another call.
+inline constexpr std::string_view kCountsQuestion =
+    "do all ranks make the same number of forwards, backwards and steps, in one order? A step() more or fewer on one "
+    "rank, "
+    "or another set_train_batch_size(), ends so";
 // "the ranks disagree: rank 0 called <a>, rank 1 called <b>", from describe_fully() of both.
 std::string disagreement(int rank_a, std::string_view a, int rank_b, std::string_view b);
 // "the ranks disagree: in <call> rank 0 sends 4 B to rank 1, which expects 8 B", from describe() of the sender's call.

@@ -13,9 +13,7 @@ std::string cycle_text(std::vector<std::pair<int, std::string>> waits) {
     before = ", rank ";
     after = " in ";
   }
-  return text.append(
-      ", and each waits for a call that the next one never makes; do all ranks make the same number of forwards, "
-      "backwards and steps, in one order?");
+  return text.append(", and each waits for a call that the next one never makes; ").append(kCountsQuestion);
 }
 
 }  // namespace tessera::comm

@@ -79,7 +79,10 @@ zero::Options zero_options(const Config& config) {
     options.gather.reuse_distance = zero.stage3_max_reuse_distance;
   }
   if (zero.offload_optimizer.device != OffloadDevice::None) {
-    options.home = offload::state_homes(offload_options(zero.offload_optimizer));
+    offload::StateOptions states = offload_options(zero.offload_optimizer);
+    // What the host updates it updates where it is; 16-bit states pass through the device.
+    states.pin_memory = zero.offload_optimizer.pin_memory && options.precision.states_are_narrow();
+    options.home = offload::state_homes(std::move(states));
     options.pin_memory = zero.offload_optimizer.pin_memory;
   }
   if (zero.offload_param.device != OffloadDevice::None && placements(config).shards_params()) {

@@ -47,13 +47,21 @@ std::string joined(const std::vector<std::string>& lines) {
   return text;
 }
 
-// The shortest text that no other number has.
+// What a loss scale is, and goes by from here on.
+void each_number(const amp::GradScaler::State& scaler, const auto& visit) {
+  visit("loss scale", scaler.scale);
+  visit("loss_scaler.overridden", scaler.overridden ? 1.0 : 0.0);
+  visit("loss_scaler.steps", static_cast<double>(scaler.steps));
+  visit("loss_scaler.good_steps", static_cast<double>(scaler.good_steps));
+  visit("loss_scaler.budget", static_cast<double>(scaler.budget));
+}
+
+}  // namespace
+
 std::string text_of(double number) {
   std::array<char, 32> text{};
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), number).ptr};
 }
-
-}  // namespace
 
 void Digest::add(std::string_view bytes) {
   for (const char c : bytes)
@@ -97,6 +105,8 @@ double StepTerms::digest() const {
   digest.add(static_cast<double>(begun));
   digest.add(static_cast<double>(unstepped));
   digest.add(fault);
+  digest.add(gradient_scale);
+  each_number(scaler, [&](const char*, double value) { digest.add(value); });
   for (const optim::GroupOptions& group : groups)
     each_field(group, [&](const char*, auto value) { digest.add(static_cast<double>(value)); });
   for (const std::string& line : client)
@@ -127,6 +137,8 @@ void StepTerms::refuse(const zero::Ranks& ranks) const {
                                  c10::str(empty_steps, " calls of engine.step() without a backward before them"),
                                  c10::str(begun + 1, " calls of engine.step() in this update"),
                                  c10::str(unstepped, " micro-batches without a step() of their own in this update")};
+  each_number(scaler, [&](const char* name, double value) { lines.push_back(c10::str(name, " ", text_of(value))); });
+  lines.push_back(c10::str("gradients of loss scale ", text_of(gradient_scale)));
   for (size_t i = 0; i < groups.size(); ++i)
     each_field(groups[i], [&]<class T>(const char* name, T value) {
       const std::string text = std::is_same_v<T, bool> ? (value ? "true" : "false") : text_of(value);
@@ -139,8 +151,8 @@ void StepTerms::refuse(const zero::Ranks& ranks) const {
   check_same(
       ranks, lines, "engine.step", "ranks do not step alike",
       "all ranks call forward, backward and step() alike (what a rank has more of belongs into no_sync()), train "
-      "the same parameters and have the same rates (a schedule that follows a loss needs one that all ranks have "
-      "reduced)");
+      "the same parameters and have the same rates and loss scale (a schedule that follows a loss needs one that all "
+      "ranks have reduced)");
   TESSERA_CHECK(fault.empty(), "engine.step", fault);
   TESSERA_CHECK_VALUE(false, "engine.step", "ranks do not step alike");
 }

@@ -184,12 +184,18 @@ bool Checkpointer::is_copy(int param) const {
 }
 
 void Checkpointer::wait() {
-  if (thread_.joinable()) thread_.join();
+  finish();
   const std::string error = std::exchange(error_, "");
   TESSERA_CHECK_IO(error.empty(), "checkpoint", "the save in the background failed: ", error);
 }
 
+// What a save in the background sends goes the same way: one after the other. Its error is wait()'s.
+void Checkpointer::finish() {
+  if (thread_.joinable()) thread_.join();
+}
+
 std::vector<std::string> Checkpointer::exchange(const std::string& text, const std::string& error) {
+  finish();
   return together(ranks_, "texts of a checkpoint", [&] {
     TESSERA_CHECK_IO(error.empty(), "checkpoint", error);
     return text;
@@ -197,6 +203,7 @@ std::vector<std::string> Checkpointer::exchange(const std::string& text, const s
 }
 
 void Checkpointer::on_all(const std::function<void()>& f) {
+  finish();
   together(ranks_, "what ranks check alone", [&] {
     f();
     return std::string();

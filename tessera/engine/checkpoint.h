@@ -84,7 +84,7 @@ class Checkpointer {
   void on_all(const std::function<void()>& f);
   // Returns the tag. A checkpoint that was complete before stays so until the new one is.
   std::string save(const std::string& dir, const SaveOptions& options, ClientPart client = {});
-  // Until an asynchronous save is complete; throws its error, once. save() and load() do so first.
+  // Until an asynchronous save is complete; throws its error, once. save() and load() do so first. Other calls wait too.
   void wait();
   // `tag` empty: that of `latest`; nothing where there is no such file.
   std::optional<Restore> open(const std::string& dir, const std::string& tag, const Restore::Options& options,
@@ -96,6 +96,7 @@ class Checkpointer {
   std::vector<checkpoint::Item> items(const SaveOptions& options, const ClientPart& client);
   checkpoint::Manifest manifest(const SaveOptions& options, const ClientPart& client);
   void stage(std::vector<checkpoint::Item>& items);
+  void finish();
 
   bool is_first_of_engine() const;
   bool is_copy(int param) const;

@@ -101,6 +101,7 @@ bool Engine::pre_forward() {
   }
   if (!model.driver.hooks().in_forward()) {
     model.modules.end_stray();
+    model.driver.forget_dropped();
     phases.drop(Phase::Forward);
   }
   model.driver.hooks().enter_forward();
@@ -200,7 +201,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
     return m.model->driver.has_gradients() || std::ranges::any_of(m.model->units.trained_ids(), shown);
   };
   if (!trains && (m.begun > 0 || !given())) m.notices.no_backward();
-  const int64_t empty = m.empty_steps + (trains ? 0 : 1);
+  const int64_t empty = m.empty_with_this();
   m.in_step = true;
   bool finite = true;
   m.applied = false;
@@ -238,19 +239,33 @@ void Engine::Impl::check_for_all(bool boundary, Fault& fault, const std::functio
   }
 }
 
+void Engine::Impl::check_may_step() const {
+  here("step");
+  TESSERA_CHECK(!no_sync && !coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
+                no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
+}
+
+void Engine::check_step() const {
+  impl_->check_may_step();
+  if (impl_->options.managed_accumulation && !impl_->boundary()) return;
+  impl_->model->units.check_whole();
+  impl_->check_keeps_gradients("step");
+  impl_->model->driver.check_all_watched();
+  impl_->model->updater.check_no_regions();
+}
+
 // What this rank alone may have against a step.
 void Engine::Impl::check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const {
   if (!model->units.is_away()) here("step");
   check_for_all(boundary, fault, [&] {
-    here("step");
-    TESSERA_CHECK(!no_sync && !coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
-                  no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
+    check_may_step();
     TESSERA_CHECK_VALUE(!global_norm || !(*global_norm < 0), "engine.step", "global_norm must not be negative, got ",
                         global_norm.value_or(0), "; it is the root of the sum of all engines' norm_contribution()");
     TESSERA_CHECK_VALUE(!global_norm || boundary, "engine.step",
                         "global_norm at a step that is no accumulation boundary, where nothing is clipped: give it "
                         "where is_gradient_accumulation_boundary() is true");
     if (global_norm) check_keeps_gradients("step");
+    if (boundary && !model->early.on()) model->updater.check_no_regions();
   });
 }
 
@@ -302,28 +317,67 @@ void Engine::zero_grad() {
   impl_->scaling.gradients_dropped();
 }
 
-double Engine::grad_norm() try {
-  zero::ShardedModel& model = impl_->here("grad_norm");
-  model.driver.check_all_watched();
-  model.driver.ensure_reduced();
-  return impl_->summarize("grad_norm()", 0).norm / impl_->scaling.gradient_scale();
+double Engine::grad_norm(const std::string& fault) try {
+  return impl_->norm_of("grad_norm()", {fault, nullptr});
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
 }
 
-double Engine::norm_contribution(const std::vector<int>& without) try {
-  zero::ShardedModel& model = impl_->here("norm_contribution");
-  impl_->check_keeps_gradients("norm_contribution");
-  model.driver.check_all_watched();
-  model.driver.ensure_reduced();
-  const double scale = impl_->scaling.gradient_scale();
+double Engine::clip_grad_norm(double max_norm, const std::string& fault) try {
+  Impl& m = *impl_;
+  zero::ShardedModel& model = m.live("clip_grad_norm_");
+  m.check_keeps_gradients("clip_grad_norm_");
+  Impl::Fault why{fault, nullptr};
+  m.check_for_all(true, why, [&] {
+    TESSERA_CHECK_VALUE(max_norm >= 0, "engine.clip_grad_norm_", "max_norm must be a number >= 0, got ", max_norm);
+  });
+  const double norm = m.norm_of("clip_grad_norm_(" + text_of(max_norm) + ")", why);
+  const double scale = max_norm / (norm + 1e-6);
+  if (!std::isfinite(norm) || !(scale < 1)) return norm;
+  const c10::AutoGradMode no_grad(false);
+  for (const int id : model.units.trained_ids())
+    if (const at::Tensor gradient = model.states.local_view(id, Quantity::Gradient); gradient.defined())
+      model.states.set_local(id, Quantity::Gradient,
+                             gradient.mul_(scale));  // a copy, where gradients live in host memory
+  return norm;
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
+}
+
+double Engine::Impl::norm_of(const std::string& call, const Fault& fault) {
+  Fault why = fault;
+  reduce_for_norm("grad_norm", why);
+  return summarize(call, empty_with_this(), {}, why).norm / scaling.gradient_scale();
+}
+
+// What one rank alone may have against it is for all to hear, in the exchange that follows.
+void Engine::Impl::reduce_for_norm(const char* call, Fault& fault) {
+  if (!live(call).units.is_away()) here(call);
+  check_for_all(true, fault, [&] {
+    here(call);
+    model->driver.check_all_watched();
+  });
+  if (!model->units.is_away()) model->driver.ensure_reduced();
+}
+
+double Engine::norm_contribution(const std::vector<int>& without, const std::string& fault) try {
+  Impl& m = *impl_;
+  m.check_keeps_gradients("norm_contribution");
+  Impl::Fault why{fault, nullptr};
+  m.reduce_for_norm("norm_contribution", why);
+  m.check_for_all(true, why, [&] { m.check_may_step(); });
+  zero::ShardedModel& model = *m.model;
+  const double scale = m.scaling.gradient_scale();
   const std::vector<int> waiting = model.driver.waiting();
-  Digest digest;
-  for (const std::string& line : impl_->joining_lines(waiting))
-    digest.add(line);
-  std::optional<double> mine = model.updater.norm_contribution(without, digest.value());
-  if (!mine || !waiting.empty()) {
-    join();
+  const StepTerms terms = m.terms("norm_contribution()", m.empty_with_this(), why.text, waiting, false);
+  const at::Tensor shown = terms.shown();
+  const bool counts = why.text.empty();
+  std::optional<double> mine =
+      model.updater.norm_contribution(without, shown.defined() ? shown.item<double>() : terms.digest(), counts);
+  if (mine && why.own) std::rethrow_exception(why.own);
+  if (!mine || !counts) terms.refuse(model.units.ranks());
+  if (!waiting.empty()) {
+    m.join(waiting);
     model.driver.ensure_reduced();
     mine = model.updater.norm_contribution(without, 0);
   }
@@ -470,13 +524,15 @@ void Engine::refresh_params() try {
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
 }
-void Engine::adopt_params() {
+void Engine::adopt_params() try {
   zero::adopt_params(impl_->here("adopt_params").units, /*compare=*/true);
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
 }
 
 // ---------------------------------------------------------------- states elsewhere for a while
 
-void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) {
+void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) try {
   Impl& m = *impl_;
   zero::ShardedModel& model = m.live("offload_states");
   const zero::Options& zero = m.options.zero;
@@ -495,10 +551,14 @@ void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Re
     home = offload::state_homes(
         {.residence = to, .folder = m.options.nvme_path, .pin_memory = pin_memory, .what = "states"});
   model.moving.leave(kinds, home);
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
 }
 
-void Engine::reload_states() {
+void Engine::reload_states() try {
   impl_->live("reload_states").moving.come_back();
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
 }
 
 bool Engine::states_are_away() const {

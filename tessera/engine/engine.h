@@ -145,13 +145,19 @@ class Engine {
   // What a step that trains less than it seems has to say to the user (notices.h), each once; for the front end to tell. Only
   // on the first rank of the engine.
   std::vector<std::string> take_notices();
-  // The norm of the gradients as they are now, before a step. Collective.
-  double grad_norm();
+  // The norm of the gradients as they are now, before a step. Error, on all ranks, where they differ in what they step by, or one
+  // cannot, which `fault` says or the engine finds itself. Collective.
+  double grad_norm(const std::string& fault = {});
+  // The same, and gradients are scaled so that it is `max_norm` at most; those that are not finite are left to step(). Value error,
+  // on all ranks, also where they give another. Collective.
+  double clip_grad_norm(double max_norm, const std::string& fault = {});
+  // What this rank alone has against a step of several engines. Local.
+  void check_step() const;
   // This rank's part of the square of grad_norm(): the parts of all ranks of the engine add up to it, replicas counted
   // once, without a loss scale. Not finite where a gradient on this rank is not. Several engines: the square of their
   // common norm is the sum over all ranks of all engines, its root what step() of each takes as global_norm. `without`:
-  // numbers of parameters that do not count, as copies of what another engine counts. Collective.
-  double norm_contribution(const std::vector<int>& without = {});
+  // numbers of parameters that do not count, as copies of what another engine counts. Errors as of grad_norm(). Collective.
+  double norm_contribution(const std::vector<int>& without = {}, const std::string& fault = {});
 
   // ---- parameters that begin to be trained: Note [Joining] in zero/joining.h
   // One more param group, one more parameter, without a group (ParamSpec::joins); their numbers. Local, but for a parameter

@@ -14,12 +14,6 @@ namespace tessera::engine {
 
 namespace {
 
-// What sums of one value and zeros are exact in, on every transport.
-at::ScalarType travels_in(at::ScalarType dtype) {
-  if (!c10::isFloatingType(dtype)) return at::kLong;
-  return c10::elementSize(dtype) == 1 ? at::kFloat : dtype;
-}
-
 struct Row {
   LiveTensor tensor;
   std::vector<checkpoint::Along> place;
@@ -59,10 +53,11 @@ at::Tensor LiveWeights::whole(int param, const std::vector<checkpoint::Along>& p
   const shard::Form form = engine_.states().form(param);
   const shard::NamedShard& mine = weights_[param];
   const std::vector<int64_t> shape = whole_shape(spec, form);
-  const at::ScalarType dtype = travels_in(spec.tensor.scalar_type());
-  // One rank has each element, the others -0.0: the sum is exact, also where the value is -0.0.
-  at::Tensor full = at::full({c10::multiply_integers(shape)}, c10::isFloatingType(dtype) ? -0.0 : 0.0,
-                             at::TensorOptions(dtype).device(spec.tensor.device()));
+  const at::ScalarType dtype = spec.tensor.scalar_type();
+  // One rank has each element, the others zeros: summed as bytes, in which every dtype is exact.
+  at::Tensor words = at::zeros({c10::multiply_integers(shape) * static_cast<int64_t>(c10::elementSize(dtype))},
+                               at::TensorOptions(at::kByte).device(spec.tensor.device()));
+  const at::Tensor full = words.view(dtype);
   if (mine.param == param && mine.replica == 0 && place_of(engine_, spec) == place) {
     const at::Tensor values = engine_.states().read_shard(mine);
     const auto slices = slice_of(spec.cut);
@@ -70,11 +65,10 @@ at::Tensor LiveWeights::whole(int param, const std::vector<checkpoint::Along>& p
       full.narrow(0, run.begin, run.size).copy_(values.narrow(0, run.local - mine.range.begin, run.size));
   }
   const std::string label = "whole values of '" + spec.name + "'";
-  mesh.group(comm::kStateAxes)->all_reduce(full, comm::ReduceOp::Sum, label).wait();
+  mesh.group(comm::kStateAxes)->all_reduce(words, comm::ReduceOp::Sum, label).wait();
   for (const comm::Axis axis : {comm::Axis::DpReplicate, comm::Axis::Tp})
-    if (spec.varies.has(axis)) mesh.group(axis)->all_reduce(full, comm::ReduceOp::Sum, label).wait();
+    if (spec.varies.has(axis)) mesh.group(axis)->all_reduce(words, comm::ReduceOp::Sum, label).wait();
   if (!first) return {};
-  full = full.to(spec.tensor.scalar_type());
   return spec.cut ? full.view(shape) : shard::view_as_param(full, {0, full.numel()}, form);
 }
 

@@ -93,16 +93,21 @@ struct Engine::Impl {
   // Runs `check`; at a boundary its error is for all ranks to hear.
   void check_for_all(bool boundary, Fault& fault, const std::function<void()>& check) const;
   void check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const;
+  void check_may_step() const;
+  // Calls of step() for this update that no backward preceded, if the next one came now.
+  int64_t empty_with_this() const { return empty_steps + (model->driver.backwards() != stepped_backwards ? 0 : 1); }
+  void reduce_for_norm(const char* call, Fault& fault);
+  double norm_of(const std::string& call, const Fault& fault);
 
   // What an update goes by, or, where the backward has updated, the calls only.
-  StepTerms terms(const char* call, int64_t empty, const std::string& why, const std::vector<int>& waiting,
+  StepTerms terms(const std::string& call, int64_t empty, const std::string& why, const std::vector<int>& waiting,
                   bool updated) const;
   // Note [Update in the backward]
   void compare_in_backward();
 
   // In joining.cpp. Of the gradients as they are, and of those that join with it. Error where ranks differ in what they step
   // by, or one cannot. `updated`: by the backward.
-  zero::GradientSummary summarize(const char* call, int64_t empty, std::optional<double> norm = {},
+  zero::GradientSummary summarize(const std::string& call, int64_t empty, std::optional<double> norm = {},
                                   const Fault& fault = {}, bool updated = false);
   std::vector<std::string> joining_lines(const std::vector<int>& waiting) const;
   void join(const std::vector<int>& waiting);

@@ -1,4 +1,6 @@
 // Parameters that begin to be trained while the engine lives: Note [Joining] in zero/joining.h.
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "tessera/engine/agreement.h"
@@ -8,7 +10,7 @@
 namespace tessera::engine {
 
 // Of the gradients as they are, and of those that join with it. Value error where ranks differ in what they step by.
-zero::GradientSummary Engine::Impl::summarize(const char* call, int64_t empty, std::optional<double> norm,
+zero::GradientSummary Engine::Impl::summarize(const std::string& call, int64_t empty, std::optional<double> norm,
                                               const Fault& fault, bool updated) {
   const std::vector<int> waiting = model->driver.waiting();
   const StepTerms terms = this->terms(call, empty, fault.text, waiting, updated);
@@ -21,8 +23,8 @@ zero::GradientSummary Engine::Impl::summarize(const char* call, int64_t empty, s
   return model->updater.summarize(norm);
 }
 
-StepTerms Engine::Impl::terms(const char* call, int64_t empty, const std::string& why, const std::vector<int>& waiting,
-                              bool updated) const {
+StepTerms Engine::Impl::terms(const std::string& call, int64_t empty, const std::string& why,
+                              const std::vector<int>& waiting, bool updated) const {
   StepTerms terms{.call = call,
                   .accumulation_steps = options.gradient_accumulation_steps,
                   .empty_steps = empty,
@@ -31,9 +33,13 @@ StepTerms Engine::Impl::terms(const char* call, int64_t empty, const std::string
                   .fault = why,
                   .params = joining_lines(waiting)};
   if (updated) return terms;
+  terms.gradient_scale = scaling.gradient_scale();
+  terms.scaler = scaling.scaler().state();
   terms.groups = model->units.groups();
   terms.client = client_terms;
   if (model->units.ranks().all() > 1) terms.on_device = device_terms;
+  for (std::string& line : model->driver.given_lines())
+    terms.params.push_back(std::move(line));
   for (const int id : model->units.ranks().all() > 1 ? model->units.trained_ids() : std::vector<int>())
     if (!params[id].tensor.requires_grad()) terms.params.push_back("parameter '" + params[id].name + "' frozen");
   return terms;
@@ -118,10 +124,11 @@ void Engine::set_joins(int param, int group) {
   model.joining.params_changed();
 }
 
-void Engine::join() {
+void Engine::join() try {
   zero::ShardedModel& model = impl_->here("join");
   const std::vector<int> waiting = model.driver.waiting();
   std::vector<std::string> lines = impl_->joining_lines(waiting);
+  std::ranges::move(model.driver.given_lines(), std::back_inserter(lines));
   std::exception_ptr fault;
   try {
     model.driver.follow_waiting();
@@ -133,6 +140,8 @@ void Engine::join() {
              "all ranks call requires_grad_() and add_param_group() alike");
   if (fault) std::rethrow_exception(fault);
   if (!waiting.empty()) impl_->join(waiting);
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
 }
 
 std::vector<int> Engine::take_joined() {

@@ -53,13 +53,6 @@ void check_apart(const std::vector<ParamSpec>& params) {
   }
 }
 
-void check_real(const ParamSpec& spec) {
-  TESSERA_CHECK_VALUE((spec.group < 0 && spec.joins < 0) || !spec.tensor.is_complex(), "engine", "parameter '",
-                      spec.name, "' is ", spec.tensor.scalar_type(),
-                      ", which is not trained in any precision: make its real and imaginary parts a parameter "
-                      "(torch.view_as_real(param)) and use torch.view_as_complex() of it, or freeze it");
-}
-
 bool trains(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
@@ -155,7 +148,7 @@ void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPoli
     const auto [first, added] = seen.emplace(spec.tensor.unsafeGetTensorImpl(), &spec);
     TESSERA_CHECK_VALUE(added, "engine", "parameter '", spec.name, "' is given more than once, also as '",
                         first->second->name, "'");
-    check_real(spec);
+    if (spec.group >= 0) zero::check_real(spec);
   }
   check_apart(params);
   amp::check(precision);
@@ -163,7 +156,7 @@ void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPoli
 
 void check_added(std::span<const ParamSpec> present, const ParamSpec& param) {
   check_tensor(param);
-  check_real(param);
+  zero::check_real(param);
   for (const ParamSpec& spec : present) {
     TESSERA_CHECK_VALUE(!spec.tensor.is_same(param.tensor), "engine", "parameter '", param.name,
                         "' is given more than once, also as '", spec.name, "'");
@@ -180,7 +173,7 @@ amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, st
   const ParamSpec* first = nullptr;
   for (const ParamSpec& spec : params) {
     if (spec.group < 0) continue;
-    check_real(spec);
+    zero::check_real(spec);
     const at::ScalarType dtype = spec.tensor.scalar_type();
     TESSERA_CHECK_VALUE(trains(dtype), "engine", "parameter '", spec.name, "' is ", dtype,
                         ", which is not trained: convert the model (model.float()), or enable bf16 or fp16 in the "

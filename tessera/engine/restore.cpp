@@ -10,6 +10,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/node.h"
 #include "tessera/checkpoint/numbering.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/logical.h"
@@ -148,7 +149,8 @@ void Restore::plan_accumulation() {
   const int64_t there = run_->accumulation_steps.value_or(here);
   const auto times_here = [&](int64_t steps) {
     int64_t product = 0;
-    TESSERA_CHECK_IO(!__builtin_mul_overflow(steps, here, &product), "checkpoint", "'", folder_, "' has ", steps,
+    const bool fits = !__builtin_mul_overflow(steps, here, &product) && product <= checkpoint::Node::kLargestCount;
+    TESSERA_CHECK_IO(fits, "checkpoint", "'", folder_, "' has ", steps,
                      " steps, more than can be with gradient_accumulation_steps ", here);
     return product;
   };

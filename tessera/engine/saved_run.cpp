@@ -24,7 +24,7 @@ double read_scale(const Node& node) {
 }
 
 amp::GradScaler::State read_scaler(const Node& node) {
-  return {read_scale(node.at("scale")), node.at("steps").number(), node.at("good_steps").number(),
+  return {read_scale(node.at("scale")), node.at("steps").counter(), node.at("good_steps").counter(),
           node.at("budget").number(Node::kLargest, 1), node.at("overridden").flag()};
 }
 
@@ -33,10 +33,12 @@ Json read_group(const Node& node) {
   node.object();
   each_field(options, [&]<class T>(const char* name, T&) {
     if (!node.has(name)) return;
+    const Node value = node.at(name);
     if constexpr (std::is_same_v<T, bool>)
-      node.at(name).flag();
+      value.flag();
     else
-      node.at(name).real();
+      value.check((value.real() >= 0 && value.real() < 1) || !std::string_view(name).starts_with("beta"),
+                  "is not from 0 to below 1");
   });
   return node.json;
 }
@@ -62,10 +64,10 @@ SavedRun::SavedRun(const std::string& text, const std::string& path) {
   const Json json = checkpoint::parsed(text);
   const Node run{json, path, "run"};
   const Node counters = run.at("counters");
-  micro_steps = counters.at("micro_steps").number();
-  global_steps = counters.at("global_steps").number();
-  skipped_steps = counters.at("skipped_steps").number();
-  global_samples = counters.at("global_samples").number();
+  micro_steps = counters.at("micro_steps").counter();
+  global_steps = counters.at("global_steps").counter();
+  skipped_steps = counters.at("skipped_steps").counter();
+  global_samples = counters.at("global_samples").counter();
   if (counters.has("begun")) begun = counters.at("begun").number();
   if (counters.has("accumulation_steps"))
     accumulation_steps = counters.at("accumulation_steps").number(Node::kLargest, 1);
@@ -79,7 +81,7 @@ SavedRun::SavedRun(const std::string& text, const std::string& path) {
   client = "{}";
   if (!run.has("client")) return;
   const Node of_client = run.at("client").object();
-  if (of_client.has("schedule_steps")) of_client.at("schedule_steps").number();
+  if (of_client.has("schedule_steps")) of_client.at("schedule_steps").counter();
   client = of_client.json.dump();
 }
 

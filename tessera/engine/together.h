@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/zero/rank_guard.h"
 #include "tessera/zero/ranks.h"
 
 namespace tessera::engine {
@@ -28,7 +29,13 @@ std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, c
   } catch (const std::exception& e) {
     mine = std::string(1, kOther) + e.what();
   }
-  std::vector<std::string> texts = ranks.gather_text(mine, label);
+  std::vector<std::string> texts;
+  try {
+    texts = ranks.gather_text(mine, label);
+  } catch (const c10::OutOfMemoryError& error) {  // for the texts themselves: this rank is alone with it
+    zero::end_groups(error, ranks);
+    throw;
+  }
   for (size_t r = 0; r < texts.size(); ++r) {
     const char outcome = texts[r][0];
     texts[r].erase(0, 1);
@@ -36,7 +43,7 @@ std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, c
     const std::string where = texts.size() > 1 ? " (rank " + std::to_string(r) + ")" : "";
     if (outcome == kValue) C10_THROW_ERROR(ValueError, texts[r] + where);
     if (outcome == kDisk) throw IoError({__func__, __FILE__, __LINE__}, texts[r] + where);
-    TORCH_CHECK_WITH(OutOfMemoryError, outcome != kMemory, texts[r], where);
+    if (outcome == kMemory) throw zero::AgreedOutOfMemory({__func__, __FILE__, __LINE__}, texts[r] + where);
     TORCH_CHECK(false, texts[r], where);
   }
   return texts;

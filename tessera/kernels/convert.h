@@ -110,7 +110,8 @@ TESSERA_ELEMENT uint16_t f16_stochastic(float value, uint32_t random) {
 // rounded up", and adding it with its sign gives the bits back. By nearest even a tie could mean either. The weight is
 // the nearest bf16 value; it differs from nearest even on exact ties only. Above the largest bf16 value the weight is
 // infinite while both together are still finite. NaN keeps its upper half, quiet, with residual 0, so that the weight
-// alone is NaN too.
+// alone is NaN too. A weight that a user wrote stands beside the residual of the one before. Below a zero, which no split
+// gives, it would lead to NaN, and counts as 0.
 struct SplitFloat {
   uint16_t weight;
   uint16_t residual;
@@ -124,7 +125,8 @@ TESSERA_ELEMENT SplitFloat split_float(float value) {
 
 TESSERA_ELEMENT float join_float(SplitFloat halves) {
   const uint32_t low = halves.residual - ((halves.residual & 0x8000u) << 1);  // with its sign
-  return std::bit_cast<float>((static_cast<uint32_t>(halves.weight) << 16) + low);
+  const bool below_zero = (halves.weight & 0x7fffu) == 0 && (halves.residual & 0x8000u) != 0;
+  return std::bit_cast<float>((static_cast<uint32_t>(halves.weight) << 16) + (below_zero ? 0 : low));
 }
 
 }  // namespace tessera::kernels

@@ -13,7 +13,7 @@ struct SplitHalves {
   static TESSERA_INLINE Pair load(const void* weight, const void* residual, int64_t i, Lanes lanes) {
     const Pair upper = Bf16::load<order>(weight, i, lanes);
     const Bits low = Halves::load_upper<order>(residual, i, lanes);
-    return {(F)((U)upper.a + (U)((I)low.a >> 16)), (F)((U)upper.b + (U)((I)low.b >> 16))};
+    return {joined((U)upper.a, (I)low.a >> 16), joined((U)upper.b, (I)low.b >> 16)};
   }
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* weight, void* residual, int64_t i, Lanes lanes, const Pair& x) {
@@ -22,6 +22,11 @@ struct SplitHalves {
   }
 
  private:
+  static TESSERA_INLINE F joined(U upper, I low) {
+    const I none{};
+    const I below_zero = ((I)(upper << 1) == none) & (low < none);
+    return (F)(upper + (U)(low & ~below_zero));
+  }
   static TESSERA_INLINE U upper_of(F x) {
     const U bits = (U)x;
     return x == x ? bits + 0x8000u : bits | 0x400000u;

@@ -24,6 +24,7 @@ class Engine : public Session {
          const UnitPolicy& policy = default_unit_policy)
       : Session(module, config, std::move(mesh), building, policy), module_(std::move(module)) {
     warn_of_cuts();
+    warn_of_frozen();
   }
 
   // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An
@@ -41,7 +42,7 @@ class Engine : public Session {
     }
     if constexpr (std::is_void_v<decltype(module_->forward(std::forward<A>(args)...))>) {
       module_->forward(std::forward<A>(args)...);
-      rest.finish({});
+      rest.finish({}, /*hides=*/true);
       scope.finish({});
     } else {
       auto result = module_->forward(std::forward<A>(args)...);

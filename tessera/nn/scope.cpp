@@ -33,9 +33,9 @@ void ModuleScope::note_inputs(const std::vector<at::Tensor>& inputs) {
   engine_->modules().note_inputs(inputs);
 }
 
-void ModuleScope::finish(const std::vector<at::Tensor>& outputs) {
+void ModuleScope::finish(const std::vector<at::Tensor>& outputs, bool hides) {
   const auto engine = std::move(engine_);
-  if (engine != nullptr) engine->modules().leave(module_, outputs);
+  if (engine != nullptr) engine->modules().leave(module_, outputs, hides);
 }
 
 ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,

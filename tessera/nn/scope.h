@@ -42,7 +42,7 @@ class ModuleScope {
 
   bool wants_tensors() const { return wants_; }
   void note_inputs(const std::vector<at::Tensor>& inputs);
-  void finish(const std::vector<at::Tensor>& outputs);
+  void finish(const std::vector<at::Tensor>& outputs, bool hides = false);  // as of zero::Modules::leave()
 
  private:
   std::shared_ptr<engine::Engine> engine_;

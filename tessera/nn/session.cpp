@@ -125,6 +125,14 @@ void Session::warn_of_cuts() const {
       "parallelism")});
 }
 
+void Session::warn_of_frozen() const {
+  const auto trains = [](const engine::ParamSpec& spec) { return spec.group >= 0; };
+  if (std::ranges::any_of(core_->params(), trains)) return;
+  tell({c10::str("[initialize] nothing is trained: ",
+                 core_->params().empty() ? "the model has no parameters" : "all parameters of the model are frozen",
+                 ": until something is, this engine only evaluates")});
+}
+
 at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
   return core_->backward(loss, retain_graph, scale_wrt_gas);
 }
@@ -206,7 +214,9 @@ std::string Session::fault() {
 // On all ranks alike.
 void Session::check_contents(const char* call) {
   const std::string wrong = fault();
-  core_->checkpoints().exchange("", wrong.empty() ? "" : c10::str("[engine.", call, "] ", wrong));
+  core_->checkpoints().on_all([&] {
+    if (!wrong.empty()) TESSERA_FAIL(UsageError, "[engine.", call, "] ", wrong);
+  });
 }
 
 std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options) {
@@ -237,6 +247,7 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine:
 }
 
 bool Session::load_checkpoint(const std::string& dir, const std::string& tag, engine::Restore::Options options) {
+  check_contents("load_checkpoint");
   options.from_master = options.from_master && loads_masters_;
   std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options, load_from_);
   if (!found) return false;

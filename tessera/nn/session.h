@@ -107,6 +107,8 @@ class Session {
   void warn_of_region() const;
   // Nothing is cut along tp. (A stage of a pipeline may be so.)
   void warn_of_cuts() const;
+  // Nothing is trained. (A stage of a pipeline may be so.)
+  void warn_of_frozen() const;
   // The scope of parameters that belong to no Hooked module.
   const ScopeLink& rest() const { return rest_; }
 

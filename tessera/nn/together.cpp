@@ -38,17 +38,17 @@ namespace {
 double common_norm(const std::vector<Session*>& engines, const comm::Parts& parts, const std::vector<int>& copies) {
   double own = 0, squares = 0;
   std::exception_ptr problem;
-  try {
-    for (Session* engine : engines) {
-      std::vector<int> without;
-      std::ranges::copy_if(copies, std::back_inserter(without),
-                           [&](int id) { return engine->core().params()[id].group >= 0; });
+  for (Session* engine : engines) {  // each: others of its ranks may hold no engine that failed
+    std::vector<int> without;
+    std::ranges::copy_if(copies, std::back_inserter(without),
+                         [&](int id) { return engine->core().params()[id].group >= 0; });
+    try {
       own += engine->core().norm_contribution(without);
+    } catch (const c10::DistBackendError&) {
+      throw;
+    } catch (...) {
+      if (!problem) problem = std::current_exception();
     }
-  } catch (const c10::DistBackendError&) {
-    throw;
-  } catch (...) {
-    problem = std::current_exception();
   }
   const auto rows = rows_of(parts, {own, problem ? 1.0 : 0.0}, "the norm of several engines");
   if (problem) std::rethrow_exception(problem);
@@ -60,22 +60,37 @@ double common_norm(const std::vector<Session*>& engines, const comm::Parts& part
   return std::sqrt(squares);
 }
 
+// What keeps this rank from a step of `engine`; null where nothing does.
+std::exception_ptr problem_of(Session& engine, bool boundary) {
+  try {
+    engine.core().check_step();
+    const std::string fault = boundary ? engine.fault() : "";
+    TESSERA_CHECK(fault.empty(), "engine.step", fault);
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
 bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, const std::vector<int>& copies) {
   bool boundary = false, between = false;
-  std::string fault;
+  std::exception_ptr problem;
   for (Session* engine : engines) {
     const engine::Engine& core = engine->core();
-    (!core.options().managed_accumulation || core.is_gradient_accumulation_boundary() ? boundary : between) = true;
-    if (boundary && fault.empty()) fault = engine->fault();
+    const bool at_boundary = !core.options().managed_accumulation || core.is_gradient_accumulation_boundary();
+    (at_boundary ? boundary : between) = true;
+    if (!problem) problem = problem_of(*engine, at_boundary);
   }
-  const std::vector<double> own{boundary ? 1.0 : 0.0, between ? 1.0 : 0.0, fault.empty() ? 0.0 : 1.0};
-  for (const auto& row : rows_of(parts, own, "engines that step together")) {
+  const std::vector<double> own{boundary ? 1.0 : 0.0, between ? 1.0 : 0.0, problem ? 1.0 : 0.0};
+  const auto rows = rows_of(parts, own, "engines that step together");
+  for (const auto& row : rows)
     TESSERA_CHECK(boundary != between && (row[0] != 0) == boundary && (row[1] != 0) == between, "engine.step",
                   "the engines were stepped apart: some are at an accumulation boundary, others between two; give them "
                   "the same gradient_accumulation_steps and step them together only");
-    TESSERA_CHECK(row[2] == 0, "engine.step",
-                  fault.empty() ? "parameters were replaced in an engine of another rank; see its error" : fault);
-  }
+  if (problem) std::rethrow_exception(problem);
+  for (size_t rank = 0; rank < rows.size(); ++rank)
+    TESSERA_CHECK(rows[rank][2] == 0, "engine.step", "no engine was stepped: rank ", rank,
+                  " cannot step, see the error there");
   std::optional<double> norm;
   if (boundary) norm = common_norm(engines, parts, copies);
   bool applied = false;

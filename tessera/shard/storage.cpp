@@ -1,8 +1,11 @@
 #include "tessera/shard/storage.h"
 
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
+
+#include <memory>
 
 #include "tessera/base/error.h"
 #include "tessera/shard/compat.h"
@@ -79,6 +82,28 @@ void rebind(const at::Tensor& param, const at::Tensor& flat, Range range) {
 void release(c10::StorageImpl& storage, const std::string& message) {
   storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+WeakStorage weak_storage_of(const at::Tensor& param) {
+  return param.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
+}
+
+void move_out(const WeakStorage& storage) {
+  const auto held = storage.lock();
+  if (!held || held->nbytes() == 0 || held->_mutable_data_ptr_no_checks().get() == nullptr) return;
+  const c10::InferenceMode no_inference(false);
+  struct Kept {
+    at::Tensor own;
+    c10::DataPtr before;
+  };
+  const auto drop = [](void* kept) { delete static_cast<Kept*>(kept); };
+  const auto bytes = static_cast<int64_t>(held->nbytes());
+  const auto options = at::TensorOptions(at::kByte).device(held->device());
+  auto kept = std::make_unique<Kept>();
+  const auto nothing = [](void*) {};
+  kept->own = at::from_blob(held->mutable_data(), {bytes}, nothing, options, held->device()).clone();
+  Kept* const context = kept.release();
+  context->before = held->set_data_ptr(c10::DataPtr(context->own.mutable_data_ptr(), context, drop, held->device()));
 }
 
 c10::StorageImpl* make_released(at::Tensor& param, const Form& form, const at::TensorOptions& flat_options,

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
 
 #include <string>
 #include <vector>
@@ -15,6 +16,9 @@
 #include "tessera/shard/layout.h"
 
 namespace tessera::shard {
+
+// Of a storage that others may keep alive.
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 // Shape of a parameter and the order of its elements in a flat buffer, which stay what they were when it was first bound:
 // a user's module.to(memory_format=...) must not reorder what optimizer states stand beside.
@@ -55,5 +59,15 @@ void rebind(const at::Tensor& param, const at::Tensor& flat, Range range);
 void release(c10::StorageImpl& storage, const std::string& message);
 // The storage a parameter has now.
 c10::StorageImpl* storage_of(const at::Tensor& param);
+WeakStorage weak_storage_of(const at::Tensor& param);
+
+// Note [Memory that somebody else holds]
+//   `p.data, q.data = q.data, p.data` gives the storage of p, whose memory is the unit's, to q: another parameter, that of
+//   another engine, an average of the weights. In plain PyTorch both keep the values that they have then. So before a
+//   parameter with other data comes back to its place in the unit, a storage that somebody still holds there moves to memory
+//   of its own, with its values; all that share the storage follow. Addresses that somebody took (NumPy) stay valid.
+
+// The storage of a parameter that has other data now, where it still lives: it has memory of its own from here on.
+void move_out(const WeakStorage& storage);
 
 }  // namespace tessera::shard

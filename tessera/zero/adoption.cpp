@@ -18,31 +18,30 @@ void adopt_param(const Place& place, bool compare) {
   Unit& unit = *place.unit;
   // Written to in regions only, which take the values along; or away, without data.
   if (unit.flat->sharded() || unit.flat->has_private_copy(place.item) || unit.flat->is_sent()) return;
-  const at::Tensor& weights = unit.flat->whole();
-  const bool bound = is_bound(p, unit);
-  if (bound && !p.writes.any(p.tensor)) {
-    p.writes.forget(p.tensor);
-    if (compare) unit.adopt_written(p);
+  if (is_bound(p, unit)) {
+    const bool written = p.writes.any(p.tensor);
+    if (written && unit.residual.defined()) {
+      unit.adopt_beside_residual(p);
+    } else if (written && unit.master.defined() &&
+               !unit.adopts(p)) {  // the master was set before: the later write holds
+      unit.set_master_from(p, p.tensor.detach());
+      p.ahead = false;
+    } else if (compare) {
+      unit.adopt_written(p);
+    }
+    p.writes.forget(p.tensor);  // last: who has no memory for the above tries again
     return;
   }
-  TESSERA_CHECK(p.tensor.sizes() == p.form.sizes && p.tensor.scalar_type() == weights.scalar_type(), "engine",
+  TESSERA_CHECK(p.tensor.sizes() == p.form.sizes && p.tensor.scalar_type() == unit.flat->dtype(), "engine",
                 "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
-  TESSERA_CHECK(
-      bound || !unit.flat->shares(), "zero", "the data of parameter '", p.name,
-      "' was replaced (p.data = ..., module.to(...)), but all ranks share it (tessera.shared_parameters); write "
-      "to it inside GatheredParameters(..., modifier_rank=0) instead");
-  bool changed = true;
-  if (!bound) {
-    shard::check_device(p.tensor.device());
-    const at::Tensor mine = shard::view_as_param(weights, p.range, p.form);
-    changed = !mine.equal(p.tensor.detach());  // a conversion there and back leaves the master its bits
-    if (changed) mine.copy_(p.tensor.detach());
-  }
-  if (changed && !unit.master_is_weight()) unit.set_master_from(p, p.tensor.detach());
-  if (!bound) shard::bind(p.tensor, weights, p.range, p.form);
+  TESSERA_CHECK(!unit.flat->shares(), "zero", "the data of parameter '", p.name,
+                "' was replaced (p.data = ..., module.to(...)), but all ranks share it (tessera.shared_parameters); "
+                "write to it inside GatheredParameters(..., modifier_rank=0) instead");
+  shard::check_device(p.tensor.device());
+  if (!unit.master_is_weight()) unit.adopt_replaced(p, unit.owned_values(place.item));
+  unit.flat->take_replaced(place.item);
   p.writes.forget(p.tensor);
-  p.ahead = false;
 }
 
 void adopt_params(const Units& units, bool compare) {

@@ -1,5 +1,6 @@
 #include "tessera/zero/backward_driver.h"
 
+#include <ATen/ops/sum.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -10,6 +11,14 @@
 #include "tessera/zero/adoption.h"
 
 namespace tessera::zero {
+
+namespace {
+// The same for the same bits, in whatever order they are added up.
+int64_t words_of(const at::Tensor& flat) {
+  const at::Tensor bits = flat.to(at::kFloat).view(at::kInt);
+  return at::sum(bits, at::kLong).item<int64_t>();
+}
+}  // namespace
 
 BackwardDriver::BackwardDriver(Units& units, std::function<StepState()> step)
     : units_(units), step_(std::move(step)), hooks_(*this, units.options().reader_lock) {
@@ -25,7 +34,7 @@ void BackwardDriver::follow_params() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
     if (!place.flat->sharded() && !is_bound(*place.param, *place.unit)) adopt_param(place, /*compare=*/false);
-    watch(place.param->tensor, id, place.unit->grads_are_visible());
+    watch(place.param->tensor, id);
   }
   follow_waiting();
 }
@@ -40,12 +49,12 @@ void BackwardDriver::follow_waiting() {
     } else {
       tensor.mutable_grad().reset();
     }
-    watch(tensor, id, /*stash=*/true);
+    watch(tensor, id);
   }
 }
 
-void BackwardDriver::watch(const at::Tensor& param, ParamId id, bool stash) {
-  if (param.requires_grad() && !hooks_.watches(param)) hooks_.watch(param, id, stash);
+void BackwardDriver::watch(const at::Tensor& param, ParamId id) {
+  if (param.requires_grad() && !hooks_.watches(param)) hooks_.watch(param, id);
 }
 
 std::vector<ParamId> BackwardDriver::waiting() const {
@@ -71,6 +80,10 @@ void BackwardDriver::check_all_watched() {
         !p.tensor.requires_grad() || hooks_.watches(p.tensor), "zero", "parameter '", p.name,
         "' was converted (module.to(...)) after a first register_hook() and got gradients past the engine: call the "
         "engine, not its module, for the first forward after that; engine.zero_grad() drops them");
+    TESSERA_CHECK(
+        sink_ == nullptr, "engine.step", "parameter '", p.name,
+        "' has a gradient that was put into p.grad by hand, and tessera.update_in_backward has updated it in the "
+        "backward: set p.grad = None, or switch update_in_backward off");
   }
 }
 
@@ -97,6 +110,7 @@ void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) try {
   units_.check_here("backward");
   if (sink_ != nullptr) sink_->backward_begun();
   reducer_->begin_backward();
+  if (units_.placements().grads == shard::Placement::Replicate) part_visible_grads();
   units_.unsharder().begin_backward(calls);
   units_.phases().drop(Phase::Backward);
   units_.phases().begin(Phase::Backward);
@@ -119,16 +133,15 @@ void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
     so_far_[id] = std::exchange(grad, at::Tensor());
     return;
   }
-  if (!place.unit->grads_are_visible()) return;  // it was watched so while it waited
+  const bool visible = place.unit->grads_are_visible();
   if (!grad.defined()) {
-    if (place.param->has_grad) reducer_->clear(*place.unit, *place.param);  // the user dropped it
+    if (visible && place.param->has_grad) reducer_->clear(*place.unit, *place.param);  // the user dropped it
     return;
   }
-  const at::Tensor old = grad;
-  grad.reset();
-  if (is_visible_view(place, old) && place.param->has_grad) return;
+  const at::Tensor old = std::exchange(grad, at::Tensor());
+  if (visible && is_visible_view(place, old) && place.param->has_grad) return;
   reducer_->clear(*place.unit, *place.param);
-  reducer_->accumulate(*place.unit, *place.param, old, 1.0);
+  reducer_->accumulate(*place.unit, *place.param, old.is_sparse() ? old.to_dense() : old, 1.0);
 } catch (c10::OutOfMemoryError& error) {
   units_.fail_alone(error);
 }
@@ -136,22 +149,22 @@ void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
 void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const BackwardInfo& backward, bool alone) try {
   const Place& place = units_[id];
   const StepState step = step_();
+  at::Tensor arrived = std::exchange(grad, at::Tensor());  // what stays there after an error would be the user's
   if (sink_ != nullptr) {
     check_once(backward);
     if (!backward.in_forward) sink_->compare();
   }
   if (!place.trained()) {
-    keep_waiting(id, grad, backward);
+    grad = waiting_sum(id, arrived, backward);
     if (place.held()) units_.unsharder().gradient_arrived(place.number, place.item);
     return;
   }
-  if (grad.defined()) {
-    at::Tensor dense = grad.is_sparse() ? grad.to_dense() : grad;
-    grad.reset();
-    TESSERA_CHECK(dense.sizes() == place.param->tensor.sizes(), "zero", "gradient of '", place.param->name,
-                  "' has shape ", dense.sizes(), ", the parameter ", place.param->tensor.sizes());
+  if (arrived.defined()) {
+    if (arrived.is_sparse()) arrived = arrived.to_dense();
+    TESSERA_CHECK(arrived.sizes() == place.param->tensor.sizes(), "zero", "gradient of '", place.param->name,
+                  "' has shape ", arrived.sizes(), ", the parameter ", place.param->tensor.sizes());
     scaled_ = scaled_ || backward.loss_scale != 1;
-    reducer_->accumulate(*place.unit, *place.param, dense,
+    reducer_->accumulate(*place.unit, *place.param, arrived,
                          step.gradient_scale * (step.loss_scale / backward.loss_scale), alone);
   }
   // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
@@ -163,7 +176,7 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
 }
 
 // Note [Joining] in joining.h: the sum of all that came, in p.grad, where the user may drop it.
-void BackwardDriver::keep_waiting(ParamId id, at::Tensor& grad, const BackwardInfo& backward) {
+at::Tensor BackwardDriver::waiting_sum(ParamId id, const at::Tensor& grad, const BackwardInfo& backward) {
   at::Tensor sum = std::exchange(so_far_[id], at::Tensor());
   if (grad.defined()) {
     const c10::AutoGradMode no_grad(false);
@@ -173,7 +186,7 @@ void BackwardDriver::keep_waiting(ParamId id, at::Tensor& grad, const BackwardIn
     const at::Tensor more = (grad.is_sparse() ? grad.to_dense() : grad).detach().to(at::kFloat) * scale;
     sum = (sum.defined() ? sum.to(at::kFloat) + more : more).to(units_.options().precision.grad);
   }
-  grad = sum;
+  return sum;
 }
 
 // With a sink: what it cannot take back.
@@ -190,13 +203,20 @@ bool BackwardDriver::end_backward(int round) try {
   const StepState step = step_();
   if (round == 0) {
     ++backwards_;
-    if (!step.hold && std::exchange(forward_came_, false)) unstepped_ += since_step_++ > 0 ? 1 : 0;
+    if (!step.hold) count_micro_batch(std::exchange(forward_came_, false));
   }
   if (may_reduce(step)) return flush_round(round, step);
   unreduced_ = true;
   return false;
 } catch (c10::OutOfMemoryError& error) {
   units_.fail_alone(error);
+}
+
+// Where the update has seen no forward of the engine's, the module was called past it, and each backward is one.
+void BackwardDriver::count_micro_batch(bool after_forward) {
+  forwards_count_ = forwards_count_ || after_forward;
+  if (after_forward) of_forwards_.add();
+  of_backwards_.add();
 }
 
 // See Note [Ends] in hooks.h.
@@ -269,27 +289,113 @@ void BackwardDriver::ensure_reduced() {
     unit->on_this_stream();  // a step may be under another stream than its backwards
   if (unreduced_ || !flushed_) flush();
   reduce_replicas();
-  if (units_.placements().grads == shard::Placement::Replicate) adopt_visible_grads();
+  adopt_visible_grads();
+  adopt_given_grads();
 }
 
-// Stage 0: p.grad is the user's. What stands there now is the gradient.
-void BackwardDriver::adopt_visible_grads() {
+// Stage 0: what a user put there may be a view of what is about to be written to (a.grad, b.grad = b.grad, a.grad).
+void BackwardDriver::part_visible_grads() {
+  const c10::AutoGradMode no_grad(false);
+  for (const ParamId id : units_.trained_ids()) {
+    at::Tensor& grad = units_[id].param->tensor.mutable_grad();
+    if (!grad.defined() || !grad.has_storage() || grad.storage().use_count() == 1) continue;
+    if (!is_visible_view(units_[id], grad)) grad = grad.detach().clone();
+  }
+}
+
+// Note [Gradients by hand]
+void BackwardDriver::adopt_given_grads() {
+  if (sink_ != nullptr || units_.placements().grads == shard::Placement::Replicate) return;  // refused; taken already
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
-    Unit& unit = *place.unit;
     Param& p = *place.param;
-    const at::Tensor& grad = p.tensor.mutable_grad();
-    if (!grad.defined()) {  // the user dropped it
-      if (p.has_grad) unit.visible(p).zero_();
-      p.has_grad = false;
-      continue;
-    }
-    if (!is_visible_view(place, grad)) {
-      if (unit.in_pieces()) unit.make_run(p);
-      unit.visible(p).copy_(grad.is_sparse() ? grad.to_dense() : grad);
-    }
+    at::Tensor& grad = p.tensor.mutable_grad();
+    if (!grad.defined() || (p.tensor.requires_grad() && !hooks_.watches(p.tensor))) continue;
+    const at::Tensor flat = shard::flatten_like_param(grad.is_sparse() ? grad.to_dense() : grad, p.form);
+    put_gradient(place, flat);
+    // Other ranks may have another slice of the model there, or another expert.
+    const bool same = units_.ranks().all() > 1 && p.cut == nullptr && &place.unit->ranks == &units_.ranks();
+    given_[id] = same ? words_of(flat) : 0;
+    grad.reset();
+  }
+}
+
+void BackwardDriver::put_gradient(const Place& place, const at::Tensor& flat) {
+  Unit& unit = *place.unit;
+  Param& p = *place.param;
+  have_gradient(place);
+  const shard::Range mine = units_.local_range(place);
+  const auto [buffer, there] = unit.gradient(p, unit.owned_slice(p));
+  unit.on_this_stream();
+  if (!mine.empty()) buffer.write(there, flat.narrow(0, mine.begin, mine.size()));
+}
+
+// Where no backward ran all of the unit is zeros, else what it is is there.
+void BackwardDriver::have_gradient(const Place& place) {
+  Param& p = *place.param;
+  if (place.unit->grad_state() == GradState::Empty) settle_empty_units();
+  if (place.unit->in_pieces()) place.unit->make_run(p);
+  p.has_grad = p.filled = true;
+  if (place.unit->grads_are_visible()) p.tensor.mutable_grad() = place.unit->visible(p);
+}
+
+std::vector<std::string> BackwardDriver::given_lines() const {
+  std::vector<std::string> lines;
+  for (const auto& [id, words] : given_)
+    lines.push_back(c10::str("the gradient of '", units_.params()[id].name,
+                             "' put into p.grad by hand, of which every rank "
+                             "needs the whole (all_reduce it, or call tessera.state.set_full_grad), checksum ",
+                             words));
+  return lines;
+}
+
+// Stage 0: p.grad is the user's. What stands there now is the gradient, or this rank's part of it.
+void BackwardDriver::adopt_visible_grads() {
+  if (units_.placements().grads != shard::Placement::Replicate || !has_gradients()) return;
+  const std::lock_guard lock(hooks_.mutex());
+  const c10::AutoGradMode no_grad(false);
+  part_visible_grads();
+  for (const ParamId id : units_.trained_ids())
+    adopt_visible(units_[id]);
+  forget_dropped();
+}
+
+void BackwardDriver::adopt_visible_grad(const Place& place) {
+  const at::Tensor& grad = place.param->tensor.grad();
+  const bool had = place.param->has_grad;
+  if (grad.defined() ? !had || !is_visible_view(place, grad) : had) adopt_visible_grads();
+}
+
+void BackwardDriver::adopt_visible(const Place& place) {
+  Unit& unit = *place.unit;
+  Param& p = *place.param;
+  at::Tensor& grad = p.tensor.mutable_grad();
+  if (!grad.defined()) {  // the user dropped it
+    if (!p.has_grad) return;
+    if (unreduced_) return reducer_->clear(unit, p);
+    unit.visible(p).zero_();
+    p.has_grad = false;
+  } else if (is_visible_view(place, grad) && (p.has_grad || !unreduced_)) {
+    p.has_grad = true;
+  } else if (unreduced_) {
+    const at::Tensor given = std::exchange(grad, at::Tensor());
+    reducer_->clear(unit, p);
+    reducer_->accumulate(unit, p, given.is_sparse() ? given.to_dense() : given, 1.0);
+    grad = unit.visible(p);
+  } else {
+    if (unit.in_pieces()) unit.make_run(p);
+    unit.visible(p).copy_(grad.is_sparse() ? grad.to_dense() : grad);
     p.has_grad = true;
   }
+}
+
+void BackwardDriver::forget_dropped() {
+  if (units_.placements().grads != shard::Placement::Replicate || !unreduced_ || hooks_.in_backward()) return;
+  const auto has_grad = [](const Param& p) { return p.tensor.grad().defined(); };
+  for (const auto& unit : units_.all())
+    if (unit->accumulates() && (unit->ranks.size() == 1 || !unit->has_sum()) &&
+        std::ranges::none_of(unit->params, has_grad))
+      reducer_->forget(*unit);
 }
 
 void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
@@ -326,8 +432,9 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
 void BackwardDriver::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->reset();
-  unreduced_ = flushed_ = scaled_ = forward_came_ = false;
-  since_step_ = unstepped_ = 0;
+  unreduced_ = flushed_ = scaled_ = forward_came_ = forwards_count_ = false;
+  of_forwards_ = of_backwards_ = {};
+  given_.clear();
   const auto drop = [&](ParamId id) {
     const at::Tensor& tensor = units_.params()[id].tensor;
     if (hooks_.watches(tensor) || (tensor.requires_grad() && !Hooks::is_watched(tensor))) tensor.mutable_grad().reset();

@@ -1,4 +1,11 @@
 // BackwardDriver: what autograd's hooks lead to: gradients into units, units into reductions, and their end.
+//
+// Note [Gradients by hand]
+//   p.grad = g, after torch.autograd.grad or over what a backward left, is the gradient of the update, as in PyTorch. At stages
+//   1 to 3 nothing of the engine's stands there, so what does is the user's: the whole gradient, of which each rank takes its
+//   slice where step() or a norm needs it. Nothing is reduced, as at stage 0; a checksum goes with what ranks compare at
+//   every step (Note [What ranks step by]), so that ranks which put different ones, or not all, are told. A backward before
+//   that adds to it, as to any p.grad, and takes it for this rank's part of the mean.
 #pragma once
 
 #include <functional>
@@ -52,8 +59,16 @@ class BackwardDriver final : private HookSink {
   std::vector<ParamId> waiting() const;
   // These are trained now: what waited of their gradients counts, and is reduced where that of the others was. Collective.
   void take_joined(const std::vector<ParamId>& ids);
-  // The user sets gradients where no backward ran: what they do not set is zero.
-  void settle_empty_units();
+  // A user sets the gradient of the parameter: there is one from here on. Where no backward ran what they do not set is zero.
+  void have_gradient(const Place& place);
+  // Stage 0: what a user has put into p.grad since the last backward counts, and what they took away does not. Local.
+  void adopt_visible_grads();
+  // The same, where that of this parameter is another one.
+  void adopt_visible_grad(const Place& place);
+  // Stage 0: units of which they took all give their memory back.
+  void forget_dropped();
+  // Those that adopt_given_grads() took since the last update, as lines that must be the same on all ranks.
+  std::vector<std::string> given_lines() const;
 
   bool has_gradients() const { return unreduced_ || flushed_; }
   // A backward ended without a reduction: the same on all ranks.
@@ -70,10 +85,11 @@ class BackwardDriver final : private HookSink {
   // A forward of the engine's, with gradients, began: the backward after it is that of another micro-batch.
   void forward_begun() { forward_came_ = true; }
   // The micro-batches so far are counted.
-  void step_counted() { since_step_ = 0; }
+  void step_counted() { of_forwards_.since_step = of_backwards_.since_step = 0; }
   // Of those since the last update or drop_gradients(): that another one followed without a step() between, outside of no_sync
-  // and coalesce. Several backwards of one forward (several losses) are one.
-  int64_t unstepped() const { return unstepped_; }
+  // and coalesce. Several backwards of one forward (several losses) are one; where all of an update went past the engine
+  // (its module was called), each backward is one.
+  int64_t unstepped() const { return forwards_count_ ? of_forwards_.unstepped : of_backwards_.unstepped; }
 
   // Sums over ranks go there from here on, and no buffer keeps them. `sink` must outlive the driver.
   void send_sums_to(SumSink* sink);
@@ -91,14 +107,19 @@ class BackwardDriver final : private HookSink {
   void call_closed(ScopeCall& call, const BackwardInfo& backward) override;
   void call_gone(ScopeCall& call) override;
 
-  void watch(const at::Tensor& param, ParamId id, bool stash);
+  void watch(const at::Tensor& param, ParamId id);
   void check_watched(ParamId id) const;
-  void keep_waiting(ParamId id, at::Tensor& grad, const BackwardInfo& backward);
+  at::Tensor waiting_sum(ParamId id, const at::Tensor& grad, const BackwardInfo& backward);
   bool may_reduce(const StepState& step) const;
+  void count_micro_batch(bool after_forward);
   void check_once(const BackwardInfo& backward) const;
   bool flush_round(int round, const StepState& step);
   void flush();
-  void adopt_visible_grads();
+  void adopt_visible(const Place& place);
+  void part_visible_grads();
+  void adopt_given_grads();
+  void put_gradient(const Place& place, const at::Tensor& flat);
+  void settle_empty_units();
   void show_remote_grads();
   static bool is_visible_view(const Place& place, const at::Tensor& grad);
 
@@ -107,9 +128,14 @@ class BackwardDriver final : private HookSink {
   std::unique_ptr<Reducer> reducer_;
   SumSink* sink_ = nullptr;
   std::map<ParamId, at::Tensor> so_far_;  // of gradients that wait, while autograd makes the next one
+  std::map<ParamId, int64_t> given_;      // checksums of gradients put by hand
   bool scaled_ = false;
-  int64_t backwards_ = 0, since_step_ = 0, unstepped_ = 0;
-  bool forward_came_ = false;
+  int64_t backwards_ = 0;
+  struct MicroBatches {
+    int64_t since_step = 0, unstepped = 0;
+    void add() { unstepped += since_step++ > 0 ? 1 : 0; }
+  } of_forwards_, of_backwards_;
+  bool forward_came_ = false, forwards_count_ = false;  // since the last backward; in this update
   bool unreduced_ = false;
   bool flushed_ = false;
   Hooks hooks_;  // last: removed first

@@ -62,10 +62,11 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
   writes_.resize(items_.size());
   for (Item& item : items_) {
     if (sharded_) {
-      storages_.push_back(shard::make_released(item.tensor, item.form, options, message(item)));
+      shard::make_released(item.tensor, item.form, options, message(item));
     } else {
       shard::bind(item.tensor, buffer_.tensor(), item.range, item.form);
     }
+    storages_.push_back(shard::weak_storage_of(item.tensor));
   }
   if (sharded_) state_ = ParamState::Sharded;
 }
@@ -318,8 +319,7 @@ void FlatParams::finish_gather() {
   check_read();
   if (rounded_ && !shares()) shard::scaled_copy(bucket_, staging_);
   for (size_t i = 0; i < items_.size(); ++i) {
-    TESSERA_CHECK(shard::storage_of(items_[i].tensor) == storages_[i], "zero", "the data of parameter '",
-                  items_[i].name,
+    TESSERA_CHECK(!is_replaced(static_cast<int>(i)), "zero", "the data of parameter '", items_[i].name,
                   "' was replaced (p.data = ..., module.to(...)) while it was partitioned; write to it inside "
                   "GatheredParameters(..., modifier_rank=0) instead");
   }
@@ -331,14 +331,14 @@ void FlatParams::point_items() {
   char* base = static_cast<char*>(bucket_.mutable_data_ptr());
   const auto width = static_cast<int64_t>(bucket_.element_size());
   for (size_t i = 0; i < items_.size(); ++i) {
-    shard::point(*storages_[i], base + items_[i].range.begin * width);
+    if (const auto storage = storages_[i].lock()) shard::point(*storage, base + items_[i].range.begin * width);
     mark(static_cast<int>(i));
   }
 }
 
 void FlatParams::release_items() {
   for (size_t i = 0; i < items_.size(); ++i) {
-    if (shard::storage_of(items_[i].tensor) == storages_[i]) shard::release(*storages_[i], message(items_[i]));
+    if (has_storage(i)) shard::release(*shard::storage_of(items_[i].tensor), message(items_[i]));
   }
 }
 
@@ -364,6 +364,12 @@ at::Tensor FlatParams::release(std::string* edited) {
   return take_bucket();
 }
 
+bool FlatParams::is_replaced(int index) const {
+  const Item& item = items_[index];
+  return !has_storage(index) || item.tensor.sizes() != item.form.sizes || item.tensor.strides() != item.form.strides ||
+         item.tensor.storage_offset() != 0;
+}
+
 // Its storage is another one then, which becomes one of ours.
 void FlatParams::take_replaced(int index) {
   TESSERA_ASSERT(state_ == ParamState::Ready);
@@ -376,10 +382,15 @@ void FlatParams::take_replaced(int index) {
                 "the data of parameter '", item.name, "' was replaced by a tensor of shape ", item.tensor.sizes(),
                 " and dtype ", item.tensor.scalar_type(), "; it is ", at::IntArrayRef(item.form.sizes), " and ",
                 dtype());
+  shard::move_out(storages_[index]);
   view(index).copy_(item.tensor.detach());
-  if (!sharded_) return shard::bind(item.tensor, there, range, item.form);
-  storages_[index] = shard::make_released(item.tensor, item.form, options(), message(item));
-  shard::point(*storages_[index], values(index).mutable_data_ptr());
+  if (!sharded_) {
+    shard::bind(item.tensor, there, range, item.form);
+  } else {
+    shard::point(*shard::make_released(item.tensor, item.form, options(), message(item)),
+                 values(index).mutable_data_ptr());
+  }
+  note_storage(index);
 }
 
 void FlatParams::keep_write(int index) {
@@ -409,6 +420,7 @@ void FlatParams::end_private_copy(int index) {
     shard::rebind(item.tensor, space_, item.range);
   } else {
     shard::bind(item.tensor, space_, item.range, item.form);  // its data was replaced
+    note_storage(index);
   }
 }
 
@@ -431,13 +443,13 @@ void FlatParams::send_to(const shard::HomePtr& home) {
   const at::Tensor here = buffer_.tensor();
   buffer_.send_to(home);
   if (sharded_) return;
-  for (const Item& item : items_) {
-    const bool ours = shard::is_bound(item.tensor, here, item.range, item.form);
-    storages_.push_back(ours ? shard::storage_of(item.tensor) : nullptr);
-    if (ours)
-      shard::release(*storages_.back(), "[zero] parameter '" + item.name +
-                                            "' was moved off the device by engine.offload_states(); call "
-                                            "engine.reload_states() before it is used");
+  for (size_t i = 0; i < items_.size(); ++i) {
+    const Item& item = items_[i];
+    if (!shard::is_bound(item.tensor, here, item.range, item.form)) continue;
+    note_storage(i);
+    shard::release(*shard::storage_of(item.tensor), "[zero] parameter '" + item.name +
+                                                        "' was moved off the device by engine.offload_states(); call "
+                                                        "engine.reload_states() before it is used");
   }
 }
 
@@ -446,10 +458,8 @@ void FlatParams::bring_back() {
   buffer_.bring_back();
   if (!whole_and_away) return;
   for (size_t i = 0; i < items_.size(); ++i) {
-    if (shard::storage_of(items_[i].tensor) == storages_[i])
-      shard::rebind(items_[i].tensor, buffer_.tensor(), items_[i].range);
+    if (has_storage(i)) shard::rebind(items_[i].tensor, buffer_.tensor(), items_[i].range);
   }
-  storages_.clear();
 }
 
 void FlatParams::leave(const at::Tensor& all) {
@@ -485,8 +495,9 @@ void FlatParams::abandon(const std::string& message) {
   ahead_.clear();
   copying_.clear();
   for (size_t i = 0; i < items_.size(); ++i) {
-    if (shard::storage_of(items_[i].tensor) != storages_[i]) continue;
-    shard::release(*storages_[i], "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);
+    if (!has_storage(i)) continue;
+    shard::release(*shard::storage_of(items_[i].tensor),
+                   "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);
   }
   state_ = ParamState::Sharded;
   for (at::Tensor* memory : {&bucket_, &staging_, &words_, &failed_}) {

@@ -31,10 +31,6 @@
 #include "tessera/zero/options.h"
 #include "tessera/zero/ranks.h"
 
-namespace c10 {
-struct StorageImpl;
-}  // namespace c10
-
 namespace tessera::zero {
 
 enum class ParamState : uint8_t {
@@ -122,14 +118,15 @@ class FlatParams {
   // Ready already, and used again, maybe under another stream.
   void use() { order_.read(options().device()); }
   // Ready: where the user gave item `index` other data (p.data = ...), its values come to where the item lies, and it lies
-  // there again. State error for another shape or dtype.
+  // there again; who holds what was there keeps it (Note [Memory that somebody else holds]). State error for another shape
+  // or dtype.
   void take_replaced(int index);
   // Item `index` was written to on purpose: this rank's slice follows.
   void keep_write(int index);
   // Forgets that item `index` was written to.
   void mark(int index) { writes_[index].forget(items_[index].tensor); }
-  // The user gave the parameter other data (p.data = ...) while it was sharded.
-  bool is_replaced(int item) const { return shard::storage_of(items_[item].tensor) != storages_[item]; }
+  // Of a sharded space: the user gave the parameter other data (p.data = ...), or its own in another order.
+  bool is_replaced(int item) const;
   bool was_written(int item) const { return writes_[item].any(items_[item].tensor); }
   // Nobody else holds the parameter's tensor.
   bool is_alone(int item) const { return items_[item].tensor.use_count() == (writes_[item].holds() ? 2 : 1); }
@@ -164,6 +161,11 @@ class FlatParams {
   void abandon(const std::string& message);
 
  private:
+  // The item has the storage that we gave it.
+  bool has_storage(size_t item) const {
+    return shard::storage_of(items_[item].tensor) == storages_[item]._unsafe_get_target();
+  }
+  void note_storage(size_t item) { storages_[item] = shard::weak_storage_of(items_[item].tensor); }
   void point_items();
   void release_items();
   std::string message(const Item& item) const;
@@ -179,8 +181,8 @@ class FlatParams {
 
   std::string name_;
   std::vector<Item> items_;
-  std::vector<c10::StorageImpl*> storages_;  // of those without data: to see that nobody replaced one
-  std::vector<WriteCount> writes_;           // since the last gather
+  std::vector<shard::WeakStorage> storages_;  // that they have, unless somebody replaced them
+  std::vector<WriteCount> writes_;            // since the last gather
   shard::Layout layout_;
   shard::Range slice_;
   bool sharded_ = false;

@@ -98,8 +98,8 @@ class Hooks {
 
   // Another live engine has hooked `param`.
   static bool is_watched(const at::Tensor& param);
-  // Hooks `param` (requires grad). `stash`: also call before_accumulate.
-  void watch(const at::Tensor& param, ParamId id, bool stash);
+  // Hooks `param` (requires grad).
+  void watch(const at::Tensor& param, ParamId id);
   // False also where a user has taken our hook off: Note [Accumulators change].
   bool watches(const at::Tensor& param) const;
   // Marks the graph tasks that will pass these outputs. Ignores tensors without a graph and functorch wrappers.
@@ -175,7 +175,7 @@ class Hooks {
     bool plain = false;  // .backward() without inputs=: done even if no parameter hook runs
   };
 
-  void follow(compat::NodePtr node, ParamId id, bool stash);
+  void follow(compat::NodePtr node, ParamId id);
   void touch_task(bool from_parameter);
   bool leave_to_outer_task();
   void touch_outer_task();

@@ -5,8 +5,18 @@
 #include <algorithm>
 
 #include "tessera/base/error.h"
+#include "tessera/base/transforms.h"
 
 namespace tessera::zero {
+
+namespace {
+
+// Forward AD: its tangent has a graph of its own.
+bool is_dual(const at::Tensor& tensor) {
+  return tensor.defined() && tensor._fw_grad(/*level=*/0).defined();
+}
+
+}  // namespace
 
 Modules::Modules(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
 
@@ -84,7 +94,7 @@ void Modules::watch_call_of(std::vector<int> units, const std::vector<at::Tensor
   if (open_now) units_.unsharder().call_opened(*call, /*again=*/false);
 }
 
-void Modules::leave(int module, const std::vector<at::Tensor>& outputs) {
+void Modules::leave(int module, const std::vector<at::Tensor>& outputs, bool hides) {
   check(module);
   const std::lock_guard lock(driver_.hooks().mutex());
   const bool in_backward = Hooks::inside_task();
@@ -92,7 +102,10 @@ void Modules::leave(int module, const std::vector<at::Tensor>& outputs) {
   producers_.resize(units_.unsharder().depth());
   const std::vector<int> units = units_.unsharder().watched(module);
   const auto recorded = [](const at::Tensor& t) { return static_cast<bool>(Hooks::maker_of(t)); };
-  const bool any = c10::GradMode::is_enabled() && std::any_of(outputs.begin(), outputs.end(), recorded);
+  const bool recording = c10::GradMode::is_enabled();
+  const bool any = recording && std::any_of(outputs.begin(), outputs.end(), recorded);
+  const bool unseen = transforms::hide_graph(recording) ||
+                      (recording && (hides || std::any_of(outputs.begin(), outputs.end(), is_dual)));
   std::vector<compat::NodePtr> producers;
   if (!units.empty()) producers = std::move(producers_.back());
   if (any) {
@@ -104,7 +117,7 @@ void Modules::leave(int module, const std::vector<at::Tensor>& outputs) {
     watch_call_of(std::move(now), outputs, producers, /*open_now=*/true);
     watch_call_of(std::move(later), outputs, producers, /*open_now=*/false);
   }
-  units_.unsharder().leave(module, in_backward, any);
+  units_.unsharder().leave(module, in_backward, any, unseen);
   producers_.resize(units_.unsharder().depth());
 }
 

@@ -18,7 +18,8 @@ class Modules {
   // Gathers. Collective. True: tell note_inputs() and leave() the tensors; false: they are not needed.
   bool enter(int module);
   void note_inputs(const std::vector<at::Tensor>& inputs);
-  void leave(int module, const std::vector<at::Tensor>& outputs);
+  // `hides`: its output may hold tensors that are not among `outputs`.
+  void leave(int module, const std::vector<at::Tensor>& outputs, bool hides = false);
   void abort(int module);  // its forward threw
   bool inside() const { return units_.unsharder().inside_scope(); }
   // A partitioned parameter is read by the module that is running, or by `module`, which does not own it: from now on

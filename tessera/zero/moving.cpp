@@ -10,6 +10,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/heap.h"
 #include "tessera/zero/adoption.h"
+#include "tessera/zero/memory_for.h"
 
 namespace tessera::zero {
 
@@ -107,10 +108,13 @@ void Moving::come_back() {
   const c10::AutoGradMode no_grad(false);
   if (!units_.is_away()) return;
   for (const auto& unit : units_.all()) {
+    const auto bring = [&](shard::Buffer& buffer) {
+      memory_for([&] { buffer.bring_back(); }, "the states of unit '", unit->name, "', which come back");
+    };
     for (shard::Buffer* buffer : {&unit->master, &unit->residual, &unit->states[0], &unit->states[1], &unit->grads})
-      buffer->bring_back();
+      bring(*buffer);
     for (Run& run : unit->runs)
-      run.grad.bring_back();
+      bring(run.grad);
   }
   weights_come_back();
   for (const auto& unit : units_.all())
@@ -127,7 +131,7 @@ void Moving::weights_come_back() {
   std::exception_ptr failure;
   const auto bring = [&](FlatParams& flat) {
     try {
-      flat.bring_back();
+      memory_for([&] { flat.bring_back(); }, "the weights of unit '", flat.name(), "', which come back");
     } catch (...) {
       failure = std::current_exception();
     }

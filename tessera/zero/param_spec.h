@@ -36,4 +36,7 @@ struct ParamSpec {
   int joins = -1;  // without a group: that which it joins when it requires a gradient (joining.h); -1: none
 };
 
+// Value error where it is complex: no precision trains that.
+void check_real(const ParamSpec& param);
+
 }  // namespace tessera::zero

@@ -58,7 +58,7 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) try {
     if (writable && place.flat->shares()) place.flat->make_private_copy(place.item);
     place.flat->mark(place.item);  // updates write to it too
     const Unit* unit = place.unit;
-    if (unit != nullptr && unit->residual.defined()) open.before = unit->owned_values(place.item).clone();
+    if (unit != nullptr && !unit->master_is_weight()) open.before = unit->owned_values(place.item).clone();
   }
 } catch (c10::OutOfMemoryError& error) {
   units_.fail_alone(error);
@@ -105,17 +105,13 @@ void Regions::take_writes(const std::vector<ParamId>& params, Writes writes, int
 void Regions::take_write(ParamId id) {
   const Place& place = units_[id];
   Unit* unit = place.unit;
-  const bool split = unit != nullptr && unit->residual.defined();
+  const bool masters = unit != nullptr && !unit->master_is_weight();
   const bool apart = place.flat->sharded() || place.flat->has_private_copy(place.item);
-  const at::Tensor before = split && apart ? unit->owned_values(place.item).clone() : open_[id].before;
+  const at::Tensor before = masters && apart ? unit->owned_values(place.item).clone() : open_[id].before;
   place.flat->keep_write(place.item);
-  if (unit == nullptr || unit->master_is_weight()) return;
+  if (!masters) return;
   Param& param = unit->params[place.item];
-  const bool changed = split ? !unit->owned_values(place.item).equal(before) : unit->differs_from_master(param);
-  if (changed) {
-    unit->set_master_from(param, place.flat->view(place.item));
-    param.ahead = false;
-  }
+  unit->adopt_changed(param, before);
   param.writes.forget(param.tensor);
 }
 

@@ -30,7 +30,7 @@ class Regions {
   struct Open {
     bool open = false;
     bool writable = false;
-    at::Tensor before{};  // of whole parameters with a split master: their owned values when it began
+    at::Tensor before{};  // of whole parameters beside masters: their owned values when it began
   };
   void broadcast(const std::vector<ParamId>& params, int writer) const;
   void take_writes(const std::vector<ParamId>& params, Writes writes, int writer);

@@ -105,6 +105,7 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
 }
 
 std::vector<shard::NamedShard> StateAccess::named_shards() const {
+  driver_.adopt_visible_grads();
   std::vector<shard::NamedShard> shards;
   for (ParamId id = 0; id < units_.count(); ++id)
     add_shards(id, shards);
@@ -226,6 +227,7 @@ at::Tensor StateAccess::writable_view(ParamId param, Quantity what, shard::Range
   const Unit& unit = *place.unit;
   const shard::Range there = in_owned(place, range);
   const bool is_weight = what == Quantity::Master && unit.master_is_weight();
+  if (what == Quantity::Master && !is_weight) place.param->ahead = true;
   const shard::Buffer buffer = is_weight                  ? unit.weights()
                                : what == Quantity::Master ? unit.master
                                                           : state_of(unit, what);
@@ -264,9 +266,15 @@ void StateAccess::set_param_step(ParamId param, int64_t step) {
   units_.trained(param, "set_param_step").param->step = step;
 }
 
+// What a user wrote where they could, p.data or p.grad.
+void StateAccess::adopt(const Place& place, Quantity what) {
+  if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
+  if (what == Quantity::Gradient) driver_.adopt_visible_grad(place);
+}
+
 at::Tensor StateAccess::local_view(ParamId param, Quantity what) {
   const Place& place = units_.trained(param, "local_view");
-  if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
+  adopt(place, what);
   if (what == Quantity::Gradient && !place.param->has_grad) return {};
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
   const at::Tensor part = read_owned(place, what);
@@ -279,7 +287,7 @@ void StateAccess::set_local(ParamId param, Quantity what, const at::Tensor& valu
   const Place& place = units_.trained(param, "set_local");
   TESSERA_CHECK_VALUE(what != Quantity::Weight, "engine.set_local", "weights are written through the parameter ('",
                       place.param->name, "')");
-  if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
+  adopt(place, what);
   TESSERA_CHECK_VALUE(is_there(place, what), "engine.set_local", "there is nothing of this kind for parameter '",
                       place.param->name, "' now");
   const int64_t mine = place.unit->owned_slice(*place.param).size();
@@ -385,6 +393,7 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "get_full");
   const Param& p = *place.param;
+  if (what == Quantity::Gradient) driver_.adopt_visible_grad(place);
   if (what == Quantity::Gradient && driver_.unreduced()) return local_gradient(place);
   if (what == Quantity::Gradient) {
     const double seen = agree_max(driver_.reducer().has_late() ? 2 : (p.has_grad ? 1 : 0));
@@ -410,20 +419,11 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
   units_.fail_alone(error);
 }
 
-// Where no backward ran all of the unit is zeros, else what it is is there.
-void StateAccess::make_gradient(const Place& place) {
-  Param& p = *place.param;
-  if (place.unit->grad_state() == GradState::Empty) driver_.settle_empty_units();
-  if (place.unit->in_pieces()) place.unit->make_run(p);
-  p.has_grad = p.filled = true;
-  if (place.unit->grads_are_visible()) p.tensor.mutable_grad() = place.unit->visible(p);
-}
-
 void StateAccess::complete_gradient(ParamId param) {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "complete_gradient");
-  if (!place.param->has_grad) make_gradient(place);
+  if (!place.param->has_grad) driver_.have_gradient(place);
 }
 
 void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) try {
@@ -439,12 +439,13 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   if (what == Quantity::Gradient) {
     TESSERA_CHECK(!units_.options().update_in_backward, "engine.set_full",
                   "tessera.update_in_backward keeps no gradients that could be set");
+    driver_.adopt_visible_grad(place);
     if (BackwardDriver::reads_local_gradient(place)) {
       place.unit->contribution(p).copy_(flat);
       return;
     }
     driver_.reduce_replicas();
-    make_gradient(place);
+    driver_.have_gradient(place);
   }
   const shard::Range mine = units_.local_range(place);
   TESSERA_CHECK_VALUE(what != Quantity::Weight && is_there(place, what), "engine.set_full", "parameter '", p.name,

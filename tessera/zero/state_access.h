@@ -83,7 +83,7 @@ class StateAccess {
   double agree_max(double value);
 
  private:
-  void make_gradient(const Place& place);
+  void adopt(const Place& place, Quantity what);
   void add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const;
   shard::NamedShard shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype, bool cut) const;
   at::Tensor read_weight(ParamId param, shard::Range part) const;

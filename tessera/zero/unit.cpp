@@ -3,6 +3,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 
@@ -238,29 +239,60 @@ void Unit::fill_state(int state, const Param& param, double value) {
   states[state].fill(owned_slice(param), value);
 }
 
-bool Unit::differs_from_master(const Param& param) const {
-  const shard::Range r = owned_slice(param);
-  if (!master.defined() || r.empty()) return false;
-  const std::vector<shard::Range> tiles = shard::tiles_of(r);
-  return std::ranges::any_of(tiles, [&](shard::Range tile) {
-    const at::Tensor mine = weights().read(tile);
-    return !mine.equal(master.read(tile).to(mine.scalar_type()));
-  });
-}
-
 bool Unit::adopts(const Param& param) const {
   return master.defined() && !flat->sharded() && !param.ahead && master_version() == known_master_;
 }
 
-// Of a device nothing is waited for; what lives elsewhere is written where it must be.
 void Unit::adopt_written(const Param& param) {
-  const shard::Range range = owned_slice(param);
-  if (!adopts(param) || range.empty()) return;
-  for (const shard::Range tile : shard::tiles_of(range)) {
+  if (!adopts(param)) return;
+  for (const shard::Range tile : shard::tiles_of(owned_slice(param))) {
     const at::Tensor old = master.read(tile), written = weights().read(tile).to(old.device());
-    const at::Tensor same = old.to(written.scalar_type()) == written;
-    if (!old.is_cpu() || !same.all().item<bool>()) write_master(tile, at::where(same, old, written.to(at::kFloat)));
+    adopt_tile(tile, old.to(written.scalar_type()) == written, written);
   }
+}
+
+void Unit::adopt_changed(const Param& param, const at::Tensor& before) {
+  if (!master_is_weight()) adopt_changed(param, before, weights().read(owned_slice(param)));
+}
+
+void Unit::adopt_replaced(const Param& param, const at::Tensor& before) {
+  const shard::Range mine = shard::intersect(param.range, owned);
+  if (mine.empty()) return;
+  const at::Tensor now = shard::flatten_like_param(param.tensor.detach(), param.form);
+  adopt_changed(param, before, now.narrow(0, mine.begin - param.range.begin, mine.size()));
+}
+
+void Unit::adopt_changed(const Param& param, const at::Tensor& before, const at::Tensor& now) {
+  const shard::Range range = owned_slice(param);
+  for (const shard::Range tile : shard::tiles_of(range)) {
+    const auto part = [&](const at::Tensor& all) { return all.narrow(0, tile.begin - range.begin, tile.size()); };
+    adopt_tile(tile, part(now) == part(before), part(now));
+  }
+}
+
+void Unit::adopt_beside_residual(Param& param) {
+  const bool first = !param.known.defined();
+  const at::Tensor known = first ? weights().read(owned_slice(param)).clone() : param.known;
+  if (first) {
+    set_master_from(param, param.tensor.detach());
+  } else {
+    adopt_changed(param, known);
+  }
+  param.known = known;
+  note_weights(param);
+}
+
+void Unit::note_weights(Param& param) {
+  param.known.copy_(weights().read(owned_slice(param)));
+}
+
+// Of a device nothing is waited for; what lives elsewhere is written where it must be.
+void Unit::adopt_tile(shard::Range tile, const at::Tensor& same, const at::Tensor& now) {
+  const shard::Buffer& kept = master.defined() ? master : residual;
+  const at::Tensor old = kept.read(tile), stays = same.to(old.device());
+  if (old.is_cpu() && stays.all().item<bool>()) return;
+  if (residual.defined()) return residual.write(tile, at::where(stays, old, at::zeros_like(old)));
+  write_master(tile, at::where(stays, old, now.to(old.device(), at::kFloat)));
 }
 
 void Unit::note_master() {

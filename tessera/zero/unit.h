@@ -62,6 +62,7 @@ struct Param {
   int64_t step = 0;        // updates applied
   WriteCount writes{};     // by the user, since our last one
   bool ahead = false;      // its masters were written to, and its weights have not followed
+  at::Tensor known{};      // beside a split master, once a user has written: its owned weights after our last write
   uint64_t additions = 0;  // of this rank to its gradient since the last step, as far as rounded stochastically
   bool has_grad = false;   // this rank saw a gradient since the last step
   bool filled = false;     // its slot in `partial` holds a contribution
@@ -151,13 +152,21 @@ class Unit {
   void allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule);
   // The owned part of `param` in states[state] becomes `value`.
   void fill_state(int state, const Param& param, double value);
-  // A weight of `param` that this rank owns is not its master's rounding. Never so without an fp32 master.
-  bool differs_from_master(const Param& param) const;
   // See Note [Writes that torch does not count] in adoption.h: whether weights of `param` that are not the rounding of their
   // fp32 masters were written to.
   bool adopts(const Param& param) const;
   // Such ones that this rank owns become masters.
   void adopt_written(const Param& param);
+  // Weights of `param` that this rank owns and that are not what they were, `before`, become masters; those of the others keep
+  // their bits. Nothing to do where the weight is the master.
+  void adopt_changed(const Param& param, const at::Tensor& before);
+  // The same of what `param`, which has other data, will bring to its place, where `before` still is.
+  void adopt_replaced(const Param& param, const at::Tensor& before);
+  // Beside a split master a write does not show in what stands there: the first one makes all weights masters, and from
+  // then on what they were is known after each update.
+  void adopt_beside_residual(Param& param);
+  // Allocates nothing.
+  void note_weights(Param& param);
   // Its buffer may be another tensor now.
   void note_master();
   // Masters of the owned range from `param`'s present values (any dtype), shape of the parameter.
@@ -205,6 +214,8 @@ class Unit {
 
  private:
   shard::Buffer make(shard::Quantity what, const at::TensorOptions& options) const;
+  void adopt_changed(const Param& param, const at::Tensor& before, const at::Tensor& now);
+  void adopt_tile(shard::Range tile, const at::Tensor& same, const at::Tensor& now);
 
   Options options_;
   uint32_t master_version() const { return master.is_here() ? master.tensor()._version() : 0; }

@@ -452,7 +452,15 @@ void Units::params_changed() {
   std::erase_if(left_out_, [&](ParamId id) { return params_[id].group >= 0 || params_[id].joins >= 0; });
 }
 
+void check_real(const ParamSpec& param) {
+  TESSERA_CHECK_VALUE(!param.tensor.is_complex(), "engine", "parameter '", param.name, "' is ",
+                      param.tensor.scalar_type(),
+                      ", which is not trained in any precision: make its real and imaginary parts a parameter "
+                      "(torch.view_as_real(param)) and use torch.view_as_complex() of it, or freeze it");
+}
+
 void Units::check_joins(const ParamSpec& param) const {
+  check_real(param);
   const at::ScalarType dtype = param.tensor.scalar_type(), trained = options_.precision.param;
   TESSERA_CHECK_VALUE(dtype == trained, "engine", "parameter '", param.name, "' begins to be trained and is ", dtype,
                       ", the engine trains ", trained,

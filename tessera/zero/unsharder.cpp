@@ -148,13 +148,12 @@ std::vector<int> Unsharder::watched(int scope) const {
   return scopes_[scope];
 }
 
-void Unsharder::leave(int scope, bool in_backward, bool recorded) {
+void Unsharder::leave(int scope, bool in_backward, bool recorded, bool unseen) {
   if (!under_way(scope)) return;
   end_inner(scope, in_backward);
   const Active active = stack_.back();
   stack_.pop_back();
   if (!active.nested) {
-    const bool unseen = transforms::record_graph();
     for (const int unit : scopes_[scope]) {
       Entry& entry = entries_[unit];
       --entry.holds;
@@ -442,10 +441,19 @@ void Unsharder::settle_before_update() {
     settle_before_update(static_cast<int>(unit));
 }
 
+void Unsharder::check_no_regions() const {
+  for (const Entry& entry : entries_)
+    check_unused(entry, entry.regions);
+}
+
+void Unsharder::check_unused(const Entry& entry, int uses) {
+  TESSERA_CHECK(uses == 0, "zero", "parameters of unit '", entry.flat->name(),
+                "' are in use (inside GatheredParameters or a forward); leave that before they change");
+}
+
 void Unsharder::settle_before_update(int unit) {
   Entry& entry = entries_[unit];
-  TESSERA_CHECK(entry.holds + entry.regions == 0, "zero", "parameters of unit '", entry.flat->name(),
-                "' are in use (inside GatheredParameters or a forward); leave that before they change");
+  check_unused(entry, entry.holds + entry.regions);
   entry.calls.clear();
   entry.again = false;
   release(entry);

@@ -7,8 +7,9 @@
 //           inside of which no other call ran, is over when all parameters of the unit that require a gradient have it.
 //           (For other calls that would be too early: the weight may be used detached as well.) At the end of the
 //           outermost backward all calls are over.
-//   again   a backward with create_graph used it, or a forward inside a transformation of torch.func that differentiates. Their
-//           graphs may read the weights at any time, so they stay until the step. The same on all ranks.
+//   again   a backward with create_graph used it, or a forward whose graph no hook sees: inside a transformation of torch.func,
+//           of dual tensors, or with an output that hides its tensors. Such graphs may read the weights at any time, so they
+//           stay until the step. The same on all ranks.
 //   kept    its next use comes before any other unit's, or within the reuse distance that the configuration asks for
 //   A unit nobody keeps is released at once; buckets are lent to the next unit.
 //
@@ -62,8 +63,8 @@ class Unsharder {
   // The units a ScopeCall should watch for the innermost call, of `scope`.
   std::vector<int> watched(int scope) const;
   bool had_inner_calls() const { return !stack_.empty() && stack_.back().outer; }  // of the innermost call
-  // Ends the innermost call of `scope`. `recorded`: it left a graph behind, which hooks see.
-  void leave(int scope, bool in_backward, bool recorded);
+  // Ends the innermost call of `scope`. `recorded`: it left a graph behind, which hooks see; `unseen`: one that they do not.
+  void leave(int scope, bool in_backward, bool recorded, bool unseen = false);
   // Ends a forward that threw, and scopes that never ended inside it.
   void abort(int scope, bool in_backward);
   void abort_all();
@@ -87,6 +88,8 @@ class Unsharder {
   // Gathers exact values, waits. Collective. `writable`: in memory of this rank's own, also where parameters are shared.
   void hold(int unit, bool writable);
   void unhold(int unit);
+  // State error where one is open. Local.
+  void check_no_regions() const;
   // Releases all that is only kept. State error when a scope or region is open: parameters are about to change.
   void settle_before_update();
   // The same for one unit.
@@ -147,6 +150,7 @@ class Unsharder {
   void settle_all(const std::vector<int>& units);
   bool worth_keeping(int unit) const;
   void release(Entry& entry);
+  static void check_unused(const Entry& entry, int uses);
   void release_unused(bool kept_too);
 
   GatherOptions options_;

@@ -16,6 +16,7 @@
 #include <optional>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/op_info.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/zero/adoption.h"
@@ -156,13 +157,14 @@ void Updater::reduce_late() {
   driver_.reduce_replicas();
 }
 
-std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& without, double said) {
+std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& without, double said, bool counts) {
   for (const ParamId id : without)
     units_.trained(id, "norm_contribution");
   const Ranks& ranks = units_.ranks();
   const at::Tensor late = at::tensor({driver_.reducer().has_late() ? 1.0 : 0.0, said, -said}, at::kDouble);
-  ranks.agree(late, comm::ReduceOp::Max, "late gradients");
+  ranks.agree(late, comm::ReduceOp::Max, comm::kGradientNorm);
   if (late[1].item<double>() != said || late[2].item<double>() != -said) return {};
+  if (!counts) return 0;
   if (late[0].item<double>() > 0) reduce_late();
   std::vector<at::Tensor> squares = squares_of_varying(without);
   const size_t varying = squares.size();
@@ -205,7 +207,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
     const auto options = at::TensorOptions(at::kDouble).device(there);
     squares.insert(squares.begin(), shown.defined() ? shown : at::full({}, said, options));
   }
-  const auto rows = ranks.gather(mine, squares, "gradient norm");
+  const auto rows = ranks.gather(mine, squares, comm::kGradientNorm);
   const size_t first = mine.size() + (shows ? 1 : 0);
   bool late = false, missing_elsewhere = false;
   for (const std::vector<double>& row : rows) {
@@ -300,7 +302,9 @@ void Updater::make_room() {
   RankGuard memory = RankGuard::for_memory();
   if (lanes_.has_room(units_)) return;
   memory.run([&] { lanes_.make_room(units_); });
-  memory.agree(units_.ranks()).check("[zero] ");
+  const Failure failure = memory.agree(units_.ranks());
+  if (!failure.text.empty()) lanes_.units = 0;  // all ranks make room again
+  failure.check("[zero] ");
 }
 
 void Updater::update_units(const GradientSummary& summary, double scale, RankGuard& disks) {
@@ -392,6 +396,7 @@ void Updater::count_updates(Unit& unit, const std::vector<bool>& present) {
   bool all = true;
   for (Param& p : unit.params) {
     if (present[p.id]) count_update(p);
+    if (present[p.id] && p.known.defined()) unit.note_weights(p);
     all = all && present[p.id];
   }
   if (all) unit.note_master();
@@ -455,9 +460,10 @@ void Updater::refresh_params() {
   const c10::AutoGradMode no_grad(false);
   units_.unsharder().settle_before_update();
   check_no_region_writes();
-  adopt_params(units_, /*compare=*/false);
-  units_.shared().readers_done("a refresh");
   RankGuard disks = guard();
+  if (!disks.agrees()) disks = RankGuard::for_memory();
+  disks.run([&] { adopt_params(units_, /*compare=*/true); });
+  units_.shared().readers_done("a refresh");
   for (const auto& unit : units_.all()) {
     disks.run([&] { unit->refresh_weights(); });
     gather_unit(*unit);
@@ -465,6 +471,11 @@ void Updater::refresh_params() {
   finish_gathers();
   units_.shared().written("a refresh");
   agree_on_disks(disks);
+}
+
+void Updater::check_no_regions() const {
+  units_.unsharder().check_no_regions();
+  check_no_region_writes();
 }
 
 // Shared parameters that are whole always: a region's private copies would undo what is written meanwhile.

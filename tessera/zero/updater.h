@@ -34,8 +34,8 @@ class Updater {
   // The squares of the gradients that count on this rank: summed over all ranks they are the square of the norm, whatever
   // is replicated or cut. Not finite if one of them is not. `without`: parameters that do not count. Collective. Gradients
   // must be reduced.
-  // `said`: a finite number that ranks compare; without a value where they differ.
-  std::optional<double> norm_contribution(const std::vector<ParamId>& without, double said);
+  // `said`: a finite number that ranks compare; without a value where they differ. `counts`: as above.
+  std::optional<double> norm_contribution(const std::vector<ParamId>& without, double said, bool counts = true);
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
@@ -55,6 +55,8 @@ class Updater {
   // Takes in what the user did to parameters since the last update, as far as the update itself does not (adoption.h). State
   // error where a region holds them. Local.
   void prepare_update();
+  // The last of it. Local.
+  void check_no_regions() const;
 
   // A client's optimizer is given the gradients themselves, and no copy in another dtype.
   bool client_reads_gradients() const;

@@ -65,15 +65,18 @@ TEST(Agreement, RanksThatCannotStepAlikeAreToldAndGoOn) {
     std::string said;
     std::function<void(Engine&)> before, after;  // of rank 1: ahead of step(), and to mend it
     int least_stage = 0;
+    bool of_step_only = false;
   };
   const std::vector<zero::StateKind> kinds{zero::StateKind::OptimizerStates, zero::StateKind::Masters};
   const std::vector<Case> cases{
       {"rank 1 has [engine.step] It is illegal to call Engine.step() inside no_sync",
-       [](Engine& e) { e.begin_no_sync(); }, [](Engine& e) { e.end_no_sync(); }},
+       [](Engine& e) { e.begin_no_sync(); }, [](Engine& e) { e.end_no_sync(); }, 0, true},
       {"states of this engine were moved off the device",
        [&](Engine& e) { e.offload_states(kinds, shard::Residence::Nvme); }, [](Engine& e) { e.reload_states(); }, 1},
       {"rank 0 has 1 calls of engine.step() in this update, rank 1 has 2 calls",
        [](Engine& e) { e.set_begun_micro_steps(1); }, [](Engine& e) { e.set_begun_micro_steps(0); }},
+      {"rank 0 has loss scale 1, rank 1 has loss scale 4", [](Engine& e) { e.scaling().set_scale(4); },
+       [](Engine& e) { e.scaling().set_scale(1); }},
   };
   for (const Case& c : cases) {
     for (int stage = c.least_stage; stage <= 3; ++stage) {
@@ -87,9 +90,13 @@ TEST(Agreement, RanksThatCannotStepAlikeAreToldAndGoOn) {
         const std::vector<at::Tensor> before = values_of(engine).masters;
         toy_forward(engine, toy, toy_batch(rank, 1)).backward();
         if (rank == 1) c.before(engine);
-        const std::string text = error_of([&] { engine.step(); });
-        EXPECT_HAS(text, c.said);
-        EXPECT_HAS(text, "ranks do not step alike: rank 0 has ");
+        std::vector<std::function<void()>> meetings{[&] { engine.step(); }, [&] { engine.norm_contribution(); }};
+        if (!c.of_step_only) meetings.emplace_back([&] { engine.grad_norm(); });
+        for (const auto& meet : meetings) {
+          const std::string text = error_of(meet);
+          EXPECT_HAS(text, c.said);
+          EXPECT_HAS(text, "ranks do not step alike: rank 0 has ");
+        }
         if (rank == 1) c.after(engine);
         expect_same(values_of(engine).masters, before, at::kFloat, "master");
         EXPECT_EQ(engine.global_steps(), 1);
@@ -127,6 +134,21 @@ TEST(Agreement, NumbersOfAClientsOptimizerAreComparedWhereTheyAre) {
   }
 }
 
+TEST(Agreement, RanksClipToTheSameNorm) {
+  over_stages({2}, {.clip = 0}, [](const ToyRank& on) {
+    toy_forward(on.engine, on.toy, toy_batch(on.rank, 0)).backward();
+    const double norm = on.engine.grad_norm();
+    EXPECT_HAS(error_of([&] { on.engine.clip_grad_norm(on.rank == 0 ? norm / 2 : norm / 4); }),
+               "rank 0 has a call of engine.clip_grad_norm_(");
+    EXPECT_HAS(error_of([&] { on.engine.clip_grad_norm(on.rank == 0 ? -1 : norm / 4); }),
+               "rank 0 has [engine.clip_grad_norm_] max_norm must be a number >= 0, got -1, rank 1 has nothing");
+    EXPECT_EQ(on.engine.grad_norm(), norm);
+    EXPECT_EQ(on.engine.clip_grad_norm(norm / 2), norm);
+    EXPECT_NEAR(on.engine.grad_norm(), norm / 2, norm * 1e-4);
+    EXPECT_TRUE(on.engine.step());
+  });
+}
+
 TEST(Agreement, MicroBatchesAreCountedByForwards) {
   over_stages({2}, {.accumulation = 2, .clip = 0}, [](const ToyRank& on) {
     const auto forward = [&] { return toy_forward(on.engine, on.toy, toy_batch(on.rank, 0)); };
@@ -152,10 +174,17 @@ TEST(Agreement, ADigestTellsEveryFieldFromEveryOther) {
         .call = call, .accumulation_steps = steps, .empty_steps = empty, .groups = groups, .fault = fault}
         .digest();
   };
+  const auto scaled = [&](double gradients, const amp::GradScaler::State& state) {
+    return engine::StepTerms{
+        .call = "step()", .accumulation_steps = 2, .groups = groups, .gradient_scale = gradients, .scaler = state}
+        .digest();
+  };
   const double same = digest("step()", 2, 0);
   EXPECT_EQ(digest("step()", 2, 0), same);
-  for (const double other : {digest("grad_norm()", 2, 0), digest("step()", 3, 0), digest("step()", 2, 1),
-                             digest("step()", 2, 0, "a: replaced")})
+  for (const double other :
+       {digest("grad_norm()", 2, 0), digest("step()", 3, 0), digest("step()", 2, 1),
+        digest("step()", 2, 0, "a: replaced"), scaled(2, {}), scaled(1, {.scale = 2}), scaled(1, {.steps = 1}),
+        scaled(1, {.good_steps = 1}), scaled(1, {.budget = 2}), scaled(1, {.overridden = true})})
     EXPECT_NE(other, same);
   groups[1].lr = std::nextafter(groups[1].lr, 1.0);
   EXPECT_NE(digest("step()", 2, 0), same);

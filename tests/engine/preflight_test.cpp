@@ -95,6 +95,13 @@ TEST(Preflight, DtypesThatNobodyTrainsAndMixedOnesAreRefusedByName) {
     auto options = of_model(1);
     if (low) options.zero.precision.param = options.zero.precision.grad = at::kBFloat16;
     EXPECT_HAS(refusal(wave, wave.specs(), options), "'w1' is ComplexFloat, which is not trained in any precision");
+    auto specs = wave.specs();
+    specs[3].group = -1;  // frozen: until it begins to be trained
+    specs[3].joins = 0;
+    wave.tensors[3].requires_grad_(false);
+    Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
+    wave.tensors[3].requires_grad_(true);
+    EXPECT_HAS(error_of([&] { engine.join(); }), "'w1' is ComplexFloat, which is not trained in any precision");
   }
   toy.tensors[3].set_data(toy.tensors[3].detach().to(at::kBFloat16));
   EXPECT_HAS(refusal(toy, toy.specs(), of_model(1)), "several dtypes: 'a' is Float, 'w1' BFloat16");

@@ -1,4 +1,4 @@
-"""What a machine without a network needs for run_stages.py, in a folder of some 20 MB (`make gpu-kit`): Tessera's wheel
+"""What a machine without a network needs for run_stages.py, in a folder of some 40 MB (`make gpu-kit`): Tessera's wheel
 for the torch of a Python, the tests of the kernels, what a build there would want, DeepSpeed.
 
 usage: prepare.py [--out DIR] [--build DIR] [--no-peers] [PYTHON]   PYTHON: of the machine's version, with its torch"""

@@ -52,6 +52,24 @@ TEST(Split, IsExactOverAllLowHalves) {
   }
 }
 
+// A weight that a user set to zero, beside the residual of the one before.
+TEST(Split, AZeroBesideAnyResidualIsNone) {
+  constexpr int64_t n = 65536;
+  std::vector<float> joined(n);
+  std::vector<uint16_t> residual(n);
+  for (int64_t i = 0; i < n; ++i)
+    residual[i] = static_cast<uint16_t>(i);
+  for (const Table* table : available_tables()) {
+    for (const uint16_t zero : {0, 0x8000}) {
+      table->join(joined.data(), std::vector<uint16_t>(n, zero).data(), residual.data(), n);
+      int wrong = 0;
+      for (const float value : joined)
+        wrong += !(std::abs(value) < 1e-37F);
+      EXPECT_EQ(wrong, 0) << table->name;
+    }
+  }
+}
+
 TEST(Split, InfinityHasNoResidual) {
   const float inf = std::numeric_limits<float>::infinity();
   for (float value : {inf, -inf}) {

@@ -136,6 +136,34 @@ TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
   EXPECT_FALSE(std::filesystem::exists(folder / "latest"));
 }
 
+TEST(Contents, WeightsAreNeitherLoadedNorWrittenWhereOneRankHasOthers) {
+  const auto folder = std::filesystem::temp_directory_path() / "tessera_contents_test_one";
+  for (int stage = 0; stage < 4; ++stage) {
+    testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      auto net = std::make_shared<HeadedImpl>();
+      Config config = config_of_stage(stage);
+      config.zero_optimization.stage3_gather_16bit_weights_on_model_save = true;
+      auto engine = initialize(net, config, comm::Mesh(group));
+      const auto weight = [&] { return engine.core().states().get_full(0, zero::Quantity::Master).clone(); };
+      engine.save_checkpoint(folder);
+      engine.forward(torch::ones({4, 6})).backward();
+      EXPECT_TRUE(engine.step());
+      const at::Tensor before = weight(), kept = net->head->weight;
+      if (rank == 1) net->head->weight = torch::randn({2, 6}, at::requires_grad());
+      EXPECT_HAS(testing::error_of([&] { engine.load_checkpoint(folder); }), "[engine.load_checkpoint] head.weight");
+      EXPECT_HAS(testing::error_of([&] { engine.save_16bit_model(folder, "weights.safetensors"); }),
+                 "[engine.save_16bit_model] head.weight");
+      EXPECT_TRUE(weight().equal(before));
+      EXPECT_EQ(engine.core().global_steps(), 1);
+      net->head->weight = kept;
+      EXPECT_TRUE(engine.load_checkpoint(folder));
+      EXPECT_EQ(engine.core().global_steps(), 0);
+    });
+    EXPECT_FALSE(std::filesystem::exists(folder / "weights.safetensors"));
+    std::filesystem::remove_all(folder);
+  }
+}
+
 TEST(Contents, AFrozenLayerThatCameLaterAndIsThawedIsWhatWasAdded) {
   for (int stage = 0; stage < 4; ++stage) {
     for (const int world : {1, 2}) {

@@ -196,6 +196,44 @@ TEST(Engine, StagesOfAPipelineAreEngines) {
   });
 }
 
+struct LeavingNet : PairNet {
+  void forward(const at::Tensor& x, const at::Tensor& y) { left = std::get<0>(PairNet::forward(x, y)); }
+  at::Tensor left;
+};
+
+TEST(Engine, AForwardThatReturnsNothingTrainsAsOneThatReturnsTheLoss) {
+  for (int stage = 0; stage < 4; ++stage) {
+    SCOPED_TRACE(c10::str("stage ", stage));
+    testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+      const Config config = adamw_config(stage, 2, stage == 3 ? R"(, "stage3_param_persistence_threshold": 0)" : "");
+      const at::Tensor x = torch::ones({4, 5}), y = torch::zeros({4, 3});
+      auto plain = std::make_shared<PairNet>();
+      auto leaving = std::make_shared<LeavingNet>();
+      {
+        const torch::NoGradGuard no_grad;
+        for (size_t i = 0; i < plain->parameters().size(); ++i) {
+          plain->parameters()[i].fill_(0.1 * static_cast<double>(i + 1));
+          leaving->parameters()[i].copy_(plain->parameters()[i]);
+        }
+      }
+      auto engine = initialize(plain, config, comm::Mesh(group));
+      auto other = initialize(leaving, config, comm::Mesh(group));
+      for (int step = 0; step < 2; ++step) {
+        std::get<0>(engine.forward(x, y)).backward();
+        EXPECT_TRUE(engine.step());
+        other.forward(x, y);
+        leaving->left.backward();
+        EXPECT_TRUE(other.step());
+      }
+      for (int i = 0; i < 4; ++i)
+        EXPECT_TRUE(engine.core()
+                        .states()
+                        .get_full(i, zero::Quantity::Master)
+                        .equal(other.core().states().get_full(i, zero::Quantity::Master)));
+    });
+  }
+}
+
 TEST(Engine, SequentialAndTheCallOperator) {
   torch::nn::Sequential net(torch::nn::Linear(5, 4), torch::nn::ReLU(), torch::nn::Linear(4, 1));
   auto engine = initialize(net, adamw_config(2, 1), comm::Mesh());

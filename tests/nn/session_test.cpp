@@ -91,6 +91,26 @@ TEST(Session, AxesThatCutNothingAreToldOnce) {
   }
 }
 
+TEST(Session, AModelWithoutAnythingToTrainIsToldOnce) {
+  for (int stage = 0; stage < 4; ++stage) {
+    testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      const testing::KeptWarnings kept;
+      const auto config = Config::from_json(c10::str(
+          R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": )",
+          stage, "}}"));
+      torch::nn::Linear frozen(2, 2);
+      for (at::Tensor& param : frozen->parameters())
+        param.requires_grad_(false);
+      auto engine = initialize(frozen, config, comm::Mesh(group));
+      engine.forward(at::ones({1, 2}));
+      ASSERT_EQ(kept.lines.size(), rank == 0 ? 1U : 0U);
+      if (rank == 0) {
+        EXPECT_HAS(kept.lines[0], "nothing is trained: all parameters of the model are frozen");
+      }
+    });
+  }
+}
+
 TEST(Session, TheScheduleHasOneOwner) {
   static_assert(!std::is_copy_constructible_v<Session> && !std::is_copy_assignable_v<Session>);
   auto first = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
@@ -269,11 +289,11 @@ TEST(Session, WhatOneRankCannotLoadIsAnErrorOnAll) {
   });
 }
 
-// Two engines on two ranks each, where one rank of the first thaws what the other does not: an error on all four.
+// Two engines on two ranks each, where one rank of the first does what the other does not: an error on all four.
 TEST(Session, EnginesOfOneProgramHearOfRanksOfOneThatDiffer) {
   comm::MeshShape pair;
   pair.sizes[static_cast<size_t>(comm::Axis::DpShard)] = 2;
-  for (const std::string call : {"step", "save", "load"}) {
+  for (const std::string call : {"step", "save", "load", "rate", "no_sync"}) {
     const io::TempFolder folder;
     testing::run_parts({pair, pair}, [&](const comm::Parts& parts) {
       auto module = std::make_shared<torch::nn::Module>();
@@ -290,17 +310,31 @@ TEST(Session, EnginesOfOneProgramHearOfRanksOfOneThatDiffer) {
         s.core().post_forward({loss});
         loss.backward();
       };
-      begin(parts.part == 1 || parts.mesh.rank(comm::kBatchAxes) == 1);
+      const bool odd = parts.part == 0 && parts.mesh.rank(comm::kBatchAxes) == 1;
+      const bool thaws = call != "rate" && call != "no_sync";
+      begin(!thaws || parts.part == 1 || odd);
+      if (odd && call == "rate") s.core().groups()[0].lr = 0.5;
+      if (odd && call == "no_sync") s.core().begin_no_sync();
       const std::string text = testing::error_of([&] {
-        if (call == "step")
-          step_together(s, parts);
-        else if (call == "save")
+        if (call == "save")
           s.save_checkpoint(folder.path());
-        else
+        else if (call == "load")
           s.load_checkpoint(folder.path());
+        else
+          step_together(s, parts);
       });
-      const bool heard = call == "step" && parts.part == 1;
-      EXPECT_HAS(text, heard ? "no engine was stepped: the norm failed on rank 0" : "do not train the same parameters");
+      if (call == "save" || call == "load") {
+        EXPECT_HAS(text, "do not train the same parameters");
+      } else if (call == "no_sync") {
+        EXPECT_HAS(text, odd ? "inside no_sync" : "no engine was stepped: rank 1 cannot step");
+      } else if (parts.part == 1) {
+        EXPECT_HAS(text, "no engine was stepped: the norm failed on rank 0");
+      } else {
+        EXPECT_HAS(text, call == "rate" ? ", rank 1 has lr 0.5" : "rank 1 has parameter 'first.bias'");
+      }
+      EXPECT_EQ(s.core().global_steps() + s.core().micro_steps(), 0);
+      s.core().end_no_sync();
+      s.core().groups()[0].lr = 0.25;
       s.core().zero_grad();
       begin(true);
       EXPECT_TRUE(step_together(s, parts)) << "the engines go on";

@@ -9,6 +9,7 @@
 
 #include <atomic>
 
+#include "tessera/config/resolve.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/offload/states.h"
 #include "tests/io/temp_folder.h"
@@ -291,6 +292,18 @@ TEST(DeviceEngine, TilesKeepTheNumbersOfACut) {
 // What the device updates and what lives elsewhere, weights or states of 16 bits: nothing waits for the way there or, in host
 // memory, back; of what goes to a disk the host waits for a tile once the next one is on its way back. With the update in the
 // backward gradients stay on the device.
+// With 8 bytes a parameter.
+config::Config of_json(bool weights, shard::Residence residence, const std::string& folder) {
+  const std::string where =
+      residence == shard::Residence::Host ? R"("cpu")" : R"("nvme", "nvme_path": ")" + folder + '"';
+  return config::Config::from_json(
+      R"({"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": true,
+      "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}, "tessera": {"state_bytes": 8},
+      "zero_optimization": {"stage": 3, ")" +
+      std::string(weights ? R"(offload_param": {"max_in_cpu": 0, )" : R"(offload_optimizer": {)") + R"("device": )" +
+      where + "}}}");
+}
+
 TEST(DeviceEngine, TilesPassThroughTheDevice) {
   static std::string log;  // '<' a copy to the device, '>' one to the host, 'w' the host waits, once or several times
   constexpr int64_t kLast = 1 << 16, kSize = 2 * shard::kTile + kLast;
@@ -315,8 +328,9 @@ TEST(DeviceEngine, TilesPassThroughTheDevice) {
     at::Tensor weight = at::zeros({kSize}, device_of(0)).requires_grad_(true);
     engine::Options options =
         toy_options({.stage = 3, .clip = row.early ? 0.0 : 1.0, .precision = precision, .in_backward = row.early});
-    (row.weights ? options.zero.weight_home : options.zero.home) =
-        offload::state_homes({.residence = row.residence, .folder = folder.path(), .pin_memory = true});
+    const zero::Options configured = config::zero_options(of_json(row.weights, row.residence, folder.path()));
+    options.zero.home = configured.home;
+    options.zero.weight_home = configured.weight_home;
     Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
     const int module = engine.modules().add({0});
     for (int number = 0; number < 2; ++number) {  // in the first one memory is made

@@ -36,41 +36,56 @@ void fail_on_one_rank(const std::function<bool(int64_t number)>& f) {
 
 }  // namespace
 
+// A user's, between steps, to what is whole.
+void write_to(const Trainee& trainee) {
+  const c10::AutoGradMode no_grad(false);
+  for (at::Tensor t : trainee.toy.tensors)
+    if (error_of([&] { t.storage().data(); }).empty()) t.mul_(1.25);
+}
+
 // Whatever the piece of a step that fails, the same step can be done again, and comes to the same; or it says that it was half done.
+void expect_a_step_can_be_done_again(const Limited& row, bool written) {
+  const auto first = [&](Trainee& t) {
+    t.step(0);
+    if (written) write_to(t);
+  };
+  Trainee expected(row);
+  first(expected);
+  for (int number = 1; number < 3; ++number)
+    expected.step(number);
+  std::unique_ptr<Trainee> trainee;
+  const auto begin = [&] {
+    trainee = std::make_unique<Trainee>(row);
+    first(*trainee);
+  };
+  begin();
+  int failed = 0, broken = 0;
+  const auto again = [&](const std::string&) {
+    ++failed;
+    try {
+      trainee->engine->zero_grad();
+      trainee->engine->states().check_whole();
+    } catch (const c10::Error& error) {  // the update began
+      ++broken;
+      const std::string text = error.what_without_backtrace();
+      EXPECT_TRUE(text.find("load a checkpoint") != std::string::npos || text.find("call step()") != std::string::npos)
+          << text;
+      begin();
+    }
+  };
+  fail_everywhere([&] { trainee->step(1); }, again);
+  EXPECT_GT(failed, 10) << text_of(row);
+  const bool whole_always = !row.run.in_backward && row.weights == row.states;
+  EXPECT_TRUE(!whole_always || broken == 0) << text_of(row);
+  trainee->step(2);
+  expect_same(trainee->states(), expected.states(), text_of(row) + (written ? ", written to" : ""));
+  EXPECT_STREQ(tessera_stand_in_races(), "") << text_of(row);
+}
+
 TEST(Limits, AStepWithoutMemoryCanBeDoneAgain) {
-  for (const Limited& row : limited_rows()) {
-    Trainee expected(row);
-    for (int number = 0; number < 3; ++number)
-      expected.step(number);
-    std::unique_ptr<Trainee> trainee;
-    const auto begin = [&] {
-      trainee = std::make_unique<Trainee>(row);
-      trainee->step(0);
-    };
-    begin();
-    int failed = 0, broken = 0;
-    const auto again = [&](const std::string&) {
-      ++failed;
-      try {
-        trainee->engine->zero_grad();
-        trainee->engine->states().check_whole();
-      } catch (const c10::Error& error) {  // the update began
-        ++broken;
-        const std::string text = error.what_without_backtrace();
-        EXPECT_TRUE(text.find("load a checkpoint") != std::string::npos ||
-                    text.find("call step()") != std::string::npos)
-            << text;
-        begin();
-      }
-    };
-    fail_everywhere([&] { trainee->step(1); }, again);
-    EXPECT_GT(failed, 10) << text_of(row);
-    const bool whole_always = !row.run.in_backward && row.weights == row.states;
-    EXPECT_TRUE(!whole_always || broken == 0) << text_of(row);
-    trainee->step(2);
-    expect_same(trainee->states(), expected.states(), text_of(row));
-    EXPECT_STREQ(tessera_stand_in_races(), "") << text_of(row);
-  }
+  for (const bool written : {false, true})
+    for (const Limited& row : limited_rows())
+      expect_a_step_can_be_done_again(row, written);
 }
 
 // Allocations that a step of the model makes without an engine.
@@ -91,10 +106,12 @@ int allocations_of_the_model(const ToyRun& run) {
 struct Call {
   const char* name;
   std::function<void(Trainee&)> make;
+  bool first = false;  // before any step
 };
 
 std::vector<Call> calls_of_all_ranks() {
   return {{"a step", [](Trainee& t) { t.step(1); }},
+          {"the first step", [](Trainee& t) { t.step(1); }, true},
           {"a region",
            [](Trainee& t) {
              t.engine->regions().open({0, 1, 2, 3, 4}, /*writable=*/true);
@@ -106,10 +123,11 @@ std::vector<Call> calls_of_all_ranks() {
 // What two ranks have when memory fails on the second one: the same error, or all that they have in common ends with it. None
 // waits for the other's timeout, and no call meets another one. What the model lacks memory for is its own affair.
 TEST(Limits, AStepWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
-  for (const Limited& row : limited_rows({2}, /*small=*/false)) {
+  for (const Limited& row : limited_rows({2, 4}, /*small=*/false)) {
+    const bool narrow = row.run.precision->states_are_narrow();
     for (const Call& call : calls_of_all_ranks()) {
-      const bool steps = call.name == std::string("a step");
-      if (!steps && row.run.in_backward) continue;
+      const bool steps = call.first || call.name == std::string("a step");
+      if (!steps && (row.run.in_backward || narrow)) continue;
       int failed = 0, of_model = 0;
       fail_on_one_rank([&](int64_t number) {
         std::array<Outcome, 2> first, next;
@@ -118,7 +136,7 @@ TEST(Limits, AStepWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
         run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
           Trainee trainee(row, rank, /*builds=*/false);
           trainee.build(group);
-          trainee.step(0);
+          if (!call.first) trainee.step(0);
           const auto make = [&] { call.make(trainee); };
           first[rank] = rank == 1 ? outcome_without_memory(1, number, make) : outcome_of(make);
           if (rank == 1 && steps && first[1].of_memory && !first[1].has("[zero] ")) {
@@ -140,7 +158,8 @@ TEST(Limits, AStepWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
         EXPECT_TRUE(first[1].of_memory && first[1].has("has no room for")) << what << first[1].text;
         if (first[0].of_memory) {
           EXPECT_TRUE(first[0].has("ran out of memory")) << what << first[0].text;
-          EXPECT_EQ(next[0].text, next[1].text.empty() ? "" : next[0].text) << what << next[1].text;
+          EXPECT_EQ(next[0].text.empty(), next[1].text.empty()) << what << next[0].text << next[1].text;
+          EXPECT_TRUE(next[0].text.empty() || next[0].has("load a checkpoint")) << what << next[0].text;
         } else {
           EXPECT_TRUE(first[0].text.empty() || first[0].has("has no room for")) << what << first[0].text;
           for (const Outcome& outcome : next)
@@ -280,6 +299,40 @@ TEST(Limits, ALoadWithoutMemoryIsRefusedOrSaysThatItIsHalfDone) {
     EXPECT_GT(refused, 0) << text_of(row);
     trainee->step(3);
     expect_same(trainee->states(), expected, text_of(row));
+    EXPECT_STREQ(tessera_stand_in_races(), "") << text_of(row);
+  }
+}
+
+// All ranks have the error, load again and go on; or, where not even what they tell each other has room, none does.
+TEST(Limits, ALoadWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
+  for (Limited row : limited_rows({2, 4}, /*small=*/false)) {
+    if (row.run.in_backward) continue;
+    const io::TempFolder folder;
+    const auto load = [&](Trainee& t) { t.engine->checkpoints().open(folder.path(), "", {})->apply(); };
+    int agreed = 0;
+    fail_on_one_rank([&](int64_t number) {
+      std::array<Outcome, 2> first, next;
+      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        Trainee trainee(row, rank, /*builds=*/false);
+        trainee.build(group);
+        trainee.step(0);
+        if (number == 0) trainee.engine->checkpoints().save(folder.path(), {});
+        trainee.step(1);
+        const auto make = [&] { load(trainee); };
+        first[rank] = rank == 1 ? outcome_without_memory(1, number, make) : outcome_of(make);
+        next[rank] = outcome_of([&] {
+          load(trainee);
+          trainee.step(2);
+        });
+      });
+      const std::string what = text_of(row) + ", allocation " + std::to_string(number) + ": ";
+      EXPECT_EQ(first[0].text.empty(), first[1].text.empty()) << what << first[0].text << first[1].text;
+      EXPECT_EQ(next[0].text.empty(), next[1].text.empty()) << what << next[0].text << next[1].text;
+      EXPECT_TRUE(next[0].text.empty() || !first[0].of_memory) << what << next[0].text;
+      agreed += first[0].of_memory ? 1 : 0;
+      return !first[1].text.empty();
+    });
+    EXPECT_GT(agreed, 0) << text_of(row);
     EXPECT_STREQ(tessera_stand_in_races(), "") << text_of(row);
   }
 }

@@ -18,6 +18,7 @@ def test_the_whole_grid(stand_in: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
         for i in range(count)
     ]

@@ -33,6 +33,7 @@ class _State(Mark):
         self.id = next(_ids)
         self.sub_modules: set[int] = set()
         self.lent: _pieces.Lent | None = None
+        self.view: _pieces.View | None = None
 
 
 class DsParameter(nn.Parameter):
@@ -81,7 +82,7 @@ class DsParameter(nn.Parameter):
         rank, ranks = _place(self)
         whole = self.ds_status is ParamStatus.AVAILABLE
         if whole and ranks == 1 and self.is_contiguous():
-            return _named(self.detach().as_subclass(torch.Tensor).view(-1))
+            return self._whole_piece()
         settle([self])
         if not whole:
             self.all_gather()
@@ -100,6 +101,15 @@ class DsParameter(nn.Parameter):
         else:
             state.lent.read(piece, steps)
         return state.lent.piece
+
+    def _whole_piece(self) -> torch.Tensor:
+        """One rank has all of it: a view, which may be given other data."""
+        settle([self])
+        state = _state(self)
+        if state.view is None:
+            state.view = _pieces.View(_named(self.detach().as_subclass(torch.Tensor).view(-1)))
+            _note_lent(self)
+        return state.view.piece
 
     def partition_numel(self) -> int:
         """Elements of ds_tensor."""
@@ -191,7 +201,7 @@ def settle_engine(engine: Any) -> None:
     lent = vars(engine).get(LENT)
     if lent:
         settle(lent)
-        vars(engine)[LENT] = [param for param in lent if _state(param).lent is not None]
+        vars(engine)[LENT] = [p for p in lent if _state(p).lent is not None or _state(p).view is not None]
 
 
 LENT = "_lent_pieces"  # of an engine: parameters

@@ -43,11 +43,7 @@ class Lent:
     def written(self) -> torch.Tensor:
         """Which elements were."""
         piece = self.piece.detach()
-        if piece.shape != self.was.shape or piece.dtype != self.was.dtype:
-            raise UsageError(
-                f"[deepspeed] p.ds_tensor has become {tuple(piece.shape)} of {piece.dtype}, and was "
-                f"{tuple(self.was.shape)} of {self.was.dtype}: write values of its own shape"
-            )
+        _check_form(piece, self.was)
         return _words(piece.contiguous()) != _words(self.was)
 
     def is_held(self) -> bool:
@@ -56,6 +52,34 @@ class Lent:
             return True
         storage = self.piece.untyped_storage()
         return _users_of_storage is not None and _users_of_storage(storage._cdata) > 2
+
+
+class View:
+    """A piece of one rank, which is the whole parameter in its own memory, unless it was given other data."""
+
+    def __init__(self, piece: torch.Tensor) -> None:
+        self.piece = piece
+        self.storage = piece.untyped_storage()
+
+    def settle(self, param: torch.Tensor) -> None:
+        """The data that it was given is the parameter's, whose memory it shows again."""
+        whole = param.detach().as_subclass(torch.Tensor).view(-1)
+        values = self.piece.detach()
+        given = values.untyped_storage()._cdata != self.storage._cdata or values.shape != whole.shape
+        if given or whole.untyped_storage()._cdata != self.storage._cdata:
+            self.piece.data = whole
+            self.storage = self.piece.untyped_storage()
+        if given:
+            _check_form(values, whole)
+            whole.copy_(values)
+
+
+def _check_form(piece: torch.Tensor, was: torch.Tensor) -> None:
+    if piece.shape != was.shape or piece.dtype != was.dtype:
+        raise UsageError(
+            f"[deepspeed] p.ds_tensor has become {tuple(piece.shape)} of {piece.dtype}, and was "
+            f"{tuple(was.shape)} of {was.dtype}: write values of its own shape"
+        )
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,6 +94,11 @@ def steps_of(param: torch.Tensor) -> int:
 def settle(params: Iterable[torch.Tensor], state: str) -> None:
     """What was written to their pieces is theirs. `state`: the attribute that has what is out. Collective where pieces
     of partitioned parameters are."""
+    params = list(params)
+    for param in params:
+        view = getattr(vars(param).get(state), "view", None)
+        if view is not None:
+            view.settle(param)
     out = [(param, vars(param)[state]) for param in params if getattr(vars(param).get(state), "lent", None) is not None]
     alone = [(param, kept) for param, kept in out if not kept.lent.shared]
     for _, kept in alone:

@@ -76,6 +76,10 @@ class LRRangeTest(_Shown, ours.LRRangeTest):
     def min_lr(self) -> list[float]:
         return self._each(self._options.lr_range_test_min_lr)
 
+    def interval_fn(self) -> float:
+        interval = float(self.last_batch_iteration + 1) / self.step_size
+        return math.floor(interval) if self.staircase else interval
+
 
 class OneCycle(_Shown, ours.OneCycle):
     """tessera.lr_schedules.OneCycle, which with cycle_momentum sets the second of an optimizer's betas to 0.99."""

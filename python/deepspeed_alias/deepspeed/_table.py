@@ -114,6 +114,12 @@ _MUON = (
     "zeropower_via_gram_newtonschulz"
 )
 _PROFILER = _same("tessera.flops", "FlopsProfiler get_model_profile")
+_BUILD = {  # what an installation says of itself
+    "version": "deepspeed:__version__",
+    **dict.fromkeys(("compatible_ops", "installed_ops"), "._ops:compatible_ops"),
+    **dict.fromkeys(("git_hash", "git_branch"), "deepspeed:__git_hash__"),
+    **_same("._ops", "torch_info accelerator_name"),
+}
 _ULYSSES_SP = (
     "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute "
     "sequence_tiled_compute"
@@ -374,12 +380,8 @@ MODULES: dict[str, Rows] = {
     "deepspeed.ops.op_builder.cpu": {"*": "._ops"},
     "deepspeed.ops.transformer": _refused("DeepSpeedTransformerLayer DeepSpeedTransformerConfig", _KERNELS),
     "deepspeed.ops.sparse_attention": _refused("SparseSelfAttention SparsityConfig", _KERNELS),
-    "deepspeed.git_version_info": {
-        "version": "deepspeed:__version__",
-        **dict.fromkeys(("compatible_ops", "installed_ops"), "._ops:compatible_ops"),
-        **dict.fromkeys(("git_hash", "git_branch"), "deepspeed:__git_hash__"),
-        **_same("._ops", "torch_info accelerator_name"),
-    },
+    "deepspeed.git_version_info": _BUILD,
+    "deepspeed.git_version_info_installed": _BUILD,
     "deepspeed.checkpoint": {
         **_same("._checkpoint_utils", "clone_tensors_for_torch_save"),
         **_refused("DeepSpeedCheckpoint", _UNIVERSAL),

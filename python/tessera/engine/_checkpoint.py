@@ -127,6 +127,8 @@ class EngineCheckpoints:
                 stacklevel=2,
             )
             return False
+        with on_all(engine):
+            engine._contents.check(engine.module, "save_16bit_model")
         state = _module_state(engine, exclude_frozen_parameters)
         if save_filename.endswith(".safetensors") or max_shard_size is not None:
             limit = sys.maxsize if max_shard_size is None else shard_bytes(max_shard_size)
@@ -211,6 +213,8 @@ def _load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     folder = os.fspath(load_dir)
     engine._join()
+    with on_all(engine):
+        engine._contents.check(engine.module, "load_checkpoint")
     optimizer = optimizer and not module_only
     restore = _core.open_checkpoint(
         engine.core,

@@ -37,12 +37,20 @@ from tessera.engine._moving import EngineMoving
 from tessera.engine._norms import EngineNorms
 from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place, settle_buffers
-from tessera.engine._preflight import check_all_used, check_modules, wants_all_used
+from tessera.engine._preflight import check_modules, wants_all_used
 from tessera.engine._report import logger
 from tessera.engine._watch import Watch
 from tessera.errors import ConfigError, UsageError
 from tessera.loss_scale import LossScaler
-from tessera.optim._factory import as_lists, build_optimizer, build_schedule, describe, keep_optimizer, params_of
+from tessera.optim._factory import (
+    as_lists,
+    build_optimizer,
+    build_schedule,
+    describe,
+    keep_optimizer,
+    nothing_trained,
+    params_of,
+)
 from tessera.optim._rules import native_rule, read_group
 from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
 from tessera.optim._slices import SlicesRunner
@@ -152,12 +160,22 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
         return build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
 
     def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
-        placements = self._settings.placements
-        if base is None and placements.shards_states and not placements.shards_params:
+        placements, stage = self._settings.placements, self._settings.get("zero_optimization.stage")
+        requires = placements.shards_states and not placements.shards_params
+        if self.client_optimizer is None and not self._settings.get("optimizer.type"):
+            if requires:
+                raise ConfigError(
+                    f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
+                )
+            return
+        nothing = "" if self._of_several else nothing_trained(base, self.module)
+        if nothing and base is None and requires:
             raise ConfigError(
-                f"[initialize] zero_optimization.stage {self._settings.get('zero_optimization.stage')} requires an "
-                "optimizer; pass one or use stage 0"
+                f"[initialize] {nothing}, and zero_optimization.stage {stage} cuts what an optimizer has; thaw what is "
+                "to be trained before, or use stage 0 or 3 to evaluate"
             )
+        if nothing:
+            self._warn([f"[initialize] {nothing}: until something is, this engine only evaluates"])
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
         rule = None if base is None else native_rule(base)
@@ -396,8 +414,6 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
         else:
             self._follow_params()
         self._partition.end_stray()
-        if boundary and self._wants_all_used:
-            check_all_used(core, self._optimized)
         try:
             applied = core.step(None if runner.external is None else self._update, global_norm, fault)
         except Exception:

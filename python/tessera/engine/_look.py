@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from tessera.engine._preflight import check_all_used
+
 if TYPE_CHECKING:
     from tessera.engine._engine import Engine
 
@@ -44,12 +46,29 @@ class EngineLook:
         if problem is None and before_step:
             try:
                 engine._trainable("step").before_step()
+                if engine._wants_all_used:
+                    check_all_used(engine.core, engine._optimized)
             except Exception as error:
                 problem = error
-        return engine._contents.fault(engine.module) if problem is None else _told(problem), problem
+        return engine._contents.fault(engine.module) if problem is None else told(problem), problem
+
+    def _look_before_norm(self) -> tuple[str, Exception | None]:
+        """As _look(), without what happens once a step."""
+        engine = cast("Engine", self)
+        if self._looked is not None:
+            return self._looked
+        problem = self._followed()
+        if problem is None:
+            try:
+                runner = engine._trainable("grad_norm")
+                runner.check_kept()
+                runner.publish_groups()
+            except Exception as error:
+                problem = error
+        return "" if problem is None else told(problem), problem
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     """Without our origin; those of others with their class."""
     text = str(error)
     return re.sub(r"^\[[\w.]+\] ", "", text) if text.startswith("[") else f"{type(error).__name__}: {text}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
-from tessera import _core
+from tessera.engine._look import told
 from tessera.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -22,44 +21,49 @@ class EngineNorms:
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients as they are now, before a step. Collective."""
         engine = cast("Engine", self)
-        engine._trainable("grad_norm").check_kept()
-        engine._follow_params()
-        try:
-            return engine.core.grad_norm()
-        finally:
-            engine._settle_joined()
+        engine._trainable("grad_norm")
+        return self._on_all(engine.core.grad_norm)
 
     def norm_contribution(self, without: Iterable[nn.Parameter] = ()) -> float:
         """This rank's part of the square of grad_norm(): those of all ranks add up to it, replicas counted once,
         without a loss scale. `without`: parameters that do not count, as copies of what another engine counts.
-        Collective."""
+        ValueError, on all ranks, where step() would be one. Collective."""
         engine = cast("Engine", self)
-        engine._trainable("norm_contribution").check_kept()
-        engine._follow_params()
-        try:
-            return engine.core.norm_contribution([engine._index[id(param)] for param in without])
-        finally:
-            engine._settle_joined()
+        engine._trainable("norm_contribution")
+        numbers = [engine._index[id(param)] for param in without]
+        return self._on_all(lambda fault: engine.core.norm_contribution(numbers, fault))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ for gradients that are not in p.grad; between a backward and step(). Returns
         the norm that they had. Those with inf or NaN are left to step(), which clips to gradient_clipping (1.0, if the
-        configuration does not say) in any case, without a pass of its own. Collective."""
+        configuration does not say) in any case, without a pass of its own. All ranks give the same, else it is a
+        ValueError on all of them. Collective."""
         engine = cast("Engine", self)
+        engine._trainable("clip_grad_norm_")
         if engine._updates_in_backward:
             raise UsageError(
                 "[engine.clip_grad_norm_] tessera.update_in_backward has used the gradients when it is called; set "
                 "gradient_clipping and tessera.clip_by_unit, or switch update_in_backward off"
             )
+        problem: Exception | None = None
         if norm_type != 2:
-            raise NotImplementedError(f"[engine.clip_grad_norm_] norm_type {norm_type} is not served; use 2.0")
-        if not max_norm >= 0:
-            raise ConfigError(f"[engine.clip_grad_norm_] max_norm must be a number >= 0, got {max_norm}")
-        norm = self.grad_norm()
-        scale = max_norm / (norm + 1e-6)
-        if scale < 1 and math.isfinite(norm):
-            for number in engine._optimized:
-                view = engine.core.local_view(number, _core.Quantity.Gradient)
-                if view is not None:  # a copy, where gradients live in host memory
-                    engine.core.set_local(number, _core.Quantity.Gradient, view.detach().mul_(scale))
+            problem = NotImplementedError(f"[engine.clip_grad_norm_] norm_type {norm_type} is not served; use 2.0")
+        elif not max_norm >= 0:
+            problem = ConfigError(f"[engine.clip_grad_norm_] max_norm must be a number >= 0, got {max_norm}")
+        limit = 0.0 if problem else float(max_norm)
+        norm = self._on_all(lambda fault: engine.core.clip_grad_norm(limit, fault), problem)
         return torch.tensor(norm, device=engine.device)
+
+    def _on_all(self, norm: Callable[[str], float], problem: Exception | None = None) -> float:
+        """What keeps this rank from it the others hear where all meet."""
+        engine = cast("Engine", self)
+        fault, found = ("", None) if problem else engine._look_before_norm()
+        problem = problem or found
+        try:
+            return norm(told(problem) if problem else fault)
+        except Exception:
+            if problem is not None:
+                raise problem  # noqa: B904 (what the others have stands above it)
+            raise
+        finally:
+            engine._settle_joined()

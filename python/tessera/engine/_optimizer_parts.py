@@ -3,6 +3,7 @@ param groups, the schedule."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", 
 # Ranks along these have the same states where those are not sharded.
 _COPIES = [_core.Axis.DpReplicate, _core.Axis.DpShard, _core.Axis.Sp]
 _COUNTS = frozenset({"last_epoch", "last_batch_iteration"})  # what a schedule is nothing without
+# Of param groups.
+_RANGES = {"betas": (0, 1), **dict.fromkeys(("eps", "momentum", "weight_decay"), (0, math.inf))}
 # Of schedules of torch: lists with one entry for each param group.
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
@@ -104,17 +107,49 @@ def states_from(
             part = restore.client_state(number, kind)
             if part is not None:
                 state[kind] = part.to(target.device).as_strided(target.shape, target.stride())
-        _check_state(state, runner.base.state.get(target) or {}, f"the optimizer's state of '{record.name}'")
-        if state and "step" not in state and record.step > 0:
+        if "step" not in state and record.step > 0 and state:
             state["step"] = torch.tensor(float(record.step))
-        result[number] = state
+        elif "step" not in state and not any(isinstance(part, torch.Tensor) and part.any() for part in state.values()):
+            state = {}  # as before its first step
+        present = runner.base.state.get(target) or {}
+        result[number] = _fitted(state, present, runner.base, f"the optimizer's state of '{record.name}'")
     return result
 
 
-def _check_state(state: dict[str, Any], present: dict[str, Any], what: str) -> None:
-    """IoError for numbers that are none. All that is known of a client's optimizer is what it has now, and "step"."""
+def _fitted(state: dict[str, Any], present: dict[str, Any], base: torch.optim.Optimizer, what: str) -> dict[str, Any]:
+    """`state` with numbers of the kind that they have in `present`. IoError for what cannot be in its place. All that
+    is known of a client's optimizer is what it has now, and "step"; of torch's own, that a state has all from the first
+    step on."""
     for key, value in state.items():
-        check_like(value, present.get(key, 0 if key == "step" else None), f"{what}, {key!r}", finite=key == "step")
+        held = present.get(key, 0 if key == "step" else None)
+        check_like(value, held, f"{what}, {key!r}", finite=key == "step")
+        if key == "step" and held is not None and value < 0:
+            raise IoError(f"[checkpoint] {what}, 'step' is damaged: {value!r:.40} is no number that can be")
+        held_here = held if isinstance(held, torch.Tensor) and held.dim() > 0 else None
+        if held_here is not None and value is not None and getattr(value, "shape", None) != held_here.shape:
+            raise IoError(
+                f"[checkpoint] {what}, {key!r} is damaged, or of another optimizer than a {type(base).__name__}: "
+                f"{value!r:.40} in the place of a tensor of shape {tuple(held_here.shape)}"
+            )
+    missing = sorted(present.keys() - state.keys()) if state and _makes_all_at_once(base) else []
+    if missing:
+        raise IoError(
+            f"[checkpoint] {what} is damaged, or of another optimizer than a {type(base).__name__}: it has no "
+            f"'{missing[0]}'. Load another tag, or pass load_optimizer_states=False"
+        )
+    return {key: _number_like(value, present.get(key)) for key, value in state.items()}
+
+
+def _number_like(value: Any, present: Any) -> Any:
+    """A number in the form that `present` has; all else as it is."""
+    if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor) and present.numel() == value.numel() == 1:
+        return value.to(present).view_as(present)
+    value = _of_kind(value, present)
+    return int(value) if type(present) is int and isinstance(value, float) else value
+
+
+def _makes_all_at_once(base: torch.optim.Optimizer) -> bool:
+    return type(base).__module__.startswith(("torch.optim.", "tessera.optim."))
 
 
 def put_states(engine: Engine, states: dict[int, dict[str, Any]]) -> None:
@@ -173,11 +208,21 @@ def groups_from(engine: Engine, saved: Saved, reader: _core.CheckpointReader) ->
 
 
 def check_groups(engine: Engine, saved: list[SavedGroup | None] | None) -> None:
-    """IoError for a value that is of another kind than the group's, or no number."""
+    """IoError for a value that is of another kind than the group's, no number, or beyond what it can be."""
     for group, of in zip(_groups_of(engine), saved or (), strict=False):
         for key, value in _taken(group, of):
             what = f"'param_groups', '{key}' of group {of.number if of else 0}"
             check_like(value, _present(group, key), what, finite=True)
+            _check_range(key, value, _present(group, key), what)
+
+
+def _check_range(key: str, value: Any, present: Any, what: str) -> None:
+    """IoError for what no optimizer that has `present` there was built with."""
+    pairs = zip(value, present, strict=False) if key == "betas" and present else [(value, present)]
+    for one, other in pairs:
+        low, high = _RANGES.get(key, (-math.inf, math.inf))
+        if isinstance(other, (int, float)) and low <= other < high and not low <= one < high:
+            raise IoError(f"[checkpoint] {what} is damaged: {one!r:.40} is not from {low} to below {high}")
 
 
 def _groups_of(engine: Engine) -> list[dict[str, Any]]:
@@ -208,8 +253,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _of_kind(value: Any, present: Any) -> Any:
-    """A rate as a tensor where `present` is one, else as a number."""
-    if isinstance(present, torch.Tensor) and isinstance(value, (int, float)):
+    """A number as a tensor where `present` is one, else as a number."""
+    if isinstance(present, torch.Tensor) and present.numel() == 1 and isinstance(value, (int, float)):
         return torch.full_like(present, value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(present, (int, float)):
         return value.item()

@@ -45,12 +45,12 @@ def wants_all_used(config: _core.Config) -> bool:
 
 
 def check_all_used(core: _core.Engine, numbers: Iterable[int]) -> None:
-    """UsageError, on all ranks alike, where no backward has reached one of these parameters on a rank. Collective."""
+    """UsageError where no backward has reached one of these parameters on this rank. Local."""
     specs = core.params()
     unused = [specs[n].name for n in sorted(numbers) if core.local_view(n, _core.Quantity.Gradient) is None]
-    if core.agree_max(float(len(unused))) > 0:
+    if unused:
         raise UsageError(
-            f"[engine.step] {', '.join(unused) or 'parameters of another rank'}: no part in the loss, which "
+            f"[engine.step] {', '.join(unused)}: no part in the loss, which "
             "zero_optimization.ignore_unused_parameters false makes an error; set it to true, or freeze them "
             "(requires_grad False) before tessera.initialize"
         )

@@ -13,6 +13,7 @@ from torch import nn
 from tessera import _mesh
 from tessera._device import group_device
 from tessera.engine._engine import Engine
+from tessera.engine._look import told
 from tessera.errors import ConfigError, UsageError
 
 
@@ -26,8 +27,9 @@ def step_together(
     `engines`: those of this process. `group`: all processes that hold any of the engines (a torch ProcessGroup or a
     group of tessera), each of which passes its own, none or several; without it, every rank of one engine holds them
     all. `copies`: parameters of these engines that another engine has too, with the same gradient, and counts; with a
-    group. UsageError, on every process and with nothing stepped, where only some are at a boundary. An engine's own
-    error of a step ("already at minimum") is raised when all have stepped. Collective.
+    group. Errors, on every process and with nothing stepped, where only some are at a boundary, one rank cannot step
+    one of them, or the ranks of one differ in what they step by, as engine.step() compares it. An engine's own error
+    of a step ("already at minimum") is raised when all have stepped. Collective.
     """
     mine = [engines] if isinstance(engines, Engine) else list(engines)
     if len({id(engine) for engine in mine}) != len(mine):
@@ -51,14 +53,18 @@ def _step(mine: list[Engine], over: Over, copies: list[nn.Parameter]) -> float |
     boundary, between = bool(apart[:, 0].any()), bool(apart[:, 1].any())
     if boundary and between:
         where = "; ".join(f"rank {rank}: {_moment(row)}" for rank, row in enumerate(apart.tolist()))
-        raise UsageError(
+        problem = UsageError(
             f"[step_together] the engines were stepped apart: some are at an accumulation boundary, others between two "
             f"({where}). Give them the same gradient_accumulation_steps and step them together only"
         )
-    if apart[:, 2].any():
-        if problem is not None:
-            raise problem
-        raise UsageError(f"[step_together] {fault or 'another rank cannot step; see its error'}")
+        fault = told(problem)
+    elif apart[:, 2].any() and problem is None:
+        problem = UsageError(f"[step_together] {fault or 'another rank cannot step; see its error'}")
+    alone = over.group is None and boundary
+    if problem is not None and not alone:
+        raise problem
+    for engine in mine:
+        engine._looked = fault, problem  # without a group, where the ranks of the first one meet, all hear it
     norm = _common_norm(mine, over, copies) if boundary else None
     _step_each(mine, norm)
     return norm
@@ -73,9 +79,13 @@ def _fault(engines: list[Engine], boundaries: list[bool]) -> tuple[str, Exceptio
     """The first thing that keeps one of them from its step; the others are not to step then."""
     for engine, boundary in zip(engines, boundaries, strict=True):
         if boundary:
-            engine._looked = engine._look(before_step=not engine._updates_in_backward)
-            if engine._looked[0]:
-                return engine._looked
+            fault, problem = engine._look(before_step=not engine._updates_in_backward)
+            if fault:
+                return fault, problem
+        try:
+            engine.core.check_step()
+        except Exception as error:
+            return told(error), error
     return "", None
 
 
@@ -109,13 +119,13 @@ def _common_norm(engines: list[Engine], over: Over, copies: list[nn.Parameter]) 
     if over.group is None:
         return math.sqrt(sum(engine.grad_norm() ** 2 for engine in engines))
     squares, problem = 0.0, None
-    try:
-        for engine in engines:
+    for engine in engines:  # each: others of its ranks may hold no engine that failed
+        try:
             squares += engine.norm_contribution([param for param in copies if engine._optimizes(param)])
-    except dist.DistBackendError:
-        raise
-    except Exception as error:  # of the ranks of one engine
-        problem = error
+        except dist.DistBackendError:
+            raise
+        except Exception as error:  # of the ranks of one engine
+            problem = problem or error
     rows = over.rows([squares, float(problem is not None)])
     if problem is not None:
         raise problem

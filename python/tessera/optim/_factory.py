@@ -84,6 +84,18 @@ def _check_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         )
 
 
+def nothing_trained(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> str:
+    """That, and why; empty where something is."""
+    if optimizer is not None and any(param.requires_grad for param in params_of(optimizer.param_groups)):
+        return ""
+    params = list(model.parameters())
+    if not params:
+        return "nothing is trained: the model has no parameters"
+    if not any(param.requires_grad for param in params):
+        return "nothing is trained: all parameters of the model are frozen"
+    return "nothing is trained: none of the parameters that the optimizer is to have requires a gradient"
+
+
 def keep_optimizer(optimizer: Any) -> Callable[[], None]:
     """What gives a client's optimizer the attributes, hyper-parameters and states again that it has now."""
     if isinstance(optimizer, Optimizer):

@@ -8,7 +8,7 @@ import math
 import operator
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,115 +18,12 @@ from tessera._blobs import CUT
 from tessera.errors import ConfigError, IoError, UsageError
 from tessera.optim import _parts
 from tessera.optim._rules import NativeRule, device_terms, note_group, other_names, other_terms, read_group
-from tessera.optim._states import QUANTITIES, CoreStates, OptimizerStates, OwnStates
+from tessera.optim._state_view import StateView, shaped_like
+from tessera.optim._states import CoreStates, OptimizerStates, OwnStates
 
 _ELSEWHERE = "[optimizer] another rank could not take the optimizer's states, and says why"
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
-
-
-class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state` over the buffers of the core: {param: {"step": tensor, "exp_avg": view, ...}}.
-
-    Tensors are views: changing them in place changes the training state, but not of states that are offloaded, whose
-    tensors are copies. They have the shape of the parameter where
-    every rank holds all of it (stage 0), else they are this rank's 1-D part. Assigning a dict copies it in.
-    """
-
-    def __init__(
-        self,
-        core: _core.Engine,
-        params: list[torch.Tensor],
-        index: Mapping[int, int],
-        names: list[str],
-        rule: NativeRule,
-    ) -> None:
-        self._core = core
-        self._params = params
-        self._index = dict(index)
-        self.names = names
-        self._rule = rule
-
-    def indices(self) -> list[int]:
-        """In the core, of all its parameters."""
-        return list(self._index.values())
-
-    def manages(self, param: object) -> bool:
-        return id(param) in self._index
-
-    def _present(self, param: torch.Tensor) -> bool:
-        index = self._index.get(id(param))
-        return index is not None and (self._rule.state_from_start or self._core.param_step(index) > 0)
-
-    def __contains__(self, param: object) -> bool:
-        return isinstance(param, torch.Tensor) and self._present(param)
-
-    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        if not self._present(param):
-            if self.manages(param):
-                return {}  # as torch's defaultdict before the first step
-            raise KeyError("this tensor is not optimized here")
-        index = self._index[id(param)]
-        state: dict[str, Any] = {}
-        if self._rule.counts_steps:
-            state["step"] = torch.tensor(float(self._core.param_step(index)))
-        for name, quantity in zip(self.names, QUANTITIES, strict=False):
-            state[name] = self._core.local_view(index, quantity)
-        return state
-
-    def __setitem__(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        index = self._index[id(param)]
-        state = _parts.taken(self._core, index, dict(state))
-        found = False
-        for name, quantity in zip(self.names, QUANTITIES, strict=False):
-            value = state.get(name)
-            if value is not None:
-                self._write(index, quantity, value)
-                found = True
-        if "step" in state:
-            self._core.set_param_step(index, int(state["step"]))
-        elif found and not self._rule.counts_steps:
-            self._core.set_param_step(index, max(1, self._core.param_step(index)))
-
-    def _write(self, index: int, quantity: _core.Quantity, value: torch.Tensor) -> None:
-        """This rank's part, or all of it. Local: ranks may hold a part of other parameters each, and load alone."""
-        view = self._core.local_view(index, quantity)
-        if view is None:
-            return
-        value = value.detach().to(view.device)
-        part = value if value.shape == view.shape else _parts.part_in(self._core, index, value)
-        if part is None:
-            sizes = self._core.param(index).whole_sizes
-            raise ConfigError(
-                f"[optimizer] a state of '{self._core.param(index).name}' has shape {list(value.shape)}: neither that "
-                f"of the parameter, {sizes}, nor of this rank's part of it, {list(view.shape)}"
-            )
-        self._core.set_local(index, quantity, part)
-
-    def __delitem__(self, param: torch.Tensor) -> None:
-        index = self._index[id(param)]
-        for quantity in QUANTITIES[: len(self.names)]:
-            view = self._core.local_view(index, quantity)
-            if view is not None:
-                self._core.set_local(index, quantity, torch.zeros_like(view))
-        self._core.set_param_step(index, 0)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (param for param in self._params if self._present(param))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def add(self, param: torch.Tensor, number: int) -> None:
-        self._index[id(param)] = number
-        self._params.append(param)
-
-    def number(self, param: torch.Tensor) -> int:
-        return self._index[id(param)]
-
-    def copied(self, param: torch.Tensor) -> dict[str, Any]:
-        """A plain dict with copies, to live without the engine."""
-        return {name: _shaped_like(value, param).clone() for name, value in self[param].items() if value is not None}
 
 
 class Runner:
@@ -144,6 +41,10 @@ class Runner:
     def before_step(self) -> None:
         """Called before every step at a boundary."""
         self.check_kept()
+        self.publish_groups()
+
+    def publish_groups(self) -> None:
+        """The core has the present hyper-parameters from here on."""
 
     def check_kept(self) -> None:
         """UsageError where something was taken out of the param groups, or is elsewhere in them."""
@@ -156,9 +57,10 @@ class Runner:
 
     def has_grown(self) -> bool:
         """There are parameters, or groups, that it does not know of, and nothing is missing: check_kept()."""
-        if self._is_known() or not self._kept():
-            return False
-        return len(self.base.param_groups) > len(self._known) or any(new for _, new in self.grown())
+        return not self._is_known() and self._kept() and (self._has_groups() or any(new for _, new in self.grown()))
+
+    def _has_groups(self) -> bool:
+        return len(self.base.param_groups) > len(self._known)
 
     def _is_known(self) -> bool:
         groups = self.base.param_groups
@@ -307,7 +209,7 @@ class NativeRunner(Runner):
         self.note_params()
 
     def before_step(self) -> None:
-        super().before_step()
+        self.check_kept()
         if self.base.state is not self._view:  # the client put another one there
             self._adopt(self.base.state)
         self.publish_groups()
@@ -315,7 +217,6 @@ class NativeRunner(Runner):
             hook(self.base, (), {})
 
     def publish_groups(self) -> None:
-        """The core has the present hyper-parameters from here on."""
         for index, options in enumerate(self._groups):
             read_group(self._rule, self.base, index, options)
             self._core.set_group(index, options)
@@ -453,8 +354,7 @@ class ExternalRunner(Runner):
     def _took(self, number: int, param: torch.Tensor, target: torch.Tensor) -> None:
         self.states.add(number, target)
 
-    def before_step(self) -> None:
-        super().before_step()
+    def publish_groups(self) -> None:
         for index, (group, options) in enumerate(zip(self.base.param_groups, self._groups, strict=True)):
             note_group(group, options)
             self._core.set_group(index, options)
@@ -527,7 +427,7 @@ class ExternalRunner(Runner):
         for _, param, master in self._masters:
             state = None if self._on_params else self.base.state.pop(master, None)
             if state:
-                states[param] = {name: _shaped_like(value, param) for name, value in state.items()}
+                states[param] = {name: shaped_like(value, param) for name, value in state.items()}
         stepped = self._brings_states or self._core.global_steps() > 0
         for number, spec in enumerate(self._core.params() if cut else ()):
             if number in whole:
@@ -535,10 +435,3 @@ class ExternalRunner(Runner):
             elif spec.group >= 0 and (spec.tensor in states or stepped):
                 states.setdefault(spec.tensor, {})[CUT] = _parts.part_of(self._core, number)
         _parts.leave(self.base, states)
-
-
-def _shaped_like(value: Any, param: torch.Tensor) -> Any:
-    """A 1-D part that is all of the parameter, in the parameter's shape."""
-    if isinstance(value, torch.Tensor) and value.shape == (_SIZE(param).numel(),):
-        return value.as_strided(_SIZE(param), param.stride())
-    return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 from tessera import _core
 from tessera._loans import Loans, StandIn
-from tessera._outputs import tensors_in
+from tessera._outputs import may_hold_tensors, tensors_in
 from tessera.errors import UsageError
 from tessera.zero._owners import Home, home_of, hooks_of, set_home
 
@@ -151,7 +152,7 @@ class _Scope:
         if self.core.destroyed():
             return
         outputs = tensors_in(output) if outer else []
-        self.core.leave_module(self.number, outputs)
+        self.core.leave_module(self.number, outputs, outer and not outputs and _hides(output))
         for tensor in outputs:  # a parameter handed to the parent
             if isinstance(tensor, nn.Parameter):
                 _read_elsewhere(tensor)
@@ -163,6 +164,12 @@ class _Scope:
         for params in self.owned:
             params.running -= 1
         return True
+
+
+def _hides(output: Any) -> bool:
+    """What the backward goes through may lie in an output in which no tensor is seen, or in what the forward left
+    elsewhere. None is also the output of a forward that raised."""
+    return may_hold_tensors(output) or (output is None and sys.exc_info()[0] is None)
 
 
 class Partition:

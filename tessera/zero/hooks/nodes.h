@@ -88,9 +88,9 @@ struct HookAccess {
     link->hooks->sink_.gradient_ready(id, param.mutable_grad(), link->hooks->info(), alone);
   }
 
-  static void follow(const LinkPtr& link, ParamId id, bool stash) {
+  static void follow(const LinkPtr& link, ParamId id) {
     const std::lock_guard lock(link->mutex);
-    if (link->hooks != nullptr) link->hooks->follow(torch::autograd::get_current_node(), id, stash);
+    if (link->hooks != nullptr) link->hooks->follow(torch::autograd::get_current_node(), id);
   }
 
   static void output(const LinkPtr& link) {
@@ -176,15 +176,14 @@ struct ReadyHook final : torch::autograd::FunctionPostHook {
 
 // On the parameter: Note [Accumulators change].
 struct ParamHook final : torch::autograd::FunctionPreHook {
-  ParamHook(LinkPtr l, ParamId i, bool s) : link(std::move(l)), id(i), stash(s) {}
+  ParamHook(LinkPtr l, ParamId i) : link(std::move(l)), id(i) {}
   variable_list operator()(const variable_list& grads) override {
-    HookAccess::follow(link, id, stash);
+    HookAccess::follow(link, id);
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
   LinkPtr link;
   ParamId id;
-  bool stash;
 };
 
 // Tells the engine that a node is about to run.

@@ -29,21 +29,21 @@ bool Hooks::watches(const at::Tensor& param) const {
          std::any_of(hooks->begin(), hooks->end(), [&](const auto& hook) { return is_of(hook, link_); });
 }
 
-void Hooks::watch(const at::Tensor& param, ParamId id, bool stash) {
+void Hooks::watch(const at::Tensor& param, ParamId id) {
   // The accumulator of a leaf can only be made while grad mode is on.
   const torch::autograd::AutoGradMode with_grad(true);
   auto node = torch::autograd::impl::grad_accumulator(param);
   TESSERA_CHECK(node, "zero.hooks", "parameter does not require gradients");
   {
     const auto held = without_readers();
-    torch::autograd::impl::hooks(param).push_back(std::make_unique<ParamHook>(link_, id, stash));
+    torch::autograd::impl::hooks(param).push_back(std::make_unique<ParamHook>(link_, id));
   }
   if (accumulators_.size() <= static_cast<size_t>(id)) accumulators_.resize(id + 1);
-  follow(std::move(node), id, stash);
+  follow(std::move(node), id);
 }
 
 // `node` accumulates the gradient of parameter `id`, or gives it to torch.autograd.grad.
-void Hooks::follow(compat::NodePtr node, ParamId id, bool stash) {
+void Hooks::follow(compat::NodePtr node, ParamId id) {
   auto* accumulate = node ? dynamic_cast<torch::autograd::AccumulateGrad*>(&*node) : nullptr;
   if (accumulate == nullptr) return;
   const auto& hooks = accumulate->post_hooks();
@@ -52,7 +52,7 @@ void Hooks::follow(compat::NodePtr node, ParamId id, bool stash) {
     return ours != nullptr && ours->link == link_;
   };
   if (std::any_of(hooks.begin(), hooks.end(), ready)) return;
-  if (stash) accumulate->add_pre_hook(std::make_unique<BeforeHook>(link_, id, accumulate));
+  accumulate->add_pre_hook(std::make_unique<BeforeHook>(link_, id, accumulate));
   accumulate->add_post_hook(std::make_unique<ReadyHook>(link_, id, accumulate));
   accumulators_[id] = std::move(node);
 }

@@ -484,6 +484,16 @@ SCHEDULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize(("staircase", "interval"), [(True, 1), (False, 4 / 3)])
+def test_the_interval_of_a_range_test(staircase: bool, interval: float) -> None:
+    alone = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.5)
+    options = {"lr_range_test_step_size": 3, "lr_range_test_staircase": staircase}
+    schedule = deepspeed.runtime.lr_schedules.LRRangeTest(alone, **options)
+    for _ in range(4):
+        schedule.step()
+    assert schedule.interval_fn() == interval and schedule.get_lr() == pytest.approx([1e-3 * (1 + interval)])
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules_by_hand_and_by_configuration(kind: str) -> None:
     arguments, expected = SCHEDULES[kind]

@@ -108,6 +108,13 @@ def test_members_are_served(stage: int) -> None:
         assert line.startswith("refused" if name in refused else "served"), line
 
 
+def test_what_an_installation_says_of_itself() -> None:
+    from deepspeed import git_version_info, git_version_info_installed
+
+    for name in ("version", "git_hash", "git_branch", "installed_ops", "accelerator_name", "torch_info"):
+        assert getattr(git_version_info_installed, name) == getattr(git_version_info, name), name
+
+
 def test_a_name_that_is_not_there_is_missing() -> None:
     assert audit.state_of("deepspeed", "nothing_of_the_kind") == "missing"
 

@@ -17,6 +17,8 @@ from support import Net, batch, config, free_port, make, run_processes, run_rank
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import tessera
+
 WORLD = 2
 
 
@@ -118,6 +120,37 @@ def test_what_is_written_to_a_piece_holds(mode: dict[str, Any]) -> None:
     for (first, whole), (second, same) in zip(*on_ranks(body, **mode), strict=True):
         assert torch.equal(whole, same)
         assert torch.equal(torch.cat([first, second])[:35].float(), whole.view(-1))
+
+
+ON_ONE_RANK: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "in place": lambda x, v: x.copy_(v),
+    "data": lambda x, v: setattr(x, "data", v),
+    "set_": lambda x, v: x.set_(v),
+    "vector_to_parameters": lambda x, v: nn.utils.vector_to_parameters(v, [x]),
+}
+
+
+@pytest.mark.parametrize("mode", ["", "bf16", "fp16"])
+@pytest.mark.parametrize("write", ON_ONE_RANK)
+def test_what_is_written_to_the_piece_of_one_rank_holds(write: str, mode: str) -> None:
+    cfg = config(3, **({mode: {"enabled": True}} if mode else {}))
+    engine = deepspeed.DeepSpeedEngine(make(), cfg, group=tessera.thread_groups(1)[0])
+    weight = engine.module.embed.weight
+    for number in range(2):
+        values = torch.full((35,), 0.5 + number, dtype=weight.dtype)
+        with torch.no_grad():
+            ON_ONE_RANK[write](weight.ds_tensor, values.clone())
+        engine(*batch(0))
+        assert torch.equal(weight.detach().view(-1), values) and torch.equal(weight.ds_tensor, values)
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(weight).view(-1), values.float())
+        kept = weight.ds_tensor
+        weight.data = torch.zeros(7, 5, dtype=weight.dtype)
+        engine(*batch(0))
+        assert not weight.any() and not weight.ds_tensor.any() and weight.ds_tensor is kept
+        engine.backward(engine(*batch(0)))
+        engine.step()
+        assert torch.equal(kept, weight.detach().view(-1))
+    engine.destroy()
 
 
 def test_pieces_that_cannot_be_taken_over() -> None:

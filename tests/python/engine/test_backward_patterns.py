@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,57 @@ def test_inner_backward_of_a_function_counts_once(stage: int, world: int) -> Non
     model = make(TiledNet)
     model.gain.requires_grad_(False)
     check(tiled_loss, model, stage, world)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+# Outputs in which no hook sees a tensor, and how it is taken out.
+HIDING: dict[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any, Any], torch.Tensor]]] = {
+    "generator": (lambda _, out: (one for one in (out,)), lambda _, hidden: next(hidden)),
+    "closure": (lambda _, out: lambda: out, lambda _, hidden: hidden()),
+    "object": (lambda _, out: Slotted(out), lambda _, hidden: hidden.value),
+    "object of objects": (lambda _, out: SimpleNamespace(a=Slotted(out)), lambda _, hidden: hidden.a.value),
+    "left": (lambda module, out: setattr(module, "left", out), lambda module, _: module.left),
+}
+
+
+class Hider(nn.Module):
+    def __init__(self, inner: nn.Module, way: str) -> None:
+        super().__init__()
+        self.inner, self.way, self.factor = inner, way, nn.Parameter(torch.full((1,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return HIDING[self.way][0](self, self.inner(x) * self.factor)
+
+
+class Around(nn.Module):
+    """A module that takes out what the one inside hides, and hides its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.hider, self.last = Hider(make(), way), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = HIDING[self.hider.way][1](self.hider, self.hider(x))
+        return HIDING[self.hider.way][0](self, self.last(hidden))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", HIDING)
+def test_outputs_that_hide_their_tensors(way: str, stage: int, world: int) -> None:
+    def pattern(model: Any, module: nn.Module, rank: int) -> None:
+        x, y = batch(rank)
+        mse(HIDING[way][1](module, model(x)), y).backward()
+        with torch.no_grad():
+            model(x)
+
+    check(pattern, make(Around, way), stage, world)
 
 
 class TwoOutputs(Net):

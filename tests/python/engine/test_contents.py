@@ -103,6 +103,30 @@ def test_parameters_of_others_are_refused(action: str, stage: int, tmp_path: Pat
     assert not (tmp_path / "latest").exists()
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_are_neither_loaded_nor_written_where_one_rank_has_others(stage: int, tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        engine.save_checkpoint(tmp_path, asynchronous=True)
+        micro(engine, rank)
+        before, kept = masters(engine), engine.module.head.weight
+        if rank == 1:
+            engine.module.head.weight = fresh(kept)
+        calls: dict[str, Callable[[], Any]] = {
+            "load_checkpoint": lambda: engine.load_checkpoint(tmp_path),
+            "save_16bit_model": lambda: engine.save_16bit_model(tmp_path),
+        }
+        for name, call in calls.items():
+            with pytest.raises(tessera.UsageError, match=rf"^\[engine\.{name}\] head\.weight: replaced"):
+                call()
+        engine.module.head.weight = kept
+        assert same_bits(before, masters(engine)) and not (tmp_path / "pytorch_model.bin").exists()
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 0 and engine.save_16bit_model(tmp_path)
+
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True}
+    engines(make(Model), 2, config(stage, zero=gathers), body)
+
+
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},

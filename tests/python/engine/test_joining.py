@@ -337,6 +337,10 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "momentum": (lambda m: {"params": [m.gain], "momentum": 0.9}, "has momentum, .*momentum 0, or destroy"),
     "double": (lambda m: {"params": double(m)}, r"is Double.*float\(\).*was not added.*\(3, 3\), \(3,\)"),
     "in the model": (lambda m: {"params": [m.odd.requires_grad_(True)]}, "'odd' begins to be trained and is Double"),
+    "complex": (
+        lambda m: {"params": [m.turns.requires_grad_(True)]},
+        "'turns' is ComplexFloat, which is not trained in",
+    ),
     "twice": (lambda m: {"params": [m.gain, m.embed.bias]}, "more than one"),
     "memory": (lambda m: {"params": of_its_memory(m)}, "lies in the memory of 'embed.weight'"),
     "rate": (lambda m: {"params": [m.gain], "lr": torch.tensor(0.1)}, "a tensor as a rate"),
@@ -350,6 +354,7 @@ def test_a_group_that_is_refused_is_not_added(world: int, kind: str, stage: int,
     group_of, said = REFUSED[kind]
     model = half_frozen()
     model.odd = nn.Parameter(torch.ones(2, dtype=torch.double), requires_grad=False)
+    model.turns = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=False)
 
     def body(engine: Any, rank: int, tries: bool) -> dict[str, torch.Tensor]:
         optimizer = engine.optimizer
@@ -360,6 +365,7 @@ def test_a_group_that_is_refused_is_not_added(world: int, kind: str, stage: int,
                 optimizer.add_param_group(group_of(engine.module))
             assert optimizer.param_groups == before
             engine.module.odd.requires_grad_(False)
+            engine.module.turns.requires_grad_(False)
         micro(engine, rank + 1)
         optimizer.add_param_group({"params": [engine.module.gain.requires_grad_(True)], "lr": 0.2})
         micro(engine, rank + 2)

@@ -42,6 +42,33 @@ def test_an_optimizer_or_a_schedule_of_another_model(stage: int) -> None:
     tessera.initialize(model=model, config=config(stage), optimizer=own, lr_scheduler=right)[0].destroy()
 
 
+WITHOUT: dict[str, Any] = {
+    "no parameters": (nn.Tanh, {}, "the model has no parameters"),
+    "frozen": (lambda: make(Net).requires_grad_(False), {}, "all parameters of the model are frozen"),
+    "callable": (
+        lambda: make(Net).requires_grad_(False),
+        {"optimizer": lambda groups: torch.optim.AdamW(groups)},
+        "all parameters of the model are frozen",
+    ),
+    "none named": (lambda: make(Net), {"model_parameters": []}, "none of the parameters that the optimizer"),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("case", WITHOUT)
+def test_an_optimizer_without_anything_to_train(case: str, stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    build, more, said = WITHOUT[case]
+    if stage in (1, 2):
+        with pytest.raises(ConfigError, match=rf"\[initialize\] nothing is trained: {said}"):
+            tessera.initialize(model=build(), config=config(stage), **more)
+        return
+    engine = tessera.initialize(model=build(), config=config(stage), **more)[0]
+    assert [f"nothing is trained: {said}" in record.message for record in caplog.records] == [True]
+    with torch.no_grad():
+        engine(batch(0)[0])
+    engine.destroy()
+
+
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("kind", ["adamw", "rmsprop"])

@@ -64,9 +64,13 @@ def test_unused_parameters_are_an_error_where_the_configuration_says_so(stage: i
         engine.module.skips = True
         engine(*batch(rank)).backward()
         engine.step()
-        engine(*batch(rank)).backward()
-        with pytest.raises(AssertionError, match=r"gain.*zero_optimization\.ignore_unused_parameters"):
-            engine.step()
+        for odd in (False, True):  # on all ranks, or on the last one
+            engine.module.skips = rank + 1 == world or not odd
+            engine(*batch(rank)).backward()
+            with pytest.raises(AssertionError, match=r"gain.*zero_optimization\.ignore_unused_parameters"):
+                engine.step()
+            assert engine.global_steps == 1
+            engine.zero_grad()
 
     class Skipping(Net):
         skips = False

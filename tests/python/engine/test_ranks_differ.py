@@ -119,18 +119,21 @@ def test_a_call_more_on_one_rank(call: Any, accumulation: int, stage: int) -> No
     texts = run_ranks(2, run)
     assert time.monotonic() - start < 20
     for text in texts:
-        assert re.search(CALLS[call] + "|the ranks disagree", text), text
+        assert re.search(CALLS[call] + r"|the ranks disagree.*same number of .* set_train_batch_size\(\)", text), text
     if stage < 2 or (stage == 2 and call is one_step_more and accumulation == 1):
         assert "ranks do not step alike" in texts[0]
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("what", ["a boundary", "a step fewer"])
+@pytest.mark.parametrize("what", ["a boundary", "a step fewer", "a step fewer, past the engine"])
 def test_another_number_of_micro_batches(what: str, stage: int) -> None:
     """Told at the first update; and once the ranks have begun alike again, they go on."""
 
+    past = what.endswith("past the engine")
+
     def body(rank: int, group: tessera.Group) -> str:
         engine = tessera.Engine(make(), config(stage, accumulation=2), group=group)
+        model = engine.module if past else engine
         micro(engine, rank)
         micro(engine, rank)
         before = {name: value.clone() for name, value in masters(engine).items()}
@@ -139,8 +142,8 @@ def test_another_number_of_micro_batches(what: str, stage: int) -> None:
                 odd = rank == 1 and k == 0
                 if odd and what == "a boundary":
                     engine.set_gradient_accumulation_boundary(True)
-                engine(*batch(10 * rank + k)).backward()
-                if not (odd and what == "a step fewer"):
+                model(*batch(10 * rank + k)).backward()
+                if not odd or what == "a boundary":
                     engine.step()
         except Exception as error:
             if stage < 2:
@@ -162,7 +165,82 @@ def test_another_number_of_micro_batches(what: str, stage: int) -> None:
         "a step fewer": r"rank 0 has 0 micro-batches without a step\(\) of their own in this update, rank 1 has 1",
     }
     for text in texts:
-        assert re.search(lines[what] if stage < 2 else "the ranks disagree|do not step alike", text), text
+        line = lines[what.split(",")[0]]
+        assert re.search(line if stage < 2 else "the ranks disagree.*same number of|do not step alike", text), text
+
+
+def loaded(engine: Any, scale: float) -> None:
+    engine.loss_scaler.load_state_dict({**engine.loss_scaler.state_dict(), "loss_scale": scale})
+
+
+SCALES: dict[str, Callable[[Any, float], None]] = {
+    "optimizer": lambda engine, scale: setattr(engine.optimizer, "loss_scale", scale),
+    "scaler": lambda engine, scale: setattr(engine.loss_scaler, "loss_scale", scale),
+    "override": lambda engine, scale: engine.loss_scaler.override(scale),
+    "load": loaded,
+}
+
+
+@pytest.mark.parametrize("way", SCALES)
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_loss_scale(dynamic: bool, stage: int, way: str) -> None:
+    """Set before a backward or after it; nothing is updated or counted, and the ranks go on once they are alike."""
+    mode = {"initial_scale_power": 6} if dynamic else {"loss_scale": 64}
+
+    def body(engine: Any, rank: int) -> None:
+        def backward() -> None:
+            engine.backward(engine(*batch(10 * rank)))
+
+        backward()
+        engine.step()
+        before = masters(engine)
+        for when in ("before", "after"):
+            if when == "after":
+                backward()
+            SCALES[way](engine, 128.0 if rank else 64.0)
+            if when == "before":
+                backward()
+            named = r"rank 0 has loss scale 64, rank 1 has loss scale 128"
+            for meet in (engine.step, engine.grad_norm):
+                with pytest.raises(ValueError, match=f"do not step alike: {named}"):
+                    meet()
+            SCALES[way](engine, 64.0)
+            engine.zero_grad()
+        assert engine.global_steps == 1 and same_bits(masters(engine), before)
+        backward()
+        engine.step()
+        assert engine.was_step_applied() and not same_bits(masters(engine), before)
+
+    engines(make(), 2, config(stage, fp16={"enabled": True} | mode), body)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_clipping_by_hand(accumulation: int, stage: int) -> None:
+    """To another norm on one rank, or to none that can be: refused on all with the gradients as they were."""
+
+    def body(engine: Any, rank: int) -> None:
+        for k in range(accumulation):
+            engine(*batch(10 * rank + k)).backward()
+            if k + 1 < accumulation:
+                engine.step()
+        norm = engine.grad_norm()
+        with pytest.raises(
+            ValueError, match=r"rank 0 has a call of engine\.clip_grad_norm_\(0\.02\), rank 1 has .*\(0\.01\)"
+        ):
+            engine.clip_grad_norm_(0.01 if rank else 0.02)
+        with pytest.raises(ValueError, match="max_norm must be a number >= 0, got -1"):
+            engine.clip_grad_norm_(-1 if rank else 0.02)
+        with pytest.raises(NotImplementedError if rank else ValueError, match=r"norm_type 1\.0 is not served"):
+            engine.clip_grad_norm_(0.02, norm_type=1.0 if rank else 2.0)
+        assert engine.grad_norm() == norm
+        assert engine.clip_grad_norm_(norm / 2).item() == pytest.approx(norm)
+        assert engine.grad_norm() == pytest.approx(norm / 2, rel=1e-4)
+        engine.step()
+        assert engine.global_steps == 1
+
+    engines(make(), 2, config(stage, accumulation), body)
 
 
 @pytest.mark.parametrize("managed", [True, False])

@@ -204,14 +204,15 @@ BAD_BLOBS: list[tuple[str, Any]] = [
         ("param_groups", [{key: value}])
         for key, value in [
             *(("lr", value) for value in ("x", [1], None, {}, float("nan"), 2**70)),
-            *(("betas", value) for value in (0.9, (0.9,), (0.9, "x"))),
+            *(("betas", value) for value in (0.9, (0.9,), (0.9, "x"), (5.0, 7.0), (-1.0, 0.9))),
+            ("eps", -1.0),
             ("maximize", "no"),
             ("initial_lr", "x"),
         ]
     ),
     ("optimizer-0", [1]),
     ("optimizer-0", {"embed.weight": 3}),
-    ("optimizer-0", {"embed.weight": {"step": "x"}}),
+    *(("optimizer-0", {"embed.weight": {"step": value}}) for value in ("x", -3, torch.tensor(-3.0), 2**53)),
     ("optimizer-0", {"embed.weight": {CUT: [0, 1, [2]]}}),
     ("optimizer-0", {"embed.weight": {CUT: [0, 2**64, [2], 0, 1]}}),
     ("python", {"group_names": [3]}),
@@ -291,6 +292,44 @@ def test_a_blob_of_another_kind_is_named(name: str, value: Any, tmp_path: Path) 
     cfg = config(1, zero_allow_untested_optimizer=True, scheduler=WARMUP)
     match = {"python": "python|loader", "optimizer-0": "optimizer-0|optimizer's state"}.get(name, name)
     check_refused(tmp_path, cfg, name, value, match, client=lambda p: torch.optim.Adamax(p, lr=0.01))
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [({}, "it has no 'mu_product'"), ({"mu_product": torch.ones(2)}, "'mu_product' is damaged")],
+)
+def test_a_state_of_another_form(more: dict[str, Any], match: str, tmp_path: Path) -> None:
+    cfg = config(1, zero_allow_untested_optimizer=True, scheduler=WARMUP)
+    values = {name: {"step": torch.tensor(3.0), **more} for name, _ in make(Counting).named_parameters()}
+    check_refused(tmp_path, cfg, "optimizer-0", values, match, client=lambda p: torch.optim.NAdam(p))
+
+
+def test_states_of_before_the_first_step_are_none(tmp_path: Path) -> None:
+    """Saved by an optimizer of the core's, which has zeros then."""
+    adamw = {"type": "AdamW", "params": {"lr": 0.1}}
+    engines(make(Net), 1, config(1, optimizer=adamw), lambda engine, rank: engine.save_checkpoint(tmp_path))
+
+    def body(engine: Any, rank: int) -> None:
+        run(engine, rank, 1)
+        engine.load_checkpoint(tmp_path)
+        assert not any(engine.basic_optimizer.state.values())
+        run(engine, rank, 1)
+
+    cfg = config(1, zero_allow_untested_optimizer=True)
+    engines(make(Net), 1, cfg, body, client=lambda p: torch.optim.NAdam(p))
+
+
+def test_a_step_of_another_form_is_taken(tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        run(engine, rank, 1)
+        engine.save_checkpoint(tmp_path, tag="t")
+        with_blob(tmp_path, "optimizer-0", {name: {"step": 5} for name, _ in engine.module.named_parameters()})
+        engine.load_checkpoint(tmp_path)
+        run(engine, rank, 1)
+        assert {float(state["step"]) for state in engine.basic_optimizer.state.values()} == {6.0}
+
+    cfg = config(1, zero_allow_untested_optimizer=True)
+    engines(make(Net), 1, cfg, body, client=lambda p: torch.optim.Adamax(p))
 
 
 @pytest.mark.parametrize("value", [{}, [], {"last_epoch": "x"}, {"last_epoch": 2, "base_lrs": ["x"]}, 3])

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import math
 import queue
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +308,7 @@ def test_what_joins_on_some_ranks_of_one_engine_is_an_error_on_all(stage: int, c
         begun = time.monotonic()
         with pytest.raises(
             (tessera.ConfigError, tessera.UsageError),
-            match=r"do not train the same|no engine was stepped: the norm failed on",
+            match=r"do not train the same|do not step alike|no engine was stepped: the norm failed on",
         ):
             calls[call]()
         assert time.monotonic() - begun < 20 and engine.global_steps == 0
@@ -317,6 +319,103 @@ def test_what_joins_on_some_ranks_of_one_engine_is_an_error_on_all(stage: int, c
         engine.destroy()
 
     run_ranks(4, body)
+
+
+def spoil_rate(engine: Any) -> Callable[[], None]:
+    group = engine.optimizer.param_groups[0]
+    group["lr"] = 0.3
+    return lambda: group.update(lr=0.1)
+
+
+def spoil_kind(engine: Any) -> Callable[[], None]:
+    group = engine.optimizer.param_groups[0]
+    group["lr"] = "fast"
+    return lambda: group.update(lr=0.1)
+
+
+def spoil_params(engine: Any) -> Callable[[], None]:
+    listed = engine.optimizer.param_groups[0]["params"]
+    last = listed.pop()
+    return lambda: listed.append(last)
+
+
+def spoil_call(engine: Any) -> Callable[[], None]:
+    region = engine.no_sync()
+    region.__enter__()
+    return lambda: region.__exit__(None, None, None)
+
+
+def spoil_weight(engine: Any) -> Callable[[], None]:
+    layer = engine.module.head
+    old = layer.weight
+    layer.weight = nn.Parameter(torch.zeros(3, 7))
+    return lambda: setattr(layer, "weight", old)
+
+
+SPOILS = [spoil_rate, spoil_kind, spoil_params, spoil_call, spoil_weight]
+
+
+@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("layout", ["the same ranks", "the same ranks, over a group", "others", "one rank"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_rank_of_one_engine_cannot_step_alike(stage: int, layout: str, spoil: Any) -> None:
+    """An error on all ranks of all engines in bounded time, with nothing stepped or counted; they go on."""
+    apart, alone = layout == "others", layout == "one rank"
+    size = 1 if alone else 2
+    groups = [tessera.thread_groups(size) for _ in range(2)]
+    models: list[Any] = [make(Net), make(Net)]
+
+    def body(rank: int, everyone: tessera.Group) -> None:
+        numbers = [rank // 2] if apart else [0, 1]
+        both = [
+            tessera.Engine(copy.deepcopy(models[n]), config(stage, 2), group=groups[n][rank % size]) for n in numbers
+        ]
+        group = everyone if apart or layout.endswith("group") else None
+        for k in range(4):
+            for engine in both:
+                engine(*batch(10 * rank + k)).backward()
+            if k < 3:
+                tessera.step_together(both, group)
+        before = [weights(engine.module) for engine in both] if stage < 3 else []
+        odd = alone or rank == (3 if apart else 1)
+        mend = spoil(both[-1]) if odd else lambda: None
+        begun = time.monotonic()
+        if not (alone and spoil is spoil_rate):
+            with pytest.raises((ValueError, TypeError, tessera.UsageError)) as refused:
+                tessera.step_together(both, group)
+            told = "no engine was stepped|another rank cannot step" if apart and rank < 2 else "."
+            assert re.search(told, str(refused.value)) and time.monotonic() - begun < 20
+        mend()
+        for engine, old in zip(both, before, strict=False):
+            assert all(torch.equal(value, old[name]) for name, value in weights(engine.module).items())
+        assert [(engine.global_steps, engine.micro_steps) for engine in both] == [(1, 3)] * len(both)
+        assert tessera.step_together(both, group) is not None
+        assert all(engine.global_steps == 2 for engine in both)
+        for engine in both:
+            engine.destroy()
+
+    run_ranks(4 if apart else size, body)
+
+
+@pytest.mark.parametrize("over_group", [False, True])
+def test_parameters_in_use_in_one_engine_keep_all_from_their_step(over_group: bool) -> None:
+    groups = [tessera.thread_groups(2) for _ in range(2)]
+
+    def body(rank: int, everyone: tessera.Group) -> None:
+        both = [tessera.Engine(make(Net), config(3), group=group[rank]) for group in groups]
+        for engine in both:
+            engine(*batch(rank)).backward()
+        group = everyone if over_group else None
+        region = tessera.zero.GatheredParameters(list(both[1].module.parameters()))
+        with region, pytest.raises(tessera.UsageError, match="are in use"):
+            tessera.step_together(both, group)
+        assert [engine.global_steps for engine in both] == [0, 0]
+        tessera.step_together(both, group)
+        assert [engine.global_steps for engine in both] == [1, 1]
+        for engine in both:
+            engine.destroy()
+
+    run_ranks(2, body)
 
 
 def test_wrong_arguments() -> None:

@@ -11,6 +11,7 @@ import torch
 from support import assert_close, batch, config, engines, free_port, make, run, run_processes, weights
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._pytree import tree_leaves
 
 import tessera
 
@@ -73,14 +74,40 @@ def test_values_are_those_of_plain_torch(stage: int, name: str) -> None:
         engines(make(), 2, cfg, lambda engine, rank: compare(engine, rank, REVERSE[name], *plain[rank]))
 
 
+def train(engine: Any, rank: int, way: Callable[[Any], Any], plain: Any) -> None:
+    """The loss is made of what `way` returns, and is differentiated backwards."""
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for model in (engine, plain):
+            sum(value.square().mean() for value in tree_leaves(way(model))).backward()
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(weights(engine.module), plain.state_dict())
+
+
+@pytest.mark.parametrize("unit", [1, 1 << 20])
+@pytest.mark.parametrize("name", [name for name in REVERSE if name != "of parameters"])
+@pytest.mark.parametrize("stage", range(4))
+def test_trained_through(stage: int, name: str, unit: int) -> None:
+    plain = [make() for _ in range(2)]  # not by the threads: they share torch's generator
+    cfg = config(stage, tessera={"min_unit_elements": unit})
+    engines(make(), 2, cfg, lambda engine, rank: train(engine, rank, REVERSE[name], plain[rank]))
+
+
 def forwards(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     for stage in (1, 3):
-        for way in FORWARD.values():
-            engine = tessera.initialize(model=make(), config=config(stage, tessera={"min_unit_elements": 1}))[0]
+        for name, way in FORWARD.items():
+            cfg = config(stage, tessera={"min_unit_elements": 1})
+            engine = tessera.initialize(model=make(), config=cfg)[0]
             compare(engine, rank, way, make(), make())
             engine.destroy()
+            if name != "jacobian":  # without create_graph
+                engine = tessera.initialize(model=make(), config=cfg)[0]
+                train(engine, rank, way, make())
+                engine.destroy()
 
 
 def test_forward_mode() -> None:

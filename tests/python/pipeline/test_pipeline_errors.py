@@ -226,7 +226,7 @@ def thawed_on_one_rank(rank: int, folder: Path) -> None:
     begun = time.monotonic()
     for linear in linears(engine.module):
         linear.requires_grad_(rank != 0)
-    said = r"do not train the same parameters|no engine was stepped: the norm failed on rank 0"
+    said = r"do not train the same parameters|do not step alike|no engine was stepped: the norm failed on rank \d"
     with pytest.raises((tessera.ConfigError, tessera.UsageError), match=said):
         engine.train_batch(data(1))
     with pytest.raises(tessera.ConfigError, match=said):
@@ -234,13 +234,20 @@ def thawed_on_one_rank(rank: int, folder: Path) -> None:
     assert time.monotonic() - begun < 30 and engine.global_steps == 0
     for linear in linears(engine.module):
         linear.requires_grad_(True)
+    rates = engine.optimizer.param_groups[0]
+    old = rates["lr"]
+    rates["lr"] = 0.3 if rank == 3 else old
+    with pytest.raises((ValueError, tessera.UsageError), match=said if rank < 2 else r"rank 1 has lr 0\.3"):
+        engine.train_batch(data(1))
+    assert time.monotonic() - begun < 30 and engine.global_steps == 0
+    rates["lr"] = old
     engine.train_batch(data(0))
     assert engine.get_global_grad_norm() == pytest.approx(fresh.get_global_grad_norm(), rel=1e-5)
     for one in (fresh, engine):
         one.destroy()
 
 
-def test_what_joins_on_one_rank_of_a_stage_is_an_error_on_all(tmp_path: Path) -> None:
+def test_what_joins_or_differs_on_one_rank_of_a_stage_is_an_error_on_all(tmp_path: Path) -> None:
     in_processes(4, thawed_on_one_rank, tmp_path)
 
 

@@ -237,44 +237,52 @@ def test_one_rank_replaces_data_while_a_model_is_built() -> None:
 PACKED = torch.arange(0x7F00, 0x8100, dtype=torch.int32).to(torch.int16)  # NaNs with payloads among them, of both signs
 
 
+TURNS = torch.polar(torch.ones(6), torch.arange(6.0))  # complex, as a table of rotary positions
+
+
 class Packed(nn.Module):
-    """A frozen parameter whose words are no numbers (packed 4-bit weights), one of another dtype, and a trained one."""
+    """Frozen parameters whose words are no numbers (packed 4-bit weights), or of another dtype, and a trained one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 3)
         self.words = nn.Parameter(PACKED.clone().view(torch.bfloat16), requires_grad=False)
         self.bytes = nn.Parameter(torch.arange(64, dtype=torch.uint8), requires_grad=False)
+        self.turns = nn.Parameter(TURNS.clone(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert torch.equal(self.words.view(torch.int16), PACKED)
         return self.linear(x.to(self.linear.weight.dtype)).float().square().mean()
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("bf16", "early"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", range(4))
-def test_frozen_words_travel_as_they_are(stage: int, world: int, early: bool, tmp_path: Any) -> None:
-    cfg = config(stage, bf16=True)
+def test_frozen_words_travel_as_they_are(stage: int, world: int, bf16: bool, early: bool, tmp_path: Any) -> None:
+    cfg = config(stage, bf16=bf16, zero={"stage3_gather_16bit_weights_on_model_save": True})
 
     def check(engine: tessera.Engine) -> None:
-        state = engine.module_state_dict()
-        assert torch.equal(state["words"].view(torch.int16), PACKED)
-        assert torch.equal(state["bytes"], torch.arange(64, dtype=torch.uint8))
+        engine.save_16bit_model(tmp_path, "weights.bin")
+        for state in (engine.module_state_dict(), torch.load(tmp_path / "weights.bin")):
+            assert torch.equal(state["words"].view(torch.int16), PACKED)
+            assert torch.equal(state["bytes"], torch.arange(64, dtype=torch.uint8))
+            assert torch.equal(state["turns"], TURNS)
 
     def body(rank: int, group: tessera.Group) -> None:
         with zero.Init(data_parallel_group=group, config_dict_or_path=cfg, enabled=early):
             model = Packed()
         if rank > 0 and not early:
             model.words.data.zero_()
+            model.turns.data.zero_()
         engine = tessera.Engine(model, cfg, group=group)
         check(engine)
         engine.backward(engine(batch(rank)[0]))
         engine.step()
         check(engine)
         engine.save_checkpoint(tmp_path)
-        with GatheredParameters(model.words, modifier_rank=0):
+        with GatheredParameters([model.words, model.turns], modifier_rank=0):
             model.words.data.zero_()
+            model.turns.data.zero_()
         engine.load_checkpoint(tmp_path)
         check(engine)
         engine.destroy()
