@@ -12,6 +12,7 @@ from suites.backward import bench_backward
 from suites.checkpoint import bench_checkpoint
 from suites.fits import bench_fits
 from suites.gpt import bench_gpt
+from suites.host import bench_host
 from suites.hybrid import bench_hybrid
 from suites.kernels import bench_kernels
 from suites.memory import bench_memory
@@ -76,6 +77,13 @@ BENCHES: dict[str, Bench] = {
         bench_backward,
         [*PLAIN[:1], *PLAIN[2:], *OWN, *PEERS, *DEEPSPEED],
         NOT_QUICK,
+    ),
+    "host": Bench(
+        "Host time of a layer",
+        bench_host,
+        ["bare", "ddp", *(f"{own}+units" for own in OWN), "tessera:3+units+early", *PEERS, *DEEPSPEED],
+        [*PEERS, *DEEPSPEED],
+        rounds=31,
     ),
     "transport": Bench("Collectives between ranks of one host", bench_transport, ["gloo", "tessera"], []),
     "checkpoint": Bench(

@@ -178,7 +178,12 @@ def new_times(entry: Trainer) -> Times:
 
 
 def interleaved(
-    entries: list[Trainer], batch: tuple[Any, ...], rounds: int, warmup: int = 1, finish: Callable[[], None] = nothing
+    entries: list[Trainer],
+    batch: tuple[Any, ...],
+    rounds: int,
+    warmup: int = 1,
+    finish: Callable[[], None] = nothing,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """One step of each trainer, then one of each again, ...; after `warmup` rounds that are not counted. `finish`
     waits for the device that computes."""
@@ -187,16 +192,16 @@ def interleaved(
         for entry in entries:
             finish()
             together()
-            start = time.perf_counter()
+            start = clock()
             loss = entry.forward(*batch)
             finish()
-            forward = time.perf_counter()
+            forward = clock()
             entry.backward(loss)
             finish()
-            backward = time.perf_counter()
+            backward = clock()
             entry.step()
             finish()
-            end = time.perf_counter()
+            end = clock()
             if number < warmup:
                 continue
             mine = times[entry.name]

@@ -73,6 +73,21 @@ class ManyLayers(nn.Module):
         return x.float()
 
 
+class NarrowBlocks(nn.Module):
+    """`count` blocks of linear layers of one element."""
+
+    LAYERS = 5
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(1, 1) for _ in range(self.LAYERS))) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.float().sum()
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The modules that FSDP2 shards one by one."""
     found: Any = getattr(model, "blocks", [])

@@ -36,7 +36,7 @@ STATES: dict[str, tuple[int, ...]] = {
     "deepspeed": (10,),
 }
 STAGES = {"tessera": (0, 1, 2, 3), "fsdp2": (2, 3), "deepspeed": (0, 1, 2, 3)}
-FLAGS = {"tessera": ("nearest", "shared", "gloo", "early"), "bare": ("up",), "ddp": ("up",)}
+FLAGS = {"tessera": ("nearest", "shared", "gloo", "early", "units"), "bare": ("up",), "ddp": ("up",)}
 LIBRARIES = {"fsdp2": "torch.distributed.fsdp", "tessera": "tessera", "deepspeed": "deepspeed"}
 
 
@@ -61,6 +61,7 @@ class Spec:
     states: int | None = None  # None: what the precision has by default
     shared: bool = False  # one copy of the parameters for all ranks of the host
     early: bool = False  # updates units within the backward and clips nothing
+    units: bool = False  # every block is a unit, however small
     gloo: bool = False  # ranks talk over Gloo as those of the others do, not through shared memory
     nearest: bool = False  # low-precision states are rounded to nearest, not stochastically
     up: bool = False  # bf16 weights of the plain loop round ties away from zero, as those of 14 bytes must
@@ -72,6 +73,7 @@ class Spec:
             ", nearest": self.nearest,
             ", shared": self.shared,
             ", early": self.early,
+            ", units": self.units,
             ", over Gloo": self.gloo,
             ", ties up": self.up,
         }
@@ -93,7 +95,8 @@ class Spec:
 
 def parse(name: str) -> Spec:
     """`tessera:1+10` is stage 1 with 10 bytes of states a parameter, `tessera:3+shared` has parameters that all ranks
-    share, `+early` updates within the backward, `fsdp2:3` is FSDP2 as ZeRO-3, `bare` is `bare`."""
+    share, `+early` updates within the backward, `+units` makes every block a unit, `fsdp2:3` is FSDP2 as ZeRO-3,
+    `bare` is `bare`."""
     front, *more = name.split("+")
     kind, _, stage = front.partition(":")
     if kind not in STATES or (kind in STAGES) != bool(stage):
@@ -269,6 +272,8 @@ def _json(spec: Spec, bf16: bool, micro_steps: int, zero: dict[str, Any], recipe
         own["rounding"] = "nearest"
     if spec.shared:
         own["shared_parameters"] = True
+    if spec.units:
+        own["min_unit_elements"] = 1
     if spec.early:
         own["update_in_backward"] = True
         config["gradient_clipping"] = 0

@@ -192,6 +192,7 @@ using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
 
 void bind_training(EngineClass& c) {
   c.def("broadcast_buffers", &Engine::broadcast_buffers, py::arg("buffers"), NoGil())
+      .def("check_not_captured", &Engine::check_not_captured, py::arg("call"))
       .def("pre_forward", &Engine::pre_forward, NoGil())
       .def("post_forward", &Engine::post_forward, py::arg("outputs"), NoGil())
       .def("abort_forward", &Engine::abort_forward, NoGil())

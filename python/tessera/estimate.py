@@ -89,11 +89,16 @@ def estimate(
 
 def _passes(config: _core.Config) -> bool:
     """Gradients are reduced in the backward that makes them; else they are whole until the accumulation boundary."""
-    steps = config.get("gradient_accumulation_steps") or (2 if config.get("train_batch_size") else 1)
     places = config.placements
-    return bool(places.reduces_every_backward or (places.shards_states and steps == 1))
+    return bool(places.reduces_every_backward or (places.shards_states and not _accumulates(config)))
 
 
+def _accumulates(config: _core.Config) -> bool:
+    steps = config.get("gradient_accumulation_steps") or (2 if config.get("train_batch_size") else 1)
+    return bool(steps > 1 or not config.get("managed_gradient_accumulation"))
+
+
+_NARROW = 6  # bytes a parameter of a residual and two moments of 16 bits
 _STATE_HOME = "zero_optimization.offload_optimizer.device"
 _PARAM_HOME = "zero_optimization.offload_param.device"
 
@@ -107,12 +112,14 @@ def _states_away(
         return found
     away = int(own * config.get("zero_optimization.offload_optimizer.ratio"))
     tiles = min(away, 3 * _TILE) * of_states if home == "nvme" else 0
+    # The device updates states of 16 bits, and keeps their gradients where one backward makes them.
+    leave = 0 if of_states <= _NARROW and not _accumulates(config) else away
     return dataclasses.replace(
         found,
         # Two buckets of a unit's gradients go through, and the rest stays. Stage 1 adds up on the device instead.
-        grads=min(found.grads, (own - away + sum(counts.largest)) * of_grad) if _passes(config) else found.grads,
+        grads=min(found.grads, (own - leave + sum(counts.largest)) * of_grad) if _passes(config) else found.grads,
         states=found.states - away * of_states,
-        host=found.host + away * of_grad + (away * of_states if home == "cpu" else tiles),
+        host=found.host + leave * of_grad + (away * of_states if home == "cpu" else tiles),
         disk=found.disk + (away * of_states if home == "nvme" else 0),
     )
 

@@ -346,7 +346,11 @@ std::vector<Key> later_rows() {
        "CPU ranks of one host keep one copy of the compute parameters, see docs/shared_parameters.md"},
       {FIELD(tessera.update_in_backward),
        "units are updated while the backward goes on and no gradient is kept, see docs/update_in_backward.md"},
-      {FIELD(tessera.clip_by_unit), "with update_in_backward: gradient_clipping clips the gradients of each unit"},
+      {FIELD(tessera.clip),
+       "what gradient_clipping limits: the norm of all gradients; with update_in_backward that of each unit's, or all "
+       "by the norm of the step before; unset: global",
+       one_of({"global", "unit", "previous"})},
+      {FIELD(tessera.clip_by_unit), "the same as clip \"unit\""},
       {FIELD(tessera.sequence_parallel_norms),
        "with autotp_size: activations between blocks are cut along the sequence, see docs/tensor_parallel.md"},
   };

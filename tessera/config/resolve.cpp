@@ -57,6 +57,11 @@ offload::StateOptions offload_options(const OffloadParam& section) {
 
 }  // namespace
 
+Clip clip_rule(const Config& config) {
+  const std::string name = config.tessera.clip.value_or(config.tessera.clip_by_unit ? "unit" : "global");
+  return name == "unit" ? Clip::Unit : name == "previous" ? Clip::Previous : Clip::Global;
+}
+
 zero::Options zero_options(const Config& config) {
   const ZeroOptimization& zero = config.zero_optimization;
   zero::Options options;
@@ -67,7 +72,8 @@ zero::Options zero_options(const Config& config) {
   options.min_unit_elements = config.tessera.min_unit_elements;
   options.share_params = config.tessera.shared_parameters;
   options.update_in_backward = config.tessera.update_in_backward;
-  if (config.tessera.clip_by_unit) options.unit_clipping = config.gradient_clipping;
+  if (clip_rule(config) == Clip::Unit) options.unit_clipping = config.gradient_clipping;
+  if (clip_rule(config) == Clip::Previous) options.previous_clipping = config.gradient_clipping;
   if (config.gradient_allreduce_op != GradientOp::Mean) options.gradient_factor = 1.0;
   options.communication = config.communication_data_type;
   options.gather.prefetch = zero.stage3_prefetch_bucket_size > 0;

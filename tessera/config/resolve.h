@@ -24,6 +24,11 @@ amp::ScalerOptions scaler_options(const Config& config);
 // Section torch_autocast; bf16 where it names no dtype.
 amp::AutocastOptions autocast_options(const Config& config);
 
+// What gradient_clipping holds for: the norm of all gradients, that of each unit's, or all, clipped by the norm of the step
+// before.
+enum class Clip { Global, Unit, Previous };
+Clip clip_rule(const Config& config);
+
 // Unset overlap_comm means true: results do not depend on it. With managed_gradient_accumulation
 // false the reduction waits for step() in stages 0 and 1.
 zero::Options zero_options(const Config& config);

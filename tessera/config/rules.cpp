@@ -6,6 +6,7 @@
 #include "tessera/config/lookup.h"
 #include "tessera/config/params.h"
 #include "tessera/config/precision.h"
+#include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
 
 namespace tessera::config {
@@ -181,9 +182,13 @@ void check_optimizer(const Config& c, Report& report) {
 }
 
 void check_clipping(const Config& c, Report& report) {
-  if (c.tessera.clip_by_unit && !c.tessera.update_in_backward)
-    report.error("tessera.clip_by_unit",
-                 "needs tessera.update_in_backward; gradient_clipping alone clips by the global norm");
+  const Own& own = c.tessera;
+  const char* key = own.clip ? "tessera.clip" : "tessera.clip_by_unit";
+  if (own.clip_by_unit && own.clip.value_or("unit") != "unit") {
+    report.error(key, "is \"" + *own.clip + "\" beside clip_by_unit, which means \"unit\"; keep one");
+  } else if (clip_rule(c) != Clip::Global && !own.update_in_backward) {
+    report.error(key, "needs tessera.update_in_backward; gradient_clipping alone clips by the global norm");
+  }
 }
 
 void check_tensor_parallel(const Config& c, Report& report) {

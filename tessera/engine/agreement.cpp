@@ -106,6 +106,7 @@ double StepTerms::digest() const {
   digest.add(static_cast<double>(unstepped));
   digest.add(fault);
   digest.add(gradient_scale);
+  digest.add(previous_norm.value_or(-1));
   each_number(scaler, [&](const char*, double value) { digest.add(value); });
   for (const optim::GroupOptions& group : groups)
     each_field(group, [&](const char*, auto value) { digest.add(static_cast<double>(value)); });
@@ -139,6 +140,7 @@ void StepTerms::refuse(const zero::Ranks& ranks) const {
                                  c10::str(unstepped, " micro-batches without a step() of their own in this update")};
   each_number(scaler, [&](const char* name, double value) { lines.push_back(c10::str(name, " ", text_of(value))); });
   lines.push_back(c10::str("gradients of loss scale ", text_of(gradient_scale)));
+  lines.push_back(c10::str("norm ", text_of(previous_norm.value_or(-1)), " (-1: none) of the step before"));
   for (size_t i = 0; i < groups.size(); ++i)
     each_field(groups[i], [&]<class T>(const char* name, T value) {
       const std::string text = std::is_same_v<T, bool> ? (value ? "true" : "false") : text_of(value);

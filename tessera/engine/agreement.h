@@ -1,6 +1,7 @@
 // What all ranks of an engine must have alike: compared by a number, and told by name where it differs.
 #pragma once
 
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -49,6 +50,7 @@ struct StepTerms {
   std::span<const std::string> client{};  // what else a client's optimizer updates by, as "name value in ..."
   std::string_view fault{};               // why this rank cannot step
   double gradient_scale = 1;              // Scaling::gradient_scale()
+  std::optional<double> previous_norm{};  // that gradients are clipped by
   amp::GradScaler::State scaler{};
   std::span<const DeviceTerm> on_device{};
   std::vector<std::string> params{};  // of those that begin or cease to be trained, what they do

@@ -15,7 +15,7 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   const config::Batch batch = config.resolve_batch(data_parallel_size);
   options.micro_batch_size = batch.micro_batch_size;
   options.gradient_accumulation_steps = batch.gradient_accumulation_steps;
-  options.gradient_clipping = config.tessera.clip_by_unit ? 0 : config.gradient_clipping;
+  options.gradient_clipping = config::clip_rule(config) == config::Clip::Global ? config.gradient_clipping : 0;
   options.managed_accumulation = config.managed_gradient_accumulation;
   options.precision_of_model = !config::casts_model(config);
   options.sequence_communication = config.seq_parallel_communication_data_type;

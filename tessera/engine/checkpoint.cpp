@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -36,6 +37,8 @@ Json run_of(Engine& engine) {
       {"micro_steps", engine.micro_steps()},     {"global_steps", engine.global_steps()},
       {"skipped_steps", engine.skipped_steps()}, {"global_samples", engine.global_samples()},
       {"begun", engine.begun_micro_steps()},     {"accumulation_steps", engine.options().gradient_accumulation_steps}};
+  // One that is not finite as null, which JSON has instead.
+  if (const auto norm = engine.previous_norm()) run["counters"]["norm"] = std::isfinite(*norm) ? Json(*norm) : Json();
   const amp::GradScaler::State& s = engine.scaling().scaler().state();
   if (engine.scaling().scaler().needed())
     run["scaler"] = {{"scale", s.scale},

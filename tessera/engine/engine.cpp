@@ -14,7 +14,6 @@
 #include "tessera/engine/impl.h"
 #include "tessera/engine/initial_values.h"
 #include "tessera/engine/preflight.h"
-#include "tessera/offload/states.h"
 #include "tessera/optim/norm.h"
 #include "tessera/zero/adoption.h"
 
@@ -27,11 +26,15 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
                       "gradient_accumulation_steps must be >= 1, got ", options.gradient_accumulation_steps);
   TESSERA_CHECK_VALUE(options.gradient_clipping >= 0, "engine", "gradient_clipping must be >= 0, got ",
                       options.gradient_clipping);
+  TESSERA_CHECK_VALUE(
+      options.zero.update_in_backward || (options.zero.unit_clipping == 0 && options.zero.previous_clipping == 0),
+      "engine", "zero.unit_clipping and zero.previous_clipping need zero.update_in_backward; use gradient_clipping");
   Impl& m = *impl_;
   if (!params.empty()) m.device = params.front().tensor.device().type();
   amp::check(options.autocast, m.device);
   // Without managed boundaries only step() knows where one is; stages that reduce after every backward need none.
   const bool at_boundary = shard::placements_of_stage(options.zero.stage).reduce_at == shard::ReduceAt::Boundary;
+  m.options.zero.accumulates = options.gradient_accumulation_steps > 1 || !options.managed_accumulation;
   m.options.zero.reduce_at_step = !options.managed_accumulation && at_boundary;
   auto& precision = m.options.zero.precision;
   if (options.precision_of_model) precision = precision_of_model(params, options.accumulate_in);
@@ -94,6 +97,7 @@ void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
 
 bool Engine::pre_forward() {
   zero::ShardedModel& model = impl_->here("forward");
+  if (impl_->needs_the_host()) check_not_captured("forward");
   Phases& phases = model.units.phases();
   {
     const transforms::Suspended plain;
@@ -158,7 +162,7 @@ Scaling& Engine::scaling() {
 // ---------------------------------------------------------------- backward
 
 at::Tensor Engine::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
-  impl_->here("backward");
+  impl_->here("backward").units.check_not_captured("backward");
   TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.grad_fn(), "engine.backward",
                       "loss must be a scalar tensor with a graph (one element and a grad_fn); call forward with "
                       "gradients enabled, or use out.backward(gradient) for other shapes");
@@ -190,7 +194,8 @@ at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scal
 
 bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm, const std::string& fault) {
   Impl& m = *impl_;
-  const PhaseScope scope(m.live("step").units.phases(), Phase::Step);
+  check_not_captured("step");
+  const PhaseScope scope(m.model->units.phases(), Phase::Step);
   const bool boundary = !m.options.managed_accumulation || m.boundary();
   Impl::Fault why{boundary ? fault : "", nullptr};
   m.check_step(boundary, global_norm, why);
@@ -280,8 +285,8 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
   if (global_norm) *global_norm *= scaling.gradient_scale();
   const zero::GradientSummary summary = summarize("step()", empty, global_norm, fault, updated);
   if (model->early.on()) {
-    norm = summary.norm;
-    unread_norm = summary.unread;
+    norm = LastNorm(summary.norm, summary.unread, /*asked=*/clips_by_previous());
+    if (updated) previous_norm = norm;
     applied = true;
     notices.updated(model->units, model->early.present());
     model->driver.drop_gradients();
@@ -299,7 +304,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
       scaling.gradients_times(std::exchange(scale, 1.0));
     }
     model->updater.update(summary, scale, external);
-    norm = unscaled;
+    norm = LastNorm(unscaled);
     applied = true;
     notices.updated(model->units, summary.present);
   } else {
@@ -439,14 +444,13 @@ void Engine::end_coalesce() {
 // ---------------------------------------------------------------- what happened
 
 std::optional<double> Engine::global_grad_norm() const {
-  if (impl_->unread_norm.defined()) {
-    const at::Tensor squares = std::exchange(impl_->unread_norm, at::Tensor()).cpu();
-    double sum = 0;
-    for (int64_t i = 0; i < squares.numel(); ++i)
-      sum += squares.const_data_ptr<double>()[i];
-    impl_->norm = std::sqrt(sum);
-  }
-  return impl_->norm;
+  return impl_->norm.get();
+}
+std::optional<double> Engine::previous_norm() const {
+  return impl_->clips_by_previous() ? impl_->previous_norm.get() : impl_->norm.get();
+}
+void Engine::set_previous_norm(std::optional<double> norm) {
+  impl_->previous_norm = LastNorm(norm);
 }
 bool Engine::has_gradients() const {
   return impl_->model != nullptr && impl_->model->driver.has_gradients();
@@ -528,41 +532,6 @@ void Engine::adopt_params() try {
   zero::adopt_params(impl_->here("adopt_params").units, /*compare=*/true);
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
-}
-
-// ---------------------------------------------------------------- states elsewhere for a while
-
-void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) try {
-  Impl& m = *impl_;
-  zero::ShardedModel& model = m.live("offload_states");
-  const zero::Options& zero = m.options.zero;
-  TESSERA_CHECK_VALUE(shard::placements_of_stage(zero.stage).shards_states(), "engine.offload_states",
-                      "needs zero_optimization.stage 1, 2 or 3");
-  TESSERA_CHECK_VALUE(!zero.weight_home, "engine.offload_states",
-                      "zero_optimization.offload_param is configured: parameters do not live on the device anyway");
-  TESSERA_CHECK_VALUE(m.options.rule != optim::Rule::External, "engine.offload_states",
-                      "a client's own optimizer holds tensors of its own; name one of ", optim::native_types(),
-                      " in the configuration, or pass such an optimizer of torch");
-  TESSERA_CHECK_VALUE(to != shard::Residence::Nvme || !m.options.nvme_path.empty(), "engine.offload_states",
-                      "device nvme needs a folder: set zero_optimization.offload_optimizer.nvme_path");
-  if (m.checkpointer) m.checkpointer->wait();
-  zero::HomeMaker& home = m.homes[{to, pin_memory}];
-  if (!home)
-    home = offload::state_homes(
-        {.residence = to, .folder = m.options.nvme_path, .pin_memory = pin_memory, .what = "states"});
-  model.moving.leave(kinds, home);
-} catch (c10::OutOfMemoryError& error) {
-  impl_->model->units.fail_alone(error);
-}
-
-void Engine::reload_states() try {
-  impl_->live("reload_states").moving.come_back();
-} catch (c10::OutOfMemoryError& error) {
-  impl_->model->units.fail_alone(error);
-}
-
-bool Engine::states_are_away() const {
-  return impl_->model != nullptr && impl_->model->units.is_away();
 }
 
 Engine::Memory Engine::memory() const {

@@ -63,6 +63,10 @@ class Engine {
   // For front ends, at construction.
   void broadcast_buffers(const std::vector<at::Tensor>& buffers);
 
+  // State error where the current stream is captured into a graph: zero/units.h, Note [Captured streams]. Forwards with
+  // gradients, backwards and steps say it themselves, front ends before what they do around one. Local.
+  void check_not_captured(const char* call) const;
+
   // ---- forward
   // From here to the end of the forward, on this thread, autocast is as the options say: on in their dtype, or off even
   // inside a region of the caller's. True when it first switches such a region off: tell the user.
@@ -124,6 +128,10 @@ class Engine {
 
   // ---- what happened
   std::optional<double> global_grad_norm() const;  // pre-clip, unscaled, of the last step that was not skipped
+  // Of the last update, or as it was set: what zero::Options::previous_clipping goes by; none: the next update is not clipped.
+  // For checkpoints. The same on all ranks. Local; may wait for the device.
+  std::optional<double> previous_norm() const;
+  void set_previous_norm(std::optional<double> norm);
   // A backward has ended since the last optimizer step or zero_grad(). The same on all ranks.
   bool has_gradients() const;
   bool was_step_applied() const;

@@ -14,6 +14,7 @@
 #include "tessera/engine/agreement.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/last_norm.h"
 #include "tessera/engine/notices.h"
 
 namespace tessera::engine {
@@ -38,8 +39,8 @@ struct Engine::Impl {
   std::vector<DeviceTerm> device_terms;
   std::optional<bool> boundary_override;
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
-  std::optional<double> norm;
-  at::Tensor unread_norm;  // GradientSummary::unread of the last step, until norm is asked for
+  LastNorm norm;           // of the last step
+  LastNorm previous_norm;  // Note [Clipping by the step before]: of the last update
   std::vector<int> joined;
   bool scale_by_accumulation = true;  // for the engine.backward() in progress
   Scaling scaling;
@@ -59,6 +60,11 @@ struct Engine::Impl {
     zero::ShardedModel& found = live(call);
     found.units.check_here(call);
     return found;
+  }
+
+  // A forward does more than a graph of the device could repeat.
+  bool needs_the_host() const {
+    return c10::GradMode::is_enabled() || model->units.placements().params == shard::Placement::Shard;
   }
 
   void check_accumulates(const char* call, int64_t steps = 2) const {
@@ -104,6 +110,9 @@ struct Engine::Impl {
                   bool updated) const;
   // Note [Update in the backward]
   void compare_in_backward();
+  bool clips_by_previous() const { return options.zero.previous_clipping > 0; }
+  // Why a backward may not update: what its rank has against it, or that there is nothing to clip by.
+  std::string why_not_update() const;
 
   // In joining.cpp. Of the gradients as they are, and of those that join with it. Error where ranks differ in what they step
   // by, or one cannot. `updated`: by the backward.

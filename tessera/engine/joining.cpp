@@ -1,11 +1,13 @@
 // Parameters that begin to be trained while the engine lives: Note [Joining] in zero/joining.h.
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <utility>
 
 #include "tessera/engine/agreement.h"
 #include "tessera/engine/impl.h"
 #include "tessera/engine/preflight.h"
+#include "tessera/optim/norm.h"
 
 namespace tessera::engine {
 
@@ -34,6 +36,7 @@ StepTerms Engine::Impl::terms(const std::string& call, int64_t empty, const std:
                   .params = joining_lines(waiting)};
   if (updated) return terms;
   terms.gradient_scale = scaling.gradient_scale();
+  if (clips_by_previous()) terms.previous_norm = previous_norm.get();
   terms.scaler = scaling.scaler().state();
   terms.groups = model->units.groups();
   terms.client = client_terms;
@@ -46,10 +49,29 @@ StepTerms Engine::Impl::terms(const std::string& call, int64_t empty, const std:
 }
 
 void Engine::Impl::compare_in_backward() {
-  const auto terms_now = [this] { return terms("backward()", empty_steps, fault, model->driver.waiting(), false); };
+  const auto terms_of = [this](const std::string& why) {
+    return terms("backward()", empty_steps, why, model->driver.waiting(), false);
+  };
   model->early.compare_by(
-      [this, terms_now] { return zero::UpdateInBackward::Terms{terms_now().digest(), !fault.empty()}; },
-      [terms_now](const zero::Ranks& ranks) { terms_now().refuse(ranks); });
+      [this, terms_of] {
+        const std::string why = why_not_update();
+        const double norm = clips_by_previous() ? previous_norm.get().value_or(0) : 0;
+        return zero::UpdateInBackward::Terms{.said = terms_of(why).digest(),
+                                             .refuses = !why.empty(),
+                                             .scale = optim::clip_coefficient(norm, options.zero.previous_clipping)};
+      },
+      [this, terms_of](const zero::Ranks& ranks) {
+        const std::string why = why_not_update();
+        terms_of(why).refuse(ranks);
+      });
+}
+
+std::string Engine::Impl::why_not_update() const {
+  if (!fault.empty() || !clips_by_previous()) return fault;
+  const double norm = previous_norm.get().value_or(0);
+  if (std::isfinite(norm)) return "";
+  return c10::str("the norm of step ", global_steps, ", which tessera.clip \"previous\" goes by, is ", norm,
+                  ": that step has updated the model with gradients that are not finite; load a checkpoint of before");
 }
 
 std::vector<std::string> Engine::Impl::joining_lines(const std::vector<int>& waiting) const {

@@ -8,6 +8,7 @@
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/engine/agreement.h"
+#include "tessera/engine/impl.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/hooks.h"
 
@@ -115,7 +116,8 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
   add("stage 3: prefetch ", g.prefetch, ", max live ", g.max_live, ", reuse distance ", g.reuse_distance,
       ", persistence ", g.persistence_threshold, " ", g.model_persistence);
   add("seed ", zero.seed, ", shared parameters ", zero.share_params);
-  add("update in the backward ", zero.update_in_backward, ", clipping by unit ", zero.unit_clipping);
+  add("update in the backward ", zero.update_in_backward, ", clipping by unit ", zero.unit_clipping,
+      ", by the norm before ", zero.previous_clipping);
   for (size_t i = 0; i < groups.size(); ++i)
     lines.push_back(text_of(groups[i], i));
   add("number of parameters ", params.size());
@@ -194,7 +196,7 @@ void check_update_in_backward(const Options& options, const comm::Mesh& mesh) {
   if (options.gradient_accumulation_steps > 1) all.emplace_back("gradient_accumulation_steps above 1");
   if (options.gradient_clipping > 0)
     all.push_back(c10::str("gradient_clipping ", options.gradient_clipping,
-                           ", which needs the norm of all gradients (set 0, or tessera.clip_by_unit)"));
+                           ", which needs the norm of all gradients (set 0, or tessera.clip)"));
   if (options.scaler.dynamic || options.scaler.initial != 1) all.emplace_back("a loss scale");
   std::string text;
   for (const std::string& line : all)
@@ -214,6 +216,10 @@ void check_alike(const zero::Ranks& ranks, const Options& options, const std::ve
   };
   check(data, /*whole=*/false);
   if (ranks.model->size() > 1) check(ranks, /*whole=*/true);
+}
+
+void Engine::check_not_captured(const char* call) const {
+  impl_->live(call).units.check_not_captured(call);
 }
 
 }  // namespace tessera::engine

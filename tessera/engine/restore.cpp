@@ -328,6 +328,7 @@ void Restore::apply() {
   } catch (const std::exception& e) {
     note(e);
   }
+  engine.set_previous_norm(options_.run ? run_->norm : std::nullopt);
   if (options_.run) {
     engine.zero_grad();
     run_->apply(engine, micro_steps_, begun_);

@@ -1,5 +1,6 @@
 #include "tessera/engine/saved_run.h"
 
+#include <limits>
 #include <type_traits>
 
 #include "tessera/checkpoint/node.h"
@@ -26,6 +27,13 @@ double read_scale(const Node& node) {
 amp::GradScaler::State read_scaler(const Node& node) {
   return {read_scale(node.at("scale")), node.at("steps").counter(), node.at("good_steps").counter(),
           node.at("budget").number(Node::kLargest, 1), node.at("overridden").flag()};
+}
+
+// Null: one that was not finite.
+double read_norm(const Node& node) {
+  if (node.json.is_null()) return std::numeric_limits<double>::quiet_NaN();
+  node.check(node.json.is_number() && node.json.get<double>() >= 0, "is no number >= 0");
+  return node.json.get<double>();
 }
 
 Json read_group(const Node& node) {
@@ -71,6 +79,7 @@ SavedRun::SavedRun(const std::string& text, const std::string& path) {
   if (counters.has("begun")) begun = counters.at("begun").number();
   if (counters.has("accumulation_steps"))
     accumulation_steps = counters.at("accumulation_steps").number(Node::kLargest, 1);
+  if (counters.has("norm")) norm = read_norm(counters.at("norm"));
   // Not of all foreign checkpoints.
   if (run.has("scaler")) scaler = read_scaler(run.at("scaler"));
   if (scaler && !scales(*scaler)) scaler.reset();

@@ -26,6 +26,7 @@ struct SavedRunAccumulation {
 struct SavedRun {
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
   std::optional<int64_t> begun, accumulation_steps;  // not in older files, nor in those of others
+  std::optional<double> norm;                        // of the last update; not in older files
   std::optional<amp::GradScaler::State> scaler;      // of a run that scaled its loss
   std::vector<nlohmann::ordered_json> groups;        // fields of each_field()
   std::optional<SavedRunAccumulation> accumulation;

@@ -14,7 +14,7 @@
 
 namespace tessera::kernels {
 
-constexpr int kDeviceTableVersion = 3;  // of DeviceTable and of what it points to
+constexpr int kDeviceTableVersion = 4;  // of DeviceTable and of what it points to
 constexpr int64_t kSumBlock = 4096;     // elements that sum_of_squares adds to one number
 
 constexpr int64_t sum_blocks(int64_t n) {
@@ -45,8 +45,9 @@ struct SumSegment {
 // the device's own handle of it, and the device must be the calling thread's current one. std::runtime_error where a
 // launch fails.
 struct DeviceTable {
-  int version;                    // kDeviceTableVersion
-  std::string (*why_unusable)();  // empty where a device can be used, else why not
+  int version;                        // kDeviceTableVersion
+  std::string (*why_unusable)();      // empty where a device can be used, else why not
+  bool (*is_captured)(void* stream);  // its work is recorded for replays (a graph), and not done now
 
   // Segments have no element in common that is written. Those that agree on which pointers they have, on dtypes and rounding
   // share launches.

@@ -3,6 +3,7 @@
 #include <torch/nn/modules.h>
 
 #include <algorithm>
+#include <typeinfo>
 
 #include "tessera/nn/parallel.h"
 
@@ -10,13 +11,17 @@ namespace tessera::nn {
 
 namespace {
 
-using Handles = std::vector<std::pair<const char*, const at::Tensor*>>;
+struct Members {
+  std::vector<std::pair<const char*, const at::Tensor*>> handles;
+  bool all = false;  // of a layer itself, whose forward reads nothing else; a class derived from it may
+};
 
 template <class M>
-void append(const torch::nn::Module& module, Handles& handles) {
+void append(const torch::nn::Module& module, Members& members) {
   const auto* layer = dynamic_cast<const M*>(&module);
   if (layer == nullptr) return;
-  const auto add = [&](const char* name, const at::Tensor& member) { handles.emplace_back(name, &member); };
+  members.all = members.all || typeid(module) == typeid(M);
+  const auto add = [&](const char* name, const at::Tensor& member) { members.handles.emplace_back(name, &member); };
   if constexpr (requires { layer->weight; }) add("weight", layer->weight);
   if constexpr (requires { layer->bias; }) add("bias", layer->bias);
   if constexpr (requires { layer->in_proj_weight; }) {
@@ -37,19 +42,19 @@ void append(const torch::nn::Module& module, Handles& handles) {
 }
 
 template <class... M>
-Handles handles_of(const torch::nn::Module& module) {
-  Handles handles;
-  (append<M>(module, handles), ...);
-  return handles;
+Members members_of_any(const torch::nn::Module& module) {
+  Members members;
+  (append<M>(module, members), ...);
+  return members;
 }
 
-Handles members_of(const torch::nn::Module& module) {
+Members members_of(const torch::nn::Module& module) {
   using namespace torch::nn;  // NOLINT(google-build-using-namespace): a list of its layers
-  return handles_of<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
-                    ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, LayerNormImpl, GroupNormImpl,
-                    BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl,
-                    InstanceNorm3dImpl, PReLUImpl, MultiheadAttentionImpl, RNNCellImpl, LSTMCellImpl, GRUCellImpl,
-                    ColumnLinearImpl, RowLinearImpl, VocabEmbeddingImpl>(module);
+  return members_of_any<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
+                        ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, LayerNormImpl, GroupNormImpl,
+                        BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl,
+                        InstanceNorm3dImpl, PReLUImpl, MultiheadAttentionImpl, RNNCellImpl, LSTMCellImpl, GRUCellImpl,
+                        ColumnLinearImpl, RowLinearImpl, VocabEmbeddingImpl>(module);
 }
 
 int64_t id_of(const at::Tensor& tensor) {
@@ -88,14 +93,15 @@ Contents::Contents(std::shared_ptr<torch::nn::Module> module) : module_(std::mov
 void Contents::note(const std::shared_ptr<torch::nn::Module>& part, const std::string& path) {
   const auto own = part->named_parameters(/*recurse=*/false);
   parts_.push_back({part, pointers(part->children()), pointers(own.values())});
-  size_t members = 0;
-  for (const auto& [name, handle] : members_of(*part)) {
+  const Members members = members_of(*part);
+  size_t registered = 0;
+  for (const auto& [name, handle] : members.handles) {
     const at::Tensor* param = own.find(name);
     if (param == nullptr || !param->is_same(*handle)) continue;
     members_.push_back({handle, param->unsafeGetTensorImpl(), (path.empty() ? "" : path + ".") + name});
-    ++members;
+    ++registered;
   }
-  parts_.back().is_layer = members > 0 && members == own.size();
+  parts_.back().is_layer = members.all && registered > 0 && registered == own.size();
 }
 
 // Names are not made: they would cost most.

@@ -61,7 +61,8 @@ const at::Tensor& Buffer::tensor() const {
 
 PendingView Buffer::fetch(Range range) const {
   TESSERA_ASSERT(defined() && range.begin >= 0 && range.begin + range.size() <= size_);
-  return home_ ? home_->fetch(range) : PendingView(view(range));
+  if (home_) return home_->fetch(range);
+  return PendingView(range == Range{0, size_} ? tensor() : view(range));
 }
 
 void Buffer::store(Range range, const at::Tensor& values) const {

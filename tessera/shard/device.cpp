@@ -56,4 +56,11 @@ void check_device(c10::Device device) {
   if (!device.is_cpu()) device_kernels(device.type());
 }
 
+bool is_captured(c10::Device device) {
+  bool captured = false;
+  if (!device.is_cpu())
+    on_device(device, [&](const kernels::DeviceTable& table, void* stream) { captured = table.is_captured(stream); });
+  return captured;
+}
+
 }  // namespace tessera::shard

@@ -14,6 +14,8 @@ namespace tessera::shard {
 const kernels::DeviceTable& device_kernels(c10::DeviceType type);
 // The same error for a device that models cannot be on; the CPU is well.
 void check_device(c10::Device device);
+// What is given to the current stream of `device` is recorded into a graph, for replays, and not done now.
+bool is_captured(c10::Device device);
 
 // Calls f(table, stream) with `device` as the current one and the stream that torch's operators would use now.
 template <class F>

@@ -108,6 +108,7 @@ void BackwardDriver::send_sums_to(SumSink* sink) {
 
 void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) try {
   units_.check_here("backward");
+  units_.check_not_captured("backward");
   if (sink_ != nullptr) sink_->backward_begun();
   reducer_->begin_backward();
   if (units_.placements().grads == shard::Placement::Replicate) part_visible_grads();

@@ -83,7 +83,7 @@ std::string FlatParams::message(const Item& item) const {
 }
 
 shard::Buffer FlatParams::slice_values() const {
-  return sharded_ ? buffer_ : shard::Buffer(buffer_.view(slice_));
+  return sharded_ || slice_.size() == buffer_.size() ? buffer_ : shard::Buffer(buffer_.view(slice_));
 }
 
 // Copies to the device that are on their way still read host memory.

@@ -1,7 +1,9 @@
-// HostGrads: gradients in host memory, of a unit whose states the host updates; GradCopies: their way there.
+// HostGrads: gradients in host memory, of a unit whose states live elsewhere; GradCopies: their way there.
 //
 // Note [Gradients leave]
-//   Where the states of a unit on a device live elsewhere, its gradients lie in host memory between backwards.
+//   Where the host updates a unit of a device, its gradients lie in host memory between backwards; where its states only pass
+//   through the device (Note [Where an update is] in tile.h), in steps of several backwards: else they are there when the memory of
+//   activations is free again, and would pay the link twice.
 //   - A backward adds them up in a bucket of the pool, on the device. Once reduced they are copied to the host, on a stream
 //     beside the one that computes.
 //   - The backward waits for no copy. A bucket goes back to the pool when its copy is over. Where more than kLeaving copies

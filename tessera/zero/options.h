@@ -52,10 +52,14 @@ struct Options {
   // Ranks of one host keep one copy of the compute parameters (Note [Shared parameters]). Nothing happens where they are
   // not sharded: one rank, or stage 0.
   bool share_params = false;
+  // An update has several backwards: gradients that live between them leave the device wherever states do. Set by the engine.
+  bool accumulates = false;
   bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step(); set by the engine
   // Note [Update in the backward] in update_in_backward.h.
   bool update_in_backward = false;
   double unit_clipping = 0;  // then: largest L2 norm of a unit's gradient; 0: none
+  // Or: of all gradients, scaled by what that of the step before asks for (Note [Clipping by the step before] there).
+  double previous_clipping = 0;
   ReaderLock reader_lock;
 };
 

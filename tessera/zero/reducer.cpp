@@ -8,6 +8,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
+#include "tessera/shard/part.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/memory_for.h"
 
@@ -70,7 +71,7 @@ void Reducer::acquire_partial(Unit& unit) {
     return;
   }
   for (const shard::Range& gap : unit.layout.padding())
-    shard::fill_zero(unit.partial.narrow(0, gap.begin, gap.size()));
+    shard::fill_zero(shard::part_of(unit.partial, gap));
   for (Param& p : unit.params)
     p.filled = false;
 }
@@ -106,7 +107,7 @@ shard::Memory Reducer::slot(Unit& unit, const Param& param, const at::Tensor& ro
     memory_for([&] { run.grad.make(); }, "the gradients of unit '", unit.name, "'");
     for (const shard::Range& gap : unit.layout.padding())
       if (const shard::Range r = shard::intersect(gap, run.range); !r.empty())
-        shard::fill_zero(run.grad.view({r.begin - run.range.begin, r.end - run.range.begin}));
+        shard::fill_zero(shard::part_of(run.grad.tensor(), {r.begin - run.range.begin, r.end - run.range.begin}));
   }
   return shard::memory_of(run.grad.tensor(), param.range.begin - run.range.begin);
 }

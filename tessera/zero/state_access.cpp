@@ -83,6 +83,7 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
       disks.run([&] {
         unit.write_master(r, values);
         place.param->ahead = true;
+        if (place.param->known.defined()) unit.note_weights(*place.param);
         unit.flush();
       });
       units_.shared().written("new masters");

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "tessera/base/error.h"
+#include "tessera/shard/part.h"
 #include "tessera/zero/memory_for.h"
 #include "tessera/zero/rank_guard.h"
 
@@ -161,13 +162,13 @@ void Tile::set_out(Lanes& lanes) {
 
 at::Tensor Tile::part(size_t quantity, shard::Range range) const {
   if (!carried_[quantity].pending) return {};
-  return carried_[quantity].here.narrow(0, range.begin - range_.begin, range.size());
+  return shard::part_of(carried_[quantity].here, {range.begin - range_.begin, range.end - range_.begin});
 }
 
 at::Tensor Tile::gradient(const Segment& segment) const {
   if (carried_[kGrads].pending) return part(kGrads, segment.range);
   const auto [buffer, there] = unit_->gradient(*segment.param, segment.range);
-  return buffer.view(there);
+  return shard::part_of(buffer.tensor(), there);
 }
 
 optim::UpdateSlice Tile::slice(const Segment& segment) const {
@@ -223,8 +224,10 @@ std::optional<Returning> Tile::set_back(Lanes& lanes) {
       if (c.travels && c.changes) copy_beside(c.home, c.here);
   };
   if (place_.is_cpu()) {
-    copy();
-    slot_->free = shard::mark(device_);
+    slot_->free = updated_ = lanes.back.run(device_, [&] {
+      unit_->on_this_stream();
+      copy();
+    });
     return {};
   }
   if (carried_[kWeights].travels) carried_[kWeights].buffer = unit_->weights_to_write();

@@ -84,8 +84,12 @@ class Tile {
   // Where the device does it beside the current stream the event tells when it is done; else null.
   const std::shared_ptr<c10::Event>& update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
                                             Lanes& lanes);
-  // What set_out() brought goes home.
+  // What set_out() brought goes home, beside the current stream.
   std::optional<Returning> set_back(Lanes& lanes);
+  // After set_out(): when it is where it is updated.
+  const std::shared_ptr<c10::Event>& came() const { return came_; }
+  // After set_back(): when the device has what the host updated.
+  const std::shared_ptr<c10::Event>& updated() const { return updated_; }
 
   Unit& unit() const { return *unit_; }
   bool is_last() const { return last_; }

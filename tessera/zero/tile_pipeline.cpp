@@ -27,7 +27,8 @@ void TilePipeline::wait() noexcept {
   try {
     for (const Returning& left : std::exchange(returning_, {}))
       left.copied->synchronize();
-    if (updated_) updated_->synchronize();
+    for (const auto& event : {updated_, sent_})
+      if (event) event->synchronize();
   } catch (const std::exception&) {
     // A device that fails: who uses it next is told.
   }
@@ -69,6 +70,7 @@ void TilePipeline::update_next() {
   disks_.run([&] {
     if (const auto& updated = next_->update(units_.rule(), units_.groups(), lanes_)) updated_ = updated;
     if (auto returning = next_->set_back(lanes_)) returning_.push_back(std::move(*returning));
+    if (next_->is_of_host()) sent_ = next_->updated();
   });
   while (returning_.size() > kReturning)
     arrive();
@@ -85,6 +87,7 @@ void TilePipeline::arrive() {
 }
 
 const std::shared_ptr<c10::Event>& TilePipeline::launch() {
+  if (next_ && next_->is_of_host()) return next_->came();
   update_next();
   return updated_;
 }
@@ -93,8 +96,9 @@ void TilePipeline::finish() {
   update_next();
   while (!returning_.empty())
     arrive();
-  if (const auto updated = std::exchange(updated_, nullptr))
-    disks_.run_always([&] { shard::come_after(*updated, units_.ranks().device); });
+  for (auto* event : {&updated_, &sent_})
+    if (const auto over = std::exchange(*event, nullptr))
+      disks_.run_always([&] { shard::come_after(*over, units_.ranks().device); });
 }
 
 }  // namespace tessera::zero

@@ -22,7 +22,9 @@ class TilePipeline {
   // Gradients of the owned range are `grads`, not defined() where they lie in pieces, multiplied by `scale`. `present`: by
   // parameter of the model; the others are left alone.
   void add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present, double scale);
-  // The last tile's update. The event tells when all that was added is updated; null where that is so on the current stream.
+  // The last tile's update; what the host updates stays until another tile comes, so that the host waits for a copy that the
+  // device is past, and not for all that it has to do. The event tells when the gradients that were added are used; null where
+  // that is so on the current stream.
   const std::shared_ptr<c10::Event>& launch();
   // launch(), and the way back. What the current stream is given from here on comes after it.
   void finish();
@@ -38,7 +40,7 @@ class TilePipeline {
   std::function<void(Unit&)> done_;
   std::unique_ptr<Tile> next_;
   std::deque<Returning> returning_;
-  std::shared_ptr<c10::Event> updated_;
+  std::shared_ptr<c10::Event> updated_, sent_;  // by the device, and by the host to it
 };
 
 }  // namespace tessera::zero

@@ -9,6 +9,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
+#include "tessera/shard/part.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/memory_for.h"
 
@@ -197,8 +198,8 @@ std::vector<optim::Piece> Unit::pieces(shard::Range range) const {
   for (const Run& run : runs) {
     const shard::Range part = shard::intersect(run.range, range);
     if (part.empty() || !run.grad.has_memory()) continue;
-    found.push_back(
-        {part.begin - range.begin, run.grad.view({part.begin - run.range.begin, part.end - run.range.begin})});
+    const shard::Range there{part.begin - run.range.begin, part.end - run.range.begin};
+    found.push_back({part.begin - range.begin, shard::part_of(run.grad.tensor(), there)});
   }
   return found;
 }

@@ -9,6 +9,7 @@
 #include "tessera/shard/device.h"
 #include "tessera/zero/memory_for.h"
 #include "tessera/zero/rank_guard.h"
+#include "tessera/zero/tile.h"
 
 namespace tessera::zero {
 
@@ -373,8 +374,9 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   unit->flat->gather_in(gather_dtype_of(*originals.front()));
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
-  const bool host_updates = !states_on_device(*unit) && !unit->flat->options().device().is_cpu();
-  if (host_updates && unit->grads.defined() && !unit->grads_are_visible()) unit->send_grads_to_host();
+  const bool away = !states_on_device(*unit) && !unit->flat->options().device().is_cpu();
+  const bool leave = away && (place_of_update(*unit).is_cpu() || options_.accumulates);
+  if (leave && unit->grads.defined() && !unit->grads_are_visible()) unit->send_grads_to_host();
   if (set.ranks.size() == 1 && lives_on_device(*unit)) unit->lie_in_pieces();
 }
 
@@ -440,6 +442,14 @@ void Units::check_here(const char* call) const {
   TESSERA_CHECK(ended_.empty(), "engine", call, ": ", ended_);
   TESSERA_CHECK(!away_, "engine", call,
                 ": states of this engine were moved off the device by offload_states(); call reload_states() first");
+}
+
+void Units::check_not_captured(const char* call) const {
+  TESSERA_CHECK(
+      !shard::is_captured(ranks().device), "engine", call,
+      ": the current stream is being captured into a graph, whose replays would leave out what the engine does "
+      "on the host (hooks, gathers, the look at the norm, counters); capture parts of the model instead, as "
+      "torch.compile(mode=\"reduce-overhead\") does, and make the engine's calls outside");
 }
 
 // ---------------------------------------------------------------- joining

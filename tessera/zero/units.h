@@ -1,5 +1,11 @@
 // Units: every parameter that an engine holds, by number, and the units they lie in. What a step does with them is in the
 // classes over it: BackwardDriver, Updater, StateAccess, Modules, Regions.
+//
+// Note [Captured streams]
+//   A graph of a device replays kernels and nothing that the host did: hooks, gathers, counters, the look at the norm. So none
+//   of an engine's calls is captured, where they would take place once for all replays. Parts of a model may be, since
+//   trained parameters that are not partitioned stay where they are; hooks run behind a replay as behind any operator, and
+//   gradients in memory of a graph, which the next replay writes, are copied (HookAccess::is_alone).
 #pragma once
 
 #include <map>
@@ -92,6 +98,8 @@ class Units {
   // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it.
   void check_here(const char* call) const;
   bool is_away() const { return away_; }
+  // State error, before anything was done, where the current stream is captured: Note [Captured streams].
+  void check_not_captured(const char* call) const;
   void set_away(bool away) {
     away_ = away;
     was_away_ = was_away_ || away;

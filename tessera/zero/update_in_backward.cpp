@@ -60,6 +60,7 @@ std::vector<std::string> UpdateInBackward::excluded(const Options& options, opti
   add(options.reduce_at_step, "unmanaged accumulation");
   add(options.share_params, "tessera.shared_parameters");
   add(mesh.size(comm::Axis::DpReplicate) > 1, "hybrid sharding, which reduces over replicas after the backward");
+  add(options.unit_clipping > 0 && options.previous_clipping > 0, "clipping by unit beside that by the step before");
   add(options.unit_clipping > 0 && mesh.size(comm::Axis::Tp) > 1, "clipping by unit with tensor parallelism");
   return all;
 }
@@ -88,6 +89,7 @@ void UpdateInBackward::compare() {
   if (std::exchange(compared_, true) || !terms_) return;
   const Terms mine = terms_();
   refuses_ = mine.refuses;
+  scale_ = mine.scale;
   if (ranks_.all() == 1) return;
   const comm::Label label = "what a backward updates by";
   bounds_ = shard::sent_to(ranks_.device, at::tensor({mine.said, -mine.said}, at::kDouble));
@@ -150,7 +152,7 @@ void UpdateInBackward::take(ArrivedSum sum) {
     total = squares.reshape({1}).clone();
     pending = ranks_.shard->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name + "'");
   });
-  if (!clips) return update(sum, 1);
+  if (!clips) return update(sum, scale_);
   waiting_.push_back({std::move(sum), total, std::move(pending)});
   if (waiting_.size() > kNormsInFlight) update_oldest();
 }
@@ -192,7 +194,7 @@ std::shared_ptr<c10::Event> UpdateInBackward::update_from(const ArrivedSum& sum,
 void UpdateInBackward::launch_end() {
   while (!waiting_.empty())
     update_oldest();
-  updater_.finish_units();
+  updater_.finish_units(present_);
   if (!refuses()) updater_.launch_gathers();
 }
 

@@ -13,6 +13,12 @@
 //   for the norm; with several ranks that is step(). A rank that has gradients for all of a unit need not know of the
 //   others' to update it.
 //   Bits are those of the usual step. What must be known before the first unit is updated excludes it: see excluded().
+//
+// Note [Clipping by the step before]
+//   The coefficient of a step's gradients is that which exact clipping gives the norm of the step before, min(1, limit / (norm +
+//   1e-6)), and 1 where there is none: known before the backward, so that nothing waits for a norm. One rank sends its norm to
+//   the host when step() counts, and reads it at the first gradient of the next backward. A checkpoint has it, so that a run
+//   goes on with the same bits. Where the norm was not finite the model is lost, as without clipping: the backward refuses.
 #pragma once
 
 #include <deque>
@@ -30,6 +36,7 @@ class UpdateInBackward final : private SumSink {
   struct Terms {
     double said = 0;       // a finite number
     bool refuses = false;  // this rank cannot step
+    double scale = 1;      // of its gradients, where they are not clipped by unit
   };
 
   // Takes the driver's sums where the options say so, and else does nothing.
@@ -83,6 +90,7 @@ class UpdateInBackward final : private SumSink {
   at::Tensor bounds_;  // of what ranks say, on their way
   comm::Pending comparison_;
   bool compared_ = false, refuses_ = false;
+  double scale_ = 1;  // Terms::scale
   std::deque<Waiting> waiting_;
   std::vector<bool> present_;
   RankGuard disks_{false};

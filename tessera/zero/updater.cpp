@@ -14,6 +14,7 @@
 #include <cmath>
 #include <iterator>
 #include <optional>
+#include <ranges>
 
 #include "tessera/base/error.h"
 #include "tessera/comm/op_info.h"
@@ -307,6 +308,17 @@ void Updater::make_room() {
   failure.check("[zero] ");
 }
 
+// First what stays on the device, which nothing waits for, then what passes through it, last what the host itself updates; each
+// as the next forward uses it. The same on all ranks, whose gathers follow.
+std::vector<Unit*> Updater::in_order_of_update() const {
+  std::vector<Unit*> order;
+  for (const auto& unit : std::views::reverse(units_.all()))
+    order.push_back(unit.get());
+  std::ranges::stable_partition(order, [](const Unit* unit) { return !place_of_update(*unit).is_cpu(); });
+  std::ranges::stable_partition(order, [](const Unit* unit) { return lives_on_device(*unit); });
+  return order;
+}
+
 void Updater::update_units(const GradientSummary& summary, double scale, RankGuard& disks) {
   make_room();
   units_.set_broken(kHalfDone);  // until it is over
@@ -314,7 +326,7 @@ void Updater::update_units(const GradientSummary& summary, double scale, RankGua
     gather_unit(unit);
     driver_.used_up(unit);
   });
-  for (const auto& unit : units_.all())
+  for (Unit* unit : in_order_of_update())
     pipeline.add(*unit, unit->in_pieces() ? shard::Buffer() : unit->gradients(), summary.present, scale);
   pipeline.finish();
 }
@@ -328,9 +340,12 @@ std::shared_ptr<c10::Event> Updater::update_unit(Unit& unit, const at::Tensor& g
   return pipeline_->launch();
 }
 
-void Updater::finish_units() {
-  if (pipeline_) pipeline_->finish();
+void Updater::finish_units(const std::vector<bool>& present) {
+  if (!pipeline_) return;
+  pipeline_->finish();
   pipeline_.reset();
+  for (const auto& unit : units_.all())
+    note_updated(*unit, present);
 }
 
 void Updater::launch_gathers() {
@@ -373,8 +388,10 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   finish_gathers();
   units_.shared().written("an update");
   agree_on_disks(disks);
-  for (const auto& unit : units_.all())
+  for (const auto& unit : units_.all()) {
     count_updates(*unit, summary.present);
+    note_updated(*unit, summary.present);
+  }
   units_.set_broken("");
 }
 
@@ -393,13 +410,15 @@ void Updater::prepare_update() {
 }
 
 void Updater::count_updates(Unit& unit, const std::vector<bool>& present) {
-  bool all = true;
-  for (Param& p : unit.params) {
+  for (Param& p : unit.params)
     if (present[p.id]) count_update(p);
+}
+
+// Once it is there.
+void Updater::note_updated(Unit& unit, const std::vector<bool>& present) {
+  for (Param& p : unit.params)
     if (present[p.id] && p.known.defined()) unit.note_weights(p);
-    all = all && present[p.id];
-  }
-  if (all) unit.note_master();
+  if (std::ranges::all_of(unit.params, [&](const Param& p) { return present[p.id]; })) unit.note_master();
 }
 
 void Updater::count_update(Param& param) {
@@ -466,6 +485,8 @@ void Updater::refresh_params() {
   units_.shared().readers_done("a refresh");
   for (const auto& unit : units_.all()) {
     disks.run([&] { unit->refresh_weights(); });
+    for (Param& p : unit->params)
+      if (p.known.defined()) disks.run([&] { unit->note_weights(p); });
     gather_unit(*unit);
   }
   finish_gathers();

@@ -44,7 +44,7 @@ class Updater {
   // finish_units() or drop_units().
   std::shared_ptr<c10::Event> update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present,
                                           double scale, RankGuard& disks);
-  void finish_units();
+  void finish_units(const std::vector<bool>& present);
   void drop_units() { pipeline_.reset(); }
   // The other part, for all that are updated so: their weights on all ranks. Collective.
   void launch_gathers();
@@ -77,10 +77,12 @@ class Updater {
   void agree_presence(const Ranks& ranks, std::vector<bool>& present) const;
   void gather_unit(Unit& unit);
   void finish_gathers();
+  std::vector<Unit*> in_order_of_update() const;
   void update_units(const GradientSummary& summary, double scale, RankGuard& disks);
   void complete_pieces(const std::vector<bool>& present);
   static void count_update(Param& param);
   static void count_updates(Unit& unit, const std::vector<bool>& present);
+  static void note_updated(Unit& unit, const std::vector<bool>& present);
   void agree_on_disks(RankGuard& disks);
   void make_room();
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,

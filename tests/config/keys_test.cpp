@@ -149,6 +149,7 @@ const std::vector<std::string>& frozen_keys() {
       "tensorboard.job_name",
       "tensorboard.output_path",
       "tessera.broadcast_buffers",
+      "tessera.clip",
       "tessera.clip_by_unit",
       "tessera.min_unit_elements",
       "tessera.rounding",

@@ -81,6 +81,14 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_EQ(options.seed, 7);
   EXPECT_TRUE(options.update_in_backward);
   EXPECT_EQ(options.unit_clipping, 1.0);
+  const auto clips = [](const char* rule) {
+    const auto found =
+        zero_options(Config::from_json(std::string(R"({"gradient_clipping": 0.5, "tessera": {"clip": ")") + rule +
+                                       R"(", "update_in_backward": true}})"));
+    return std::pair(found.unit_clipping, found.previous_clipping);
+  };
+  EXPECT_EQ(clips("unit"), std::pair(0.5, 0.0));
+  EXPECT_EQ(clips("previous"), std::pair(0.0, 0.5));
   const auto unmanaged = zero_options(Config::from_json(R"({"managed_gradient_accumulation": false})"));
   EXPECT_FALSE(unmanaged.overlap);
 }

@@ -44,6 +44,22 @@ TEST(Rules, LossScale) {
   });
 }
 
+TEST(Rules, Clipping) {
+  expect_rows({
+      {R"({"tessera": {"clip": "global"}})", nullptr},
+      {R"({"tessera": {"clip": "previous", "update_in_backward": true}})", nullptr},
+      {R"({"tessera": {"clip": "unit", "clip_by_unit": false, "update_in_backward": true}})", nullptr},
+      {R"({"tessera": {"clip": null, "clip_by_unit": true, "update_in_backward": true}})", nullptr},
+      {R"({"gradient_clipping": 0, "tessera": {"clip": "previous", "update_in_backward": true}})", nullptr},
+      {R"({"tessera": {"clip": "previous"}})", "tessera.clip: needs tessera.update_in_backward"},
+      {R"({"tessera": {"clip_by_unit": true}})", "tessera.clip_by_unit: needs tessera.update_in_backward"},
+      {R"({"tessera": {"clip": "previous", "clip_by_unit": true, "update_in_backward": true}})",
+       "tessera.clip: is \"previous\" beside clip_by_unit"},
+      {R"({"tessera": {"clip": "global", "clip_by_unit": true, "update_in_backward": true}})", "keep one"},
+      {R"({"tessera": {"clip": "last"}})", "tessera.clip"},
+  });
+}
+
 TEST(Rules, LowPrecisionStates) {
   expect_rows({
       {R"({"bf16": {"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},

@@ -22,6 +22,9 @@ TEST(Build, TakesEveryOptionFromTheConfiguration) {
   EXPECT_EQ(options.micro_batch_size, 4);
   EXPECT_EQ(options.gradient_clipping, 0.5);
   EXPECT_TRUE(options.managed_accumulation);
+  const auto early = Config::from_json(R"({"train_batch_size": 1, "gradient_clipping": 0.5,
+    "tessera": {"clip": "previous", "update_in_backward": true}})");
+  EXPECT_EQ(options_from(early, 1).gradient_clipping, 0) << "the backward clips";
 }
 
 TEST(Build, TakesTheLossScale) {

@@ -168,6 +168,8 @@ TEST(Restore, ARecordOfARunIsCheckedByKey) {
         {"/run/counters/global_steps", -5, "run.counters.global_steps:"},
         {"/run/counters/global_samples", 1.5, "run.counters.global_samples:"},
         {"/run/counters/global_steps", (int64_t{1} << 52) + 1, "run.counters.global_steps:"},
+        {"/run/counters/norm", "x", "run.counters.norm:"},
+        {"/run/counters/norm", -0.5, "run.counters.norm:"},
         {"/run/groups/0/beta1", 5.0, "run.groups[0].beta1:"},
         {"/run/groups/0/beta2", -0.5, "run.groups[0].beta2:"},
         {"/run/groups", nullptr, "run.groups:"},

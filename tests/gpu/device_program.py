@@ -13,7 +13,7 @@ from common import CUDA, DEVICE, DRY, ROOT, Results, allocated, module_of
 from torch import nn
 
 # Several devices, back ends of the stand-in's type, bits of losses, faults that only the stand-in makes when told to
-# (no_memory.py fills a real device).
+# (no_memory.py fills a real device; graphs.py captures its streams).
 SKIPPED = {
     "test_a_model_goes_to_the_device_of_its_ranks",
     "test_a_partitioned_model_is_built_on_the_device_of_its_ranks",
@@ -24,6 +24,7 @@ SKIPPED = {
     "test_no_memory_in_a_step",
     "test_no_memory_in_a_load",
     "test_destroy_comes_to_its_end",
+    "test_nothing_that_trains_is_captured",
 }
 # About a device beside the CPU.
 NOT_DRY = {"test_states_in_host_memory_and_on_a_disk", "test_checkpointing_and_hooks", "test_errors"}

@@ -10,7 +10,7 @@ import torch
 from common import ASKED, CUDA, DEVICE, DRY, WORK
 from host_kernels import compile_for_the_host, up_to_date
 
-VERSION, SUM_BLOCK = 3, 4096
+VERSION, SUM_BLOCK = 4, 4096
 F32, BF16, F16 = 0, 1, 2
 DTYPES = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
 NAMES = {F32: "fp32", BF16: "bf16", F16: "fp16"}
@@ -100,6 +100,7 @@ class Table(C.Structure):
     _fields_ = [
         ("version", C.c_int),
         ("why_unusable", V),
+        ("is_captured", V),
         *((rule.__name__.lower(), C.CFUNCTYPE(None, P(segment), I64, V)) for rule, segment in SEGMENTS.items()),
         ("scaled_copy", SCALED),
         ("scaled_add", SCALED),

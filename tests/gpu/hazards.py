@@ -1,5 +1,5 @@
-"""What can go wrong on a device only: streams here, lifetimes and memory in two more modules. Every case says in its
-name what it would show. The device is kept busy, so that what does not wait for it runs ahead."""
+"""What can go wrong on a device only: streams here, lifetimes, memory and graphs in modules of their own. Every case
+says in its name what it would show. The device is kept busy, so that what does not wait for it runs ahead."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import warnings
 from typing import Any
 
+import graphs
 import lifetimes
 import memory
 import torch
@@ -184,6 +185,7 @@ def main() -> None:
     r.case("a joint loss of two engines", joint_loss)
     lifetimes.cases(r)
     memory.cases(r)
+    graphs.cases(r)
     r.end()
 
 

@@ -49,11 +49,16 @@ ORDER = [
     "tessera:8+host+early",
     "tessera:8+host",
     "tessera:14+host",
+    "tessera:8+host+previous",
+    "tessera:14+host+previous",
     "torch:fp32+autocast",
     "tessera:fp32+autocast",
     "deepspeed:16",
     "tessera:10",
+    "tessera:10+host",
     "tessera:16",
+    "tessera:8+graphs",
+    "torch:bf16+graphs",
     "fsdp2:8",
     "tessera:8+autocast",
     "deepspeed:8+autocast",
@@ -65,7 +70,15 @@ ORDER = [
     "deepspeed:16+autocast",
 ]
 LARGE = ["tessera:8", "torch:bf16", "tessera:8+autocast", "deepspeed:8+autocast", "tessera:8+early"]
-QUICK = ["torch:fp32+autocast", "tessera:16+autocast", "tessera:8", "fsdp2:16", "deepspeed:16", "tessera:14+host"]
+QUICK = [
+    "torch:fp32+autocast",
+    "tessera:16+autocast",
+    "tessera:8",
+    "fsdp2:16",
+    "deepspeed:16",
+    "tessera:14+host",
+    "tessera:8+graphs",
+]
 
 
 def timed_steps(one: models.Built, data: list[torch.Tensor], losses: list[torch.Tensor]) -> dict[str, Any]:
@@ -149,7 +162,7 @@ def contender(name: str, size: models.Sizes) -> dict[str, Any]:
     }
     if one.kind == "tessera":
         found |= of_engine(training.engine)
-    if "early" not in one.words and seconds_left() > 5:
+    if not one.early and seconds_left() > 5:
         found["step_alone_ms"] = step_alone(training, data[0])
     return found
 

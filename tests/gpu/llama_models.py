@@ -1,8 +1,8 @@
 """The benchmark's Llama, from a configuration without weights, and what trains it: one contender by its name.
 
 KIND:STATES[+WORD...]: STATES are bytes a parameter, of weights and of what the optimizer keeps (fp32 and bf16: plain
-PyTorch's); words say what else is on: autocast, early (the update in the backward), host (optimizer states there),
-params (they too)."""
+PyTorch's); words say what else is on: autocast, early (the update in the backward), previous (the same, clipped by the
+norm of the step before), host (optimizer states there), params (they too), graphs (layers compiled, as CUDA graphs)."""
 
 from __future__ import annotations
 
@@ -54,6 +54,10 @@ class Contender:
     @property
     def autocast(self) -> bool:
         return "autocast" in self.words
+
+    @property
+    def early(self) -> bool:
+        return "early" in self.words or "previous" in self.words
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,14 +172,16 @@ def precision(one: Contender) -> dict[str, Any]:
         own["bf16"] = {"enabled": True}
     if one.kind == "tessera" and one.states in ("8", "16"):
         own["tessera"] = {"state_bytes": int(one.states)}
-    if "early" in one.words:
+    if one.early:
         own["tessera"] = own.get("tessera", {}) | {"update_in_backward": True}
         own["bf16"]["check_grad_overflow"] = False
+    if "previous" in one.words:
+        own["tessera"]["clip"] = "previous"
     return own
 
 
 def json_of(one: Contender, rows: int) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": 3}
+    zero: dict[str, Any] = {"stage": 2 if "graphs" in one.words else 3}
     if "host" in one.words:
         zero["offload_optimizer"] = HOST
     if "params" in one.words:
@@ -241,5 +247,13 @@ def of_torch(one: Contender, model: Any) -> Built:
     return Built(model, torch.Tensor.backward, update, autocast)
 
 
+def compile_layers(model: Any) -> None:
+    """docs/compile.md. On the CPU, where there are no graphs, without a compiler."""
+    for layer in model.model.layers:
+        layer.compile(**({"mode": "reduce-overhead"} if CUDA else {"backend": "aot_eager"}))
+
+
 def built(one: Contender, model: nn.Module, rows: int) -> Built:
+    if "graphs" in one.words:
+        compile_layers(model)
     return of_engine(one, model, rows) if one.kind in ("tessera", "deepspeed") else of_torch(one, model)

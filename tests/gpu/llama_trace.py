@@ -1,5 +1,5 @@
-"""torch.profiler around steps of the Llama: kernels of Tessera, copies beside kernels, waits, gaps. The traces lie
-beside the results."""
+"""torch.profiler around steps of the Llama: kernels of Tessera, copies beside kernels, how busy the link is, waits,
+gaps. The traces lie beside the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from common import CUDA, DEVICE, OUT, SMALL, WORK, Results
 from tracing import profiled, summary
 
-TRACED = ("tessera:8+autocast", "tessera:14+host")
+TRACED = ("tessera:8+autocast", "tessera:14+host", "tessera:8+host+early")
 LARGEST = 15 << 20
 
 

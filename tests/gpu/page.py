@@ -49,7 +49,7 @@ def details(name: str, r: dict[str, Any]) -> list[str]:
         shares = [f"{c['of_copy']:6.3f}  {case}" for case, c in cases.items() if "of_copy" in c]
         return block(f"kernels: shares of a copy's {r.get('copy_gb_s', 0):.0f} GB/s", shares)
     if name == "trace":
-        kept = ("busy", "largest_gaps_us", "copies", "waits", "tessera kernels", "streams")
+        kept = ("busy", "largest_gaps_us", "copies", "link_busy", "waits", "tessera kernels", "streams")
         return [
             line
             for case, c in cases.items()

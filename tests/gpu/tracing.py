@@ -88,6 +88,20 @@ def copies_beside(events: list[Event], busy: list[list[float]]) -> dict[str, Any
     }
 
 
+def link_busy(events: list[Event]) -> dict[str, float]:
+    """By direction, the share of the time from the device's first work to its last in which something is copied to or
+    from the host."""
+    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy")]
+    if not work:
+        return {}
+    whole = max(e["ts"] + e["dur"] for e in work) - min(e["ts"] for e in work)
+    found = {}
+    for way in ("HtoD", "DtoH"):
+        copies = merged((e["ts"], e["ts"] + e["dur"]) for e in work if f" {way} " in e["name"])
+        found[way] = sum(end - begin for begin, end in copies) / whole
+    return found
+
+
 def summary(events: list[Event]) -> dict[str, Any]:
     kernels = [e for e in events if e.get("cat") == "kernel"]
     busy = merged((e["ts"], e["ts"] + e["dur"]) for e in kernels)
@@ -105,6 +119,7 @@ def summary(events: list[Event]) -> dict[str, Any]:
         "busy": used / span if span else None,
         "largest_gaps_us": gaps[:10],
         "copies": copies_beside(events, busy),
+        "link_busy": link_busy(events),
         "waits": counted((e for e in runtime if e["name"] in slow), lambda e: str(e["name"])),
         "tessera kernels": dict(top),
         "ranges": counted((e for e in ranges if e.get("cat") != "kernel"), lambda e: str(e["name"].split()[0])),

@@ -12,21 +12,33 @@
 namespace tessera::nn {
 namespace {
 
+// Its forward reads more than the members of the layer that it is made of.
+struct AdaptedImpl : torch::nn::LinearImpl {
+  AdaptedImpl() : LinearImpl(6, 6) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = LinearImpl::forward(x);
+    return gain.defined() ? y * gain : y;
+  }
+  at::Tensor gain;
+};
+
 struct HeadedImpl : torch::nn::Module {
   HeadedImpl() {
     attention = register_module("attention", torch::nn::MultiheadAttention(6, 2));
     cell = register_module("cell", torch::nn::GRUCell(6, 6));
     body = register_module(
         "body", torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::LayerNorm(torch::nn::LayerNormOptions({6}))));
+    adapted = register_module("adapted", std::make_shared<AdaptedImpl>());
     head = register_module("head", torch::nn::Linear(6, 2));
   }
   at::Tensor forward(const at::Tensor& x) {
     const at::Tensor row = cell(x).unsqueeze(1);
-    return head(body->forward(std::get<0>(attention(row, row, row)).squeeze(1))).square().mean();
+    return head(adapted->forward(body->forward(std::get<0>(attention(row, row, row)).squeeze(1)))).square().mean();
   }
   torch::nn::MultiheadAttention attention{nullptr};
   torch::nn::GRUCell cell{nullptr};
   torch::nn::Sequential body{nullptr};
+  std::shared_ptr<AdaptedImpl> adapted;
   torch::nn::Linear head{nullptr};
 };
 
@@ -90,6 +102,9 @@ TEST(Contents, WhatTheForwardUsesAndTheEngineDoesNotHaveIsRefusedOnAllRanks) {
        "head.weight, head.bias: replaced"},
       {"added", [](HeadedImpl& net) { net.body->push_back(torch::nn::Linear(6, 6)); },
        "body.2.weight, body.2.bias: added"},
+      {"of a layer",
+       [](HeadedImpl& net) { net.adapted->gain = net.adapted->register_parameter("gain", torch::ones({6})); },
+       "adapted.gain: added"},
       {"frozen",
        [](HeadedImpl& net) {
          net.body->push_back(torch::nn::Linear(6, 6));

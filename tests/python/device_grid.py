@@ -58,11 +58,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def away(states: str | None, weights: str | None, pin: bool = True) -> dict[str, Any]:
+def away(states: str | None, weights: str | None, pin: bool = True, ratio: float = 1.0) -> dict[str, Any]:
     more = {"nvme_path": FOLDER.name, "pin_memory": pin}
     found = {}
     if states:
-        found["offload_optimizer"] = more | {"device": states}
+        found["offload_optimizer"] = more | {"device": states, "ratio": ratio}
     if weights:
         found["offload_param"] = more | {"device": weights, "max_in_cpu": 0}
     return found
@@ -72,6 +72,7 @@ def away(states: str | None, weights: str | None, pin: bool = True) -> dict[str,
 PLACES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "device": ((0, 1, 2, 3), {}),
     "states in host memory": ((1, 2, 3), away("cpu", None)),
+    "half of the states in host memory": ((3,), away("cpu", None, ratio=0.5)),
     "states in pageable memory": ((1, 2), away("cpu", None, pin=False)),
     "states on a disk": ((1, 2, 3), away("nvme", None)),
     "weights in host memory": ((3,), away(None, "cpu")),
@@ -134,8 +135,11 @@ def batch(k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.to(DEVICE), torch.randn(ids.numel(), 7, generator=generator).to(DEVICE)
 
 
-def config(mode: str, stage: int, place: str, accumulation: int = 1, early: bool = False) -> dict[str, Any]:
-    """`early`: what the update in the backward asks of a configuration, without it."""
+def config(
+    mode: str, stage: int, place: str, accumulation: int = 1, early: bool = False, previous: bool = False
+) -> dict[str, Any]:
+    """`early`: what the update in the backward asks of a configuration, without it, but for `previous`: the norm of the
+    step before clips there."""
     own = copy.deepcopy(MODES[mode])
     own.setdefault("tessera", {})["min_unit_elements"] = 1
     cfg = {
@@ -146,10 +150,13 @@ def config(mode: str, stage: int, place: str, accumulation: int = 1, early: bool
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
         **own,
     }
-    if early:
+    if previous:
+        own["tessera"] |= {"update_in_backward": True, "clip": "previous"}
+        cfg["gradient_clipping"] = 0.1
+    elif early:
         cfg["gradient_clipping"] = 0
-        if "bf16" in cfg:
-            cfg["bf16"] |= {"check_grad_overflow": False}
+    if early and "bf16" in cfg:
+        cfg["bf16"] |= {"check_grad_overflow": False}
     return cfg
 
 
@@ -413,6 +420,7 @@ class Way:
     run: Callable[[dict[str, Any]], Found]
     accumulation: int = 1
     early: bool = False
+    previous: bool = False
 
 
 WAYS = {
@@ -426,6 +434,7 @@ WAYS = {
     "early update": Way(plain, early=True),
     "early update, a user's stream": Way(on_a_stream, early=True),
     "early update, a stream for each part": Way(a_stream_for_each_part, early=True),
+    "clip by the step before, a user's stream": Way(on_a_stream, early=True, previous=True),
     "recomputation": Way(recomputed),
     "recomputation, re-entrant": Way(recomputed_reentrant),
     "looked at": Way(looked_at, accumulation=2),
@@ -443,8 +452,8 @@ WAYS = {
 
 
 @cache
-def base(mode: str, accumulation: int, early: bool) -> Found:
-    return plain(config(mode, 1, "device", accumulation, early))
+def base(mode: str, accumulation: int, early: bool, previous: bool = False) -> Found:
+    return plain(config(mode, 1, "device", accumulation, early, previous))
 
 
 def unlike(found: Found, expected: Found) -> list[str]:
@@ -489,8 +498,8 @@ def check(row: Row, library: Any) -> str:
     """What is wrong with it; "" where nothing is."""
     way = WAYS[row.way]
     try:
-        cfg = config(row.mode, row.stage, row.place, way.accumulation, way.early)
-        expected = base(row.mode, way.accumulation, way.early)
+        cfg = config(row.mode, row.stage, row.place, way.accumulation, way.early, way.previous)
+        expected = base(row.mode, way.accumulation, way.early, way.previous)
         if way.early:
             cfg["tessera"]["update_in_backward"] = True
         found = way.run(cfg)

@@ -409,6 +409,31 @@ def test_no_memory_in_a_load() -> None:
             load_without_memory(cfg, folder)
 
 
+def refused_while_captured(call: str, does: Any) -> Any:
+    """What does() returns outside of a capture, after it was refused inside one."""
+    library = stand_in.load(sys.argv[1])
+    library.tessera_stand_in_capture(True)
+    with pytest.raises(RuntimeError, match=rf"\[engine\] {call}: the current stream is being captured"):
+        does()
+    library.tessera_stand_in_capture(False)
+    return does()
+
+
+def test_nothing_that_trains_is_captured() -> None:
+    """Refused before anything is done."""
+    for stage in (0, 2, 3):
+        engines = on_both(config(stage, accumulation=2, **ADAM))
+        losses = []
+        for number in range(2):
+            inputs = [t.to(DEVICE) for t in batch(number)]
+            loss = refused_while_captured("forward", lambda e=engines[1], i=inputs: e(*i))
+            refused_while_captured("backward", lambda e=engines[1], of=loss: e.backward(of))
+            refused_while_captured("step", engines[1].step)
+            losses.append(loss.item())
+        assert train(engines[0], 2) == losses
+        train_alike(engines, stage)
+
+
 def test_destroy_comes_to_its_end() -> None:
     """Whatever fails in it, which it tells: copies of the optimizer's states, and weights that were moved away."""
     library = stand_in.load(sys.argv[1])

@@ -88,6 +88,15 @@ def test_where_bytes_are(ranks: int, zero: dict[str, Any], tp: int, megabytes: t
     assert [part / 1e6 for part in parts] == list(megabytes)
 
 
+@pytest.mark.parametrize(("steps", "grads", "host"), [(1, 0.5, 1.5), (2, 0, 2)])
+def test_gradients_that_the_device_updates_with_stay(steps: int, grads: float, host: float) -> None:
+    """Where an update has one backward. States of 6 bytes."""
+    low = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    cfg = {**ADAM, "bf16": low, "zero_optimization": {"stage": 3, "offload_optimizer": CPU}}
+    found = estimate(MILLION, {**cfg, "gradient_accumulation_steps": steps}, 4)
+    assert [found.grads / 1e6, found.host / 1e6] == [grads, host]
+
+
 def test_tensor_parallel_slices_of_a_model() -> None:
     model = transformer()
     whole, cut = (estimate(model, {**BF16, "tensor_parallel": {"autotp_size": tp}}, 2) for tp in (1, 2))

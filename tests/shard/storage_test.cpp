@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "tessera/shard/part.h"
+
 namespace tessera::shard {
 
 TEST(Storage, ABoundParameterHasAStorageOfItsOwn) {
@@ -30,6 +32,22 @@ TEST(Storage, TheBufferLivesAsLongAsItsParameters) {
     bind(param, flat, {0, 3}, param);
   }
   EXPECT_TRUE(param.equal(at::full({3}, 7.0)));
+}
+
+TEST(Storage, APartIsMemoryOfTheWhole) {
+  at::Tensor part;
+  {
+    const at::Tensor flat = at::arange(100, at::kBFloat16).narrow(0, 10, 80);
+    part = part_of(flat, {5, 12});
+    EXPECT_TRUE(part.is_same(part_of(part, {0, 7})));
+    EXPECT_EQ(part.const_data_ptr(), flat.narrow(0, 5, 7).const_data_ptr());
+    const auto version = flat._version();
+    part.add_(1);
+    EXPECT_EQ(flat._version(), version);
+    EXPECT_TRUE(flat.narrow(0, 5, 7).equal(part));
+  }
+  EXPECT_TRUE(part.equal(at::arange(16, 23, at::kBFloat16)));
+  EXPECT_EQ(part_of(part, {3, 3}).numel(), 0);
 }
 
 TEST(Storage, KeepsDenseStridesAndTakesTheBuffersDtype) {

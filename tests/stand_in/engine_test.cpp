@@ -9,7 +9,6 @@
 
 #include <atomic>
 
-#include "tessera/config/resolve.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/offload/states.h"
 #include "tests/io/temp_folder.h"
@@ -229,6 +228,9 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
           early.run.in_backward = true;
           early.run.precision->skip_nonfinite = false;
           expect_the_cpus_bits(early, what + ", update in the backward");
+          early.run = run;
+          early.run.accumulation = 1;
+          expect_the_cpus_bits(early, what + ", one micro-batch");
           if (stage < 3) continue;
           training.weights = away;
           expect_the_cpus_bits(training, what + ", weights too");
@@ -237,124 +239,6 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
         }
       }
     }
-  }
-}
-
-// What the device holds is weights. Tile k + 1 is on its way to the host before tile k is updated and sent back.
-TEST(DeviceEngine, TilesPassThroughTheHost) {
-  static std::vector<std::pair<bool, int64_t>> copies;  // to the host; elements. Smaller ones are those of the norm
-  constexpr int64_t kTile = shard::kTile, kLast = 1 << 16, kSize = 2 * kTile + kLast;
-  for (const auto residence : {shard::Residence::Host, shard::Residence::Nvme}) {
-    const io::TempFolder folder;
-    const int64_t before = tessera_stand_in_bytes();
-    at::Tensor weight = at::zeros({kSize}, device_of(0)).requires_grad_(true);
-    engine::Options options = toy_options({.stage = 1, .precision = PrecisionPolicy::fp32()});
-    options.zero.home = offload::state_homes({.residence = residence, .folder = folder.path()});
-    Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
-    const auto memory = engine.memory();
-    EXPECT_EQ(memory.host, (residence == shard::Residence::Host ? 12 : 4) * kSize);
-    EXPECT_EQ(memory.disk, (residence == shard::Residence::Host ? 0 : 8) * kSize);
-    copies.clear();
-    tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
-      if (bytes >= 4 * kLast) copies.emplace_back(to_host, bytes / 4);
-    });
-    weight.sum().backward();
-    engine.step();
-    tessera_stand_in_on_copy(nullptr);
-    const std::vector<std::pair<bool, int64_t>> expected{{true, kSize},  // the gradient, in the backward
-                                                         {true, kTile}, {true, kTile},  {false, kTile},
-                                                         {true, kLast}, {false, kTile}, {false, kLast}};
-    EXPECT_EQ(copies, expected);
-    EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), 4.0 * kSize, 0.01 * kSize);
-  }
-}
-
-// A tile ends within a row of the columns that this is of a matrix: random bits do not change.
-TEST(DeviceEngine, TilesKeepTheNumbersOfACut) {
-  const auto train = [](shard::Residence residence) {
-    const at::Tensor values = at::linspace(-1, 1, 2100 * 2000).view({2100, 2000});
-    std::vector<engine::ParamSpec> specs{{"w", values.to(device_of(0)).requires_grad_(true), 0, ""}};
-    specs[0].cut = shard::cut_along({2100, 2011}, 1, {{5, 2005}});
-    engine::Options options =
-        toy_options({.stage = 1, .clip = 0, .precision = mode(at::kBFloat16, amp::Master::Weight, at::kBFloat16)});
-    options.zero.home = offload::state_homes({.residence = residence});
-    Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
-    for (int step = 0; step < 2; ++step) {
-      specs[0].tensor.to(at::kFloat).square().sum().backward();
-      engine.step();
-    }
-    return specs[0].tensor.detach().cpu();
-  };
-  static_assert(2100 * 2000 > shard::kTile && shard::kTile % 2000 != 0);
-  EXPECT_TRUE(train(shard::Residence::Device).equal(train(shard::Residence::Host)));
-}
-
-// What the device updates and what lives elsewhere, weights or states of 16 bits: nothing waits for the way there or, in host
-// memory, back; of what goes to a disk the host waits for a tile once the next one is on its way back. With the update in the
-// backward gradients stay on the device.
-// With 8 bytes a parameter.
-config::Config of_json(bool weights, shard::Residence residence, const std::string& folder) {
-  const std::string where =
-      residence == shard::Residence::Host ? R"("cpu")" : R"("nvme", "nvme_path": ")" + folder + '"';
-  return config::Config::from_json(
-      R"({"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": true,
-      "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true}, "tessera": {"state_bytes": 8},
-      "zero_optimization": {"stage": 3, ")" +
-      std::string(weights ? R"(offload_param": {"max_in_cpu": 0, )" : R"(offload_optimizer": {)") + R"("device": )" +
-      where + "}}}");
-}
-
-TEST(DeviceEngine, TilesPassThroughTheDevice) {
-  static std::string log;  // '<' a copy to the device, '>' one to the host, 'w' the host waits, once or several times
-  constexpr int64_t kLast = 1 << 16, kSize = 2 * shard::kTile + kLast;
-  const PrecisionPolicy fp32 = PrecisionPolicy::fp32(),
-                        narrow = mode(at::kBFloat16, amp::Master::Weight, at::kBFloat16);
-  const io::TempFolder folder;
-  struct Row {
-    bool weights, early;
-    shard::Residence residence;
-    std::string expected;
-    double bytes;  // an element, on the device: weights, and those of gradients and states for the tiles on their way
-  };
-  const double tiles = 3.0 * shard::kTile / kSize;
-  for (const Row& row : {Row{true, false, shard::Residence::Host, "<w><><>", 12 + 4 * tiles},
-                         Row{true, false, shard::Residence::Nvme, "<w><>w<>w", 12 + 4 * tiles},
-                         Row{false, false, shard::Residence::Host, "<<<>><<<>><<<>>", 2 + 6 * tiles},
-                         Row{false, false, shard::Residence::Nvme, "<<<>><<<>>w<<<>>w", 2 + 6 * tiles},
-                         Row{false, true, shard::Residence::Host, "<<>><<>><<>>", 2 + 4 * tiles}}) {
-    const int64_t before = tessera_stand_in_bytes();
-    PrecisionPolicy precision = row.weights ? fp32 : narrow;
-    precision.skip_nonfinite = precision.skip_nonfinite && !row.early;
-    at::Tensor weight = at::zeros({kSize}, device_of(0)).requires_grad_(true);
-    engine::Options options =
-        toy_options({.stage = 3, .clip = row.early ? 0.0 : 1.0, .precision = precision, .in_backward = row.early});
-    const zero::Options configured = config::zero_options(of_json(row.weights, row.residence, folder.path()));
-    options.zero.home = configured.home;
-    options.zero.weight_home = configured.weight_home;
-    Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
-    const int module = engine.modules().add({0});
-    for (int number = 0; number < 2; ++number) {  // in the first one memory is made
-      if (module >= 0) engine.modules().enter(module);
-      const at::Tensor loss = weight.sum();
-      if (module >= 0) engine.modules().leave(module, {loss});
-      const auto listen = [&] {
-        log.clear();
-        tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
-          if (bytes >= 2 * kLast) log += to_host ? '>' : '<';
-        });
-        tessera_stand_in_on_wait([] {
-          if (!log.empty() && log.back() != 'w') log += 'w';
-        });
-      };
-      if (row.early) listen();
-      loss.backward();
-      if (!row.early) listen();
-      engine.step();
-      tessera_stand_in_on_copy(nullptr);
-      tessera_stand_in_on_wait(nullptr);
-    }
-    EXPECT_EQ(log, row.expected);
-    EXPECT_NEAR(static_cast<double>(tessera_stand_in_bytes() - before), row.bytes * kSize, 0.01 * kSize);
   }
 }
 

@@ -110,20 +110,25 @@ TEST(DeviceGradients, ExistFromTheBackwardToTheUpdate) {
 
 // For the norm, which is the check for inf and NaN too; nothing else waits, also where parameters have no gradient. Ranks tell
 // each other of it, and of these, in one exchange; in stage 0 also at the end of a backward, whose gradients the user may look
-// at. The update in the backward waits for nothing, but for what ranks tell each other: before the first unit, and in step().
+// at. The update in the backward waits for nothing, but for what ranks tell each other: before the first unit, and in step(). So does
+// clipping by the step before: its norm has come by then.
 TEST(DeviceGradients, TheHostWaitsOnceAStep) {
   static std::atomic<int> waits;
   for (const int world : {1, 2}) {
     for (int stage = 0; stage <= 3; ++stage) {
-      for (const bool early : {false, true}) {
+      for (const auto& [early, limit] : {std::pair(false, 0.0), {true, 0.0}, {true, 0.5}}) {
         if (early && stage == 0) continue;
         for (PrecisionPolicy mode : {PrecisionPolicy::fp32(), PrecisionPolicy::bf16()}) {
           mode.skip_nonfinite = mode.skip_nonfinite && !early;
           const std::string what = "stage " + std::to_string(stage) + ", world " + std::to_string(world) +
-                                   (early ? ", update in the backward" : "");
+                                   (early ? ", update in the backward" : "") + (limit > 0 ? ", clipped" : "");
           run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
-            const ToyRun run{
-                .stage = stage, .clip = early ? 0.0 : 1.0, .persistence = 0, .precision = mode, .in_backward = early};
+            const ToyRun run{.stage = stage,
+                             .clip = early ? 0.0 : 1.0,
+                             .persistence = 0,
+                             .precision = mode,
+                             .in_backward = early,
+                             .previous_clip = limit};
             Chain chain(run, rank, group, /*unused=*/!early);
             const auto waits_of = [&](const std::function<void()>& f) {
               group->barrier("before");
@@ -223,23 +228,30 @@ TEST(DeviceGradients, PiecesHaveTheBitsOfAFlatBuffer) {
   EXPECT_STREQ(tessera_stand_in_races(), "");
 }
 
-// Autograd's tensor becomes the gradient where nobody else has it or its memory; else it is copied.
+// Autograd's tensor becomes the gradient where nobody else has it or its memory; else it is copied. Graphs of a device watch
+// theirs, or write to it again.
 TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
-  enum Case { Alone, Kept, TwoOfOneMemory };
+  enum Case { Alone, Kept, TwoOfOneMemory, Watched, OfAGraph };
   for (const auto device : {c10::Device(at::kCPU), c10::Device(c10::kPrivateUse1, 0)}) {
-    for (const Case which : {Alone, Kept, TwoOfOneMemory}) {
+    for (const Case which : {Alone, Kept, TwoOfOneMemory, Watched, OfAGraph}) {
+      if (which == OfAGraph && !device.is_cpu())
+        continue;  // the stand-in's allocator does not say what frees its memory
       for (const int accumulation : {1, 2}) {
         const at::Tensor a = at::ones({200, 200}, device).requires_grad_(true);
         const at::Tensor b = at::ones({40000}, device).requires_grad_(true);
         const at::Tensor factor = at::arange(40000, at::kFloat).view({200, 200}).to(device);
         const engine::Options options = toy_options({.stage = 0, .accumulation = accumulation, .clip = 0});
         Engine engine(options, comm::Mesh(), {{"a", a, 0, ""}, {"b", b, 0, ""}}, {toy_adamw()});
-        at::Tensor kept;
+        at::Tensor kept, memory = at::empty({200, 200});
+        std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> watched;
         const void* made = nullptr;
         a.register_hook([&](const at::Tensor& grad) {
           made = grad.const_data_ptr();
           if (which == Kept) kept = grad;
-          return at::Tensor();
+          if (which == Watched) watched = grad.storage().getWeakStorageImpl();
+          if (which != OfAGraph) return at::Tensor();
+          made = memory.const_data_ptr();
+          return at::from_blob(memory.copy_(grad).mutable_data_ptr(), {200, 200});
         });
         for (int number = 0; number < accumulation; ++number) {
           engine.pre_forward();
@@ -250,6 +262,7 @@ TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
           if (number == 0) {
             EXPECT_EQ(a.grad().const_data_ptr() == made, which == Alone) << which;
           }
+          memory.zero_();
           EXPECT_TRUE(!kept.defined() || kept.cpu().equal(factor.cpu()));
           if (number + 1 < accumulation) engine.step();
         }
@@ -264,7 +277,7 @@ TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
 
 // The device makes the squares as they leave, which hold until somebody writes to what has left.
 TEST(DeviceGradients, TheNormIsOfTheGradientsAsTheyAre) {
-  at::Tensor weight = at::ones({1000}, device_of(0)).requires_grad_(true);
+  at::Tensor weight = at::ones({1000}, c10::Device(c10::kPrivateUse1, 0)).requires_grad_(true);
   engine::Options options = toy_options({.stage = 1, .clip = 0, .precision = PrecisionPolicy::fp32()});
   options.zero.home = offload::state_homes({.residence = shard::Residence::Host, .pin_memory = true});
   Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});

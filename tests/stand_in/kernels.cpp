@@ -33,6 +33,7 @@ constexpr const char* kEntries[] = {"adam",
                                     "sum_of_squares"};
 std::array<std::atomic<int64_t>, std::size(kEntries)> launches{};
 std::atomic<bool> fail_next{false};
+std::atomic<Stream> captured{-1};
 
 constexpr size_t entry(std::string_view name) {
   return static_cast<size_t>(std::find(std::begin(kEntries), std::end(kEntries), name) - std::begin(kEntries));
@@ -205,9 +206,27 @@ void sum_of_squares(const SumSegment* segments, int64_t count, void* handle) {
   }
 }
 
-constexpr DeviceTable kTable{
-    kDeviceTableVersion,    [] { return std::string(); }, adam,  sgd,  lion,          adagrad, scaled_copy, scaled_add,
-    scaled_copy_stochastic, scaled_add_stochastic,        split, join, sum_of_squares};
+std::string why_unusable() {
+  return "";
+}
+bool is_captured(void* stream) {
+  return stream_of_handle(stream) == captured;
+}
+
+constexpr DeviceTable kTable{kDeviceTableVersion,
+                             why_unusable,
+                             is_captured,
+                             adam,
+                             sgd,
+                             lion,
+                             adagrad,
+                             scaled_copy,
+                             scaled_add,
+                             scaled_copy_stochastic,
+                             scaled_add_stochastic,
+                             split,
+                             join,
+                             sum_of_squares};
 
 }  // namespace
 }  // namespace tessera::stand_in
@@ -227,4 +246,8 @@ int64_t tessera_stand_in_launches_of(const char* name) {
 }
 void tessera_stand_in_fail_next_launch() {
   tessera::stand_in::fail_next = true;
+}
+void tessera_stand_in_capture(bool on) {
+  using namespace tessera::stand_in;
+  captured = on ? current_stream(current_device()) : -1;
 }

@@ -350,6 +350,42 @@ TEST(Limits, AGatherWithoutMemoryIsNamed) {
   trainee.step(1);
 }
 
+// A graph would replay kernels and none of what the engine does on the host: refused before anything is done. A forward that
+// trains nothing may be captured where all parameters lie still.
+TEST(Limits, NothingThatTrainsIsCaptured) {
+  for (const Limited& row : limited_rows({0, 5})) {
+    Trainee expected(row), trainee(row);
+    const auto refused = [&](const char* call, const std::function<void()>& f) {
+      tessera_stand_in_capture(true);
+      const std::string text = error_of(f);
+      tessera_stand_in_capture(false);
+      EXPECT_HAS(text, std::string("[engine] ") + call + ": the current stream is being captured");
+    };
+    for (int number = 0; number < 3; ++number) {
+      Engine& engine = *trainee.engine;
+      at::Tensor loss;
+      const auto forward = [&] { loss = toy_forward(engine, trainee.toy, toy_batch(0, number).to(trainee.device)); };
+      refused("forward", forward);
+      tessera_stand_in_capture(true);
+      {
+        const c10::NoGradGuard no_grad;
+        const std::string text = error_of(forward);
+        EXPECT_EQ(text.empty(), row.run.stage < 3) << text;
+      }
+      tessera_stand_in_capture(false);
+      forward();
+      refused("backward", [&] { engine.backward(loss); });
+      refused("backward", [&] { loss.backward(); });
+      engine.backward(loss);
+      refused("step", [&] { engine.step(); });
+      engine.step();
+      expected.step(number);
+    }
+    expect_same(trainee.states(), expected.states(), text_of(row));
+  }
+  EXPECT_STREQ(tessera_stand_in_races(), "");
+}
+
 // Buckets come back to their pools where what they were lent for ends with an error.
 TEST(Limits, ErrorsKeepNoBuckets) {
   static std::atomic<bool> breaks;

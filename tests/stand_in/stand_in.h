@@ -23,9 +23,11 @@ const tessera::kernels::DeviceTable* tessera_device_table();
 
 int64_t tessera_stand_in_launches();                      // kernels of the table so far, empty ranges included
 int64_t tessera_stand_in_launches_of(const char* entry);  // of one entry, "adam"; -1: no such entry
-void tessera_stand_in_fail_next_launch();                 // the next kernel throws std::runtime_error instead
-int64_t tessera_stand_in_bytes();                         // memory in use, of all devices
-int64_t tessera_stand_in_pinned_bytes();                  // page-locked memory, lent and kept by its allocator
+// The current stream of the current device says that it is captured, though it does its work; no stream any more.
+void tessera_stand_in_capture(bool on);
+void tessera_stand_in_fail_next_launch();  // the next kernel throws std::runtime_error instead
+int64_t tessera_stand_in_bytes();          // memory in use, of all devices
+int64_t tessera_stand_in_pinned_bytes();   // page-locked memory, lent and kept by its allocator
 // `notice` is called before every copy between host and device, by who asks for it; null: no more.
 void tessera_stand_in_on_copy(void (*notice)(bool to_host, int64_t bytes));
 void tessera_stand_in_set_capacity(int64_t bytes);                  // of each device; what is more is out of memory

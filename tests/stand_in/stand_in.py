@@ -18,6 +18,7 @@ def load(path: str | Path) -> ctypes.CDLL:
     library.tessera_stand_in_races.restype = ctypes.c_char_p
     library.tessera_stand_in_fail_allocation.argtypes = (ctypes.c_int, ctypes.c_int64)
     library.tessera_stand_in_fail.argtypes = (ctypes.c_bool,)
+    library.tessera_stand_in_capture.argtypes = (ctypes.c_bool,)
     if not hasattr(torch, "privateuseone"):
         # What torch's Python code asks of a device type; without the module it makes no tensor there.
         module = types.ModuleType("torch.privateuseone")

@@ -21,8 +21,9 @@ namespace {
 
 using shard::Residence;
 
-// Beside the training: saves in the background; a second engine under the same loss; another training in a thread.
-enum class Beside { Nothing, Saves, AnEngine, AThread };
+// Beside the training: saves in the background; saves that are loaded at once; a second engine under the same loss; another
+// training in a thread.
+enum class Beside { Nothing, Saves, Loads, AnEngine, AThread };
 
 struct Row {
   ToyRun run;
@@ -72,6 +73,12 @@ ToyTrained train_beside(const Row& row, engine::Engine& engine, const Toy& toy, 
     how.between = [&] {
       if (++calls % 3 == 0 && calls < 12)
         engine.checkpoints().save(folder / "saved", {.tag = "t" + std::to_string(calls), .asynchronous = true});
+    };
+  if (row.beside == Beside::Loads)
+    how.between = [&] {
+      if (++calls % 3 != 0) return;
+      engine.checkpoints().save(folder / "loaded", {});
+      engine.checkpoints().open(folder / "loaded", "", {})->apply();
     };
   if (row.beside == Beside::AnEngine) {
     second.emplace(toy_options({.stage = 3 - row.run.stage, .min_unit = 1, .persistence = 0}), comm::Mesh(group),
@@ -136,7 +143,7 @@ TEST(Streams, EnginesOnOneOfTheUsers) {
   const std::vector<amp::PrecisionPolicy> modes = all_modes();
   // Ranks as threads have a device each: two trainings of two ranks are all four.
   for (int stage = 0; stage <= 3; ++stage) {
-    for (const auto beside : {Beside::Saves, Beside::AnEngine, Beside::AThread}) {
+    for (const auto beside : {Beside::Saves, Beside::Loads, Beside::AnEngine, Beside::AThread}) {
       for (const auto where : {Residence::Device, Residence::Host, Residence::Nvme}) {
         const ToyRun run{.stage = stage, .accumulation = 2, .min_unit = 1, .persistence = 0};
         if (stage > 0 || where == Residence::Device)

@@ -191,9 +191,9 @@ struct ToyRun {
   std::optional<amp::PrecisionPolicy> precision = {};  // else fp32, bf16 or fp16
   bool fp16 = false;
   amp::ScalerOptions scaler = {};
-  bool share = false;        // parameters
-  bool in_backward = false;  // the update
-  double unit_clip = 0;      // then
+  bool share = false;                       // parameters
+  bool in_backward = false;                 // the update
+  double unit_clip = 0, previous_clip = 0;  // then
 };
 
 inline engine::Options toy_options(const ToyRun& run) {
@@ -210,6 +210,7 @@ inline engine::Options toy_options(const ToyRun& run) {
   options.zero.share_params = run.share;
   options.zero.update_in_backward = run.in_backward;
   options.zero.unit_clipping = run.unit_clip;
+  options.zero.previous_clipping = run.previous_clip;
   options.gradient_accumulation_steps = run.accumulation;
   options.gradient_clipping = run.clip;
   return options;

@@ -147,10 +147,12 @@ def test_copies_beside_kernels():
         event("tessera::kernels::cuda::b", 8, 6, "kernel", stream=7),
         event("c", 20, 10, "kernel", stream=7),
         event("Memcpy HtoD (Pinned -> Device)", 10, 12, "gpu_memcpy", bytes=12000, stream=9),
+        event("Memcpy HtoD (Pinned -> Device)", 20, 20, "gpu_memcpy", bytes=1000, stream=11),
     ]
     found = tracing.summary(events)
     assert (found["span_us"], found["kernels_us"], found["largest_gaps_us"]) == (30, 24, [6])
-    assert found["copies"]["Memcpy HtoD"] == {"us": 12.0, "beside_kernels": 0.5, "gb_s": 1.0}
+    assert found["copies"]["Memcpy HtoD"] == {"us": 32.0, "beside_kernels": 0.5, "gb_s": 13 / 32}
+    assert found["link_busy"] == {"HtoD": 0.75, "DtoH": 0.0}
     assert found["tessera kernels"] == {"b": [1, 6.0]}
 
 

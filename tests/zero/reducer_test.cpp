@@ -72,15 +72,16 @@ std::vector<std::string> labels_of_step(const ToyRun& run) {
 
 }  // namespace
 
-TEST(Reducer, CollectivesInUnitOrderRootLast) {
+// Weights in the order in which the next forward uses them.
+TEST(Reducer, GradientsInUnitOrderRootLast) {
   ToyRun run;
   run.stage = 1;
-  EXPECT_EQ(labels_of_step(run),
-            (std::vector<std::string>{
-                "reduce_scatter gradients of unit 'blocks.0'", "reduce_scatter gradients of unit 'blocks.1'",
-                "reduce_scatter gradients of unit 'root'", "all_gather gradient norm",
-                "all_gather parameters of unit 'blocks.0'", "all_gather parameters of unit 'blocks.1'",
-                "all_gather parameters of unit 'root'"}));
+  EXPECT_EQ(
+      labels_of_step(run),
+      (std::vector<std::string>{
+          "reduce_scatter gradients of unit 'blocks.0'", "reduce_scatter gradients of unit 'blocks.1'",
+          "reduce_scatter gradients of unit 'root'", "all_gather gradient norm", "all_gather parameters of unit 'root'",
+          "all_gather parameters of unit 'blocks.1'", "all_gather parameters of unit 'blocks.0'"}));
   run.stage = 0;
   EXPECT_EQ(labels_of_step(run),
             (std::vector<std::string>{"all_reduce gradients of unit 'blocks.0'",

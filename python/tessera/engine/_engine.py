@@ -328,6 +328,8 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
     # ---------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or self._settings.placements.shards_params:
+            self.core.check_not_captured("forward")
         if self._watch.profiles(self):
             with self._watch.profiled(self):
                 return self._forward(args, kwargs)
@@ -406,6 +408,7 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
         Collective."""
         runner = self._trainable("step")
         core = self.core
+        core.check_not_captured("step")
         steps = core.global_steps()
         boundary = not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary()
         fault, problem = "", None
@@ -552,7 +555,7 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
             yield True
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
-        """torch.compile of the module in place, with `compile_kwargs`; once. Stage 3: unit by unit."""
+        """torch.compile of the module in place, with `compile_kwargs`; once. Stage 3: unit by unit. docs/compile.md"""
         if not self.is_compiled:
             self._partition.hide_from_compiler(self.module)
             self.module.compile(backend=backend, **(compile_kwargs or {}))

@@ -43,7 +43,7 @@ class EngineNorms:
         if engine._updates_in_backward:
             raise UsageError(
                 "[engine.clip_grad_norm_] tessera.update_in_backward has used the gradients when it is called; set "
-                "gradient_clipping and tessera.clip_by_unit, or switch update_in_backward off"
+                "gradient_clipping and tessera.clip, or switch update_in_backward off"
             )
         problem: Exception | None = None
         if norm_type != 2:

@@ -11,6 +11,8 @@ namespace tessera::kernels::cuda {
 // Empty where a device can be used, else why not.
 std::string why_unusable();
 
+bool is_captured(void* stream);
+
 void update(const UpdateSegment<AdamRule>* segments, int64_t count, void* stream);
 void update(const UpdateSegment<SgdRule>* segments, int64_t count, void* stream);
 void update(const UpdateSegment<LionRule>* segments, int64_t count, void* stream);

@@ -9,6 +9,7 @@ namespace {
 constexpr DeviceTable kTable{
     kDeviceTableVersion,
     cuda::why_unusable,
+    cuda::is_captured,
     cuda::update,
     cuda::update,
     cuda::update,

@@ -1,4 +1,4 @@
-// Whether a device can be used.
+// Whether a device can be used, and what a stream does with its work.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -48,6 +48,16 @@ std::string why_unusable() {
          std::to_string(oldest) +
          " and later; build Tessera with CMAKE_CUDA_ARCHITECTURES=" + std::to_string(newest_card) +
          (dropped ? " and a toolkit of CUDA 12, the last one that knows it" : "");
+}
+
+// The legacy stream cannot be captured, and asking for it is an error while a stream that it waits for is.
+bool is_captured(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  return status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace tessera::kernels::cuda

@@ -1,6 +1,7 @@
 // What autograd owns of an engine's hooks: the objects on nodes and accumulators, and how they reach Hooks.
 #pragma once
 
+#include <c10/core/Allocator.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -62,10 +63,15 @@ struct HookAccess {
   }
 
   // Beside p.grad only the node's input, which is about to go, may know the memory. (Where somebody else has that tensor,
-  // AccumulateGrad has copied it.)
+  // AccumulateGrad has copied it.) torch's graphs write to memory that others have: they watch it by a weak reference, or
+  // make tensors of it that do not own it, as from_blob() does.
   static bool is_alone(const at::Tensor& grad, const variable_list& inputs) {
     if (!grad.defined() || grad.layout() != at::kStrided || !grad.has_storage() || grad.use_count() != 1) return false;
     const c10::Storage& storage = grad.storage();
+    const auto deleter = c10::GetAllocator(grad.device().type())->raw_deleter();  // null: the allocator does not say
+    if (deleter != nullptr && storage.data_ptr().get_deleter() != deleter) return false;
+    constexpr size_t kOurs = 2;  // all owners together count as one, and the reference that asks
+    if (storage.getWeakStorageImpl().weak_use_count() != kOurs) return false;
     const auto shares = [&](const at::Tensor& input) {
       return input.defined() && input.has_storage() && input.storage().is_alias_of(storage);
     };

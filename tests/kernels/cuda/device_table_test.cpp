@@ -27,6 +27,7 @@ class DeviceLibrary : public ::testing::Test {
 TEST_F(DeviceLibrary, TableIsOfThisHeaderAndComplete) {
   ASSERT_NE(table_, nullptr);
   ASSERT_EQ(table_->version, kDeviceTableVersion);
+  EXPECT_TRUE(table_->is_captured);
   EXPECT_TRUE(table_->adam && table_->sgd && table_->lion && table_->adagrad);
   EXPECT_TRUE(table_->scaled_copy && table_->scaled_add);
   EXPECT_TRUE(table_->scaled_copy_stochastic && table_->scaled_add_stochastic);

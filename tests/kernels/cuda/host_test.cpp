@@ -12,7 +12,10 @@ namespace tessera::kernels {
 namespace {
 
 struct CudaOnHost : ::testing::Test {
-  void TearDown() override { cuda_on_host::next_error = cudaSuccess; }
+  void TearDown() override {
+    cuda_on_host::next_error = cudaSuccess;
+    cuda_on_host::capture = cudaStreamCaptureStatusNone;
+  }
 
   void split(int64_t n) { cuda::split(weight.data(), residual.data(), src.data(), n, nullptr); }
   // The error of `call`; empty where there is none.
@@ -60,6 +63,16 @@ TEST_F(CudaOnHost, SaysWhatIsMissing) {
             "CMAKE_CUDA_ARCHITECTURES=75");
   for (const int usable : {80, 86, 100})
     EXPECT_EQ(why(13010, usable), "");
+}
+
+TEST_F(CudaOnHost, SaysWhatIsCaptured) {
+  int some = 0;
+  for (const auto status :
+       {cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated, cudaStreamCaptureStatusNone}) {
+    cuda_on_host::capture = status;
+    EXPECT_EQ(cuda::is_captured(&some), status != cudaStreamCaptureStatusNone);
+    EXPECT_FALSE(cuda::is_captured(nullptr));
+  }
 }
 
 TEST_F(CudaOnHost, OneLaunchForManySegments) {

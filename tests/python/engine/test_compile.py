@@ -4,12 +4,51 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from support import batch, config, engines, make, run, weights
+from functorch.compile import make_boxed_func
+from support import Net, batch, config, engines, make, run, weights
+from torch._dynamo.backends.common import aot_autograd
 
 import tessera
+
+
+def replaying(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """A compiler of backwards whose results lie where those of the call before lay, as those of CUDA graphs do."""
+    memory: dict[tuple[int, int], bytearray] = {}
+
+    def place(number: int, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.numel() == 0:
+            return value
+        there = memory.setdefault((threading.get_ident(), number), bytearray(value.nbytes))
+        return torch.frombuffer(there, dtype=value.dtype).resize_(value.shape).copy_(value)
+
+    return make_boxed_func(lambda *args: [place(number, value) for number, value in enumerate(graph(*args))])
+
+
+@pytest.mark.usefixtures("threads_compile")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_in_memory_of_a_graph_are_accumulated(stage: int, world: int) -> None:
+    torch._dynamo.reset()
+    compiler = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=replaying)
+
+    def body(engine: tessera.Engine, rank: int, compiled: bool) -> dict[str, torch.Tensor | None]:
+        for block in engine.module.blocks if compiled else ():
+            block.compile(backend=compiler)
+        run(engine, rank, 6)
+        return weights(engine.module)
+
+    results = [
+        engines(make(Net, 192), world, config(stage, accumulation=3), lambda engine, rank, c=c: body(engine, rank, c))
+        for c in (False, True)
+    ]
+    for name, value in results[0][0].items():
+        assert value is not None and torch.equal(results[1][0][name], value), name
 
 
 @pytest.mark.usefixtures("threads_compile")

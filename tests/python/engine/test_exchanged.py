@@ -431,6 +431,38 @@ def test_a_write_keeps_the_masters_of_what_it_leaves_alone(clamp: str, mode: str
         assert (master - 1).flatten()[1:].abs().mean() > 3e-4
 
 
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@pytest.mark.parametrize("how", ["load_checkpoint", "set_full_fp32_param"])
+def test_a_write_keeps_masters_that_came_from_elsewhere(how: str, mode: str, tmp_path: Path) -> None:
+    """What weights were known to be before them says nothing any more."""
+    cfg = settings(1, mode, {"type": "AdamW", "params": {"lr": 1e-3}})
+
+    def body(engine: Any, rank: int) -> None:
+        weight = engine.module.a.weight
+
+        def train(step: int) -> torch.Tensor:
+            engine.backward(engine(inputs(step)))
+            engine.step()
+            with torch.no_grad():
+                weight[0, 0] = float(step)
+            return tessera.state.get_full_fp32_param(engine, weight).clone()
+
+        train(0)
+        want = train(1)
+        engine.save_checkpoint(str(tmp_path))
+        for step in range(2, 5):
+            train(step)
+        if how == "load_checkpoint":
+            engine.load_checkpoint(str(tmp_path))
+        else:
+            tessera.state.set_full_fp32_param(engine, weight, want)
+        with torch.no_grad():
+            weight[0, 0] = 1.0  # as it is
+        assert torch.equal(tessera.state.get_full_fp32_param(engine, weight), want)
+
+    engines(three(), 2, cfg, body)
+
+
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("write", ["no_grad", "data"])
 def test_weights_that_are_pruned_are_zero(write: str, mode: str) -> None:

@@ -188,15 +188,16 @@ DIFFERENT = {
 EARLY = {**NATIVE, replaced: "head.weight: replaced after the engine was built", **DIFFERENT}
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("clip", ["", "unit", "previous"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("trouble", "words"), EARLY.items())
 def test_the_update_in_the_backward_is_refused_before_it(
-    trouble: Any, words: str, world: int, stage: int, clip: float
+    trouble: Any, words: str, world: int, stage: int, clip: str
 ) -> None:
     """And what follows is as if it had not been tried."""
-    early = {"tessera": {"update_in_backward": True, "clip_by_unit": clip > 0}, "gradient_clipping": clip}
+    own = {"update_in_backward": True} | ({"clip": clip} if clip else {})
+    early = {"tessera": own, "gradient_clipping": 0.5 if clip else 0.0}
 
     def train(engine: Any, rank: int, tries: bool) -> dict[str, torch.Tensor]:
         micro(engine, rank)

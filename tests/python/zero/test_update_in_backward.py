@@ -163,13 +163,62 @@ def test_what_a_failed_backward_had_handed_over_is_dropped(world: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+PREVIOUS = {"min_unit_elements": 1, "update_in_backward": True, "clip": "previous"}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("stage", "more"), [(1, {"bf16": BF16}), (2, {}), (3, {"bf16": BF16})])
+def test_clipping_by_the_step_before(stage: int, more: dict[str, Any], world: int, tmp_path: pathlib.Path) -> None:
+    """The usual step that is given the norm of the one before does the same, also from a checkpoint on."""
+    clip = settings(stage, False, gradient_clipping=0.02) | more
+
+    def usual(engine: tessera.Engine, rank: int) -> Any:
+        before = 0.0
+        for step in range(4):
+            engine(*batch(10 * step + rank)).backward()
+            norm = engine.grad_norm()
+            engine.step(global_norm=before)
+            before = norm
+        return weights(engine.module)
+
+    def early(begin: int, engine: tessera.Engine, rank: int) -> Any:
+        if begin > 0:
+            engine.load_checkpoint(str(tmp_path), tag="2")
+        for step in range(begin, 4):
+            if step == 2 and begin == 0:
+                engine.save_checkpoint(str(tmp_path), tag="2")
+            engine(*batch(10 * step + rank)).backward()
+            engine.step()
+            assert (engine.get_global_grad_norm() or 0) > 0.02
+        return weights(engine.module)
+
+    expected = engines(make(), world, clip, usual)
+    for begin in (0, 2):
+        found = engines(make(), world, clip | {"tessera": PREVIOUS}, functools.partial(early, begin))
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_norm_that_is_not_finite_clips_nothing(tmp_path: pathlib.Path) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        engine.save_checkpoint(str(tmp_path), tag="a")
+        (engine(*batch(rank)) * float("inf")).backward()
+        engine.step()
+        with pytest.raises(RuntimeError, match="the norm of step 1"):
+            engine(*batch(rank)).backward()
+        engine.load_checkpoint(str(tmp_path), tag="a")
+        engine(*batch(rank)).backward()
+        engine.step()
+
+    engines(make(), 2, settings(2, True, gradient_clipping=1.0) | {"tessera": PREVIOUS}, body)
+
+
 def test_gradients_cannot_be_asked_for() -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
         engine(*batch(0)).backward()
         assert all(param.grad is None for param in engine.module.parameters())
         param = next(engine.module.parameters())
         assert tessera.state.get_full_grad(engine, param) is None
-        with pytest.raises(RuntimeError, match="clip_by_unit"):
+        with pytest.raises(RuntimeError, match=r"tessera\.clip"):
             engine.clip_grad_norm_(1.0)
         with pytest.raises(RuntimeError, match=r"call step\(\)"):
             engine.zero_grad()
@@ -185,3 +234,5 @@ def test_what_excludes_it_is_named() -> None:
         engines(make(), 1, settings(1, True, gradient_clipping=1.0), life)
     with pytest.raises(ValueError, match=r"needs tessera\.update_in_backward"):
         load_config({"tessera": {"clip_by_unit": True}})
+    with pytest.raises(ValueError, match=r"tessera\.clip: needs tessera\.update_in_backward"):
+        load_config({"tessera": {"clip": "previous"}})

@@ -33,7 +33,12 @@ inline void __stcs(uint4* to, uint4 value) {
 }
 
 using cudaStream_t = struct cudaStream*;
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInsufficientDriver };
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInsufficientDriver, cudaErrorStreamCaptureImplicit };
+enum cudaStreamCaptureStatus {
+  cudaStreamCaptureStatusNone,
+  cudaStreamCaptureStatusActive,
+  cudaStreamCaptureStatusInvalidated
+};
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
 #define CUDART_VERSION 13000
 #define __CUDA_ARCH_LIST__ 800, 900
@@ -49,7 +54,8 @@ struct Barrier {};
 inline bool beyond_barriers = false;
 inline int64_t launches = 0;
 inline cudaError_t next_error = cudaSuccess;  // what launches and copies to come return instead of doing something
-inline int driver = 13000, card = 90;         // the version that the driver serves; 0: there is none
+inline cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+inline int driver = 13000, card = 90;  // the version that the driver serves; 0: there is none
 }  // namespace cuda_on_host
 
 inline void __syncthreads() {
@@ -73,6 +79,15 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
 
 inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   return cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+}
+
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  *status = cuda_on_host::capture;
+  return stream == nullptr && *status != cudaStreamCaptureStatusNone ? cudaErrorStreamCaptureImplicit : cudaSuccess;
+}
+
+inline cudaError_t cudaGetLastError() {
+  return cudaSuccess;
 }
 
 inline cudaError_t cudaGetDeviceCount(int* count) {
