@@ -46,6 +46,9 @@ Json run_of(Engine& engine) {
                      {"good_steps", s.good_steps},
                      {"budget", s.budget},
                      {"overridden", s.overridden}};
+  for (int id = 0; id < static_cast<int>(engine.params().size()); ++id)
+    if (const auto updates = engine.states().unwritten(id))
+      run["unwritten"][file_name_of(engine, engine.params()[id])] = *updates;
   run["groups"] = Json::array();
   for (const optim::GroupOptions& group : engine.groups()) {
     Json one;

@@ -200,12 +200,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   Impl::Fault why{boundary ? fault : "", nullptr};
   m.check_step(boundary, global_norm, why);
   const bool trains = has_uncounted_backward();
-  // Gradients may come from the user, between two updates.
-  const auto given = [&] {
-    const auto shown = [&](int id) { return m.params[id].tensor.grad().defined(); };
-    return m.model->driver.has_gradients() || std::ranges::any_of(m.model->units.trained_ids(), shown);
-  };
-  if (!trains && (m.begun > 0 || !given())) m.notices.no_backward();
+  if (!trains && !m.gradients_given()) m.notices.no_backward();
   const int64_t empty = m.empty_with_this();
   m.in_step = true;
   bool finite = true;
@@ -272,6 +267,13 @@ void Engine::Impl::check_step(bool boundary, std::optional<double> global_norm, 
     if (global_norm) check_keeps_gradients("step");
     if (boundary && !model->early.on()) model->updater.check_no_regions();
   });
+}
+
+bool Engine::Impl::gradients_given() const {
+  const bool before = model->driver.has_gradients();
+  const bool shows = model->units.placements().grads == shard::Placement::Replicate && before;
+  const auto put = [&](int id) { return params[id].tensor.grad().defined(); };
+  return (begun == 0 && before) || ((begun == 0 || !shows) && std::ranges::any_of(model->units.trained_ids(), put));
 }
 
 // The boundary's part of a step. False when gradients had inf or NaN.

@@ -101,6 +101,8 @@ struct Engine::Impl {
   void check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const;
   void check_may_step() const;
   // Calls of step() for this update that no backward preceded, if the next one came now.
+  // Where no backward came: the user has put gradients into p.grad, or, before the first micro-batch, left them there.
+  bool gradients_given() const;
   int64_t empty_with_this() const { return empty_steps + (model->driver.backwards() != stepped_backwards ? 0 : 1); }
   void reduce_for_norm(const char* call, Fault& fault);
   double norm_of(const std::string& call, const Fault& fault);

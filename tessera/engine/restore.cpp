@@ -296,6 +296,15 @@ void Restore::check_room() const {
   });
 }
 
+// As at the save: what a later write leaves alone keeps its masters.
+void Restore::follow_writes() {
+  for (int id = 0; id < static_cast<int>(engine_->params().size()); ++id) {
+    const auto found = run_->unwritten.find(file_name_of(*engine_, engine_->params()[id]));
+    engine_->states().set_unwritten(
+        id, found == run_->unwritten.end() ? std::nullopt : std::optional<int64_t>(found->second));
+  }
+}
+
 void Restore::apply() {
   const c10::AutoGradMode no_grad(false);
   check_room();
@@ -324,6 +333,7 @@ void Restore::apply() {
     if (options_.optimizer && records_[id] != nullptr && engine.params()[id].group >= 0)
       states.set_param_step(id, records_[id]->trained ? records_[id]->step : 0);
   try {
+    if (options_.run) follow_writes();
     engine.refresh_params();
   } catch (const std::exception& e) {
     note(e);

@@ -68,6 +68,7 @@ class Restore {
   void verify() const;
   const checkpoint::TensorRecord* buffer_of(const std::string& name) const;
   void warn_of_buffers() const;
+  void follow_writes();
   void check(const std::vector<std::string>& problems) const;
   void check_unexpected(const std::vector<std::string>& of_all_ranks);
   const checkpoint::ParamRecord* record_of(const ParamSpec& spec, std::vector<std::string>& problems) const;

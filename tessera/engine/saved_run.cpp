@@ -85,6 +85,11 @@ SavedRun::SavedRun(const std::string& text, const std::string& path) {
   if (scaler && !scales(*scaler)) scaler.reset();
   run.at("groups").each([&](const Node& group) { groups.push_back(read_group(group)); });
   if (run.has("accumulation")) accumulation = read_accumulation(run.at("accumulation"));
+  if (run.has("unwritten")) {
+    const Node written = run.at("unwritten").object();
+    for (const auto& item : written.json.items())
+      unwritten[item.key()] = written.at(item.key().c_str()).counter();
+  }
   if (run.has("ranks")) ranks = run.at("ranks").text();
   if (run.has("source")) run.at("source").object();
   client = "{}";

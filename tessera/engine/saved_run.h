@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -30,8 +31,9 @@ struct SavedRun {
   std::optional<amp::GradScaler::State> scaler;      // of a run that scaled its loss
   std::vector<nlohmann::ordered_json> groups;        // fields of each_field()
   std::optional<SavedRunAccumulation> accumulation;
-  std::string ranks;   // that saved it, and how they lay
-  std::string client;  // of the front end, a JSON object
+  std::map<std::string, int64_t> unwritten;  // of parameters that a user has written to: updates since then
+  std::string ranks;                         // that saved it, and how they lay
+  std::string client;                        // of the front end, a JSON object
 
   // `run`: a JSON object, of the manifest `path`. IoError that names file and key.
   SavedRun(const std::string& run, const std::string& path);

@@ -9,7 +9,7 @@
 namespace tessera::zero {
 
 Accumulation::State Accumulation::state() const {
-  driver_.adopt_visible_grads();
+  driver_.adopt_grads();
   State state{driver_.unreduced(), driver_.flushed(), driver_.scaled(), driver_.reducer().replicas_agree(), {}};
   for (const ParamId id : units_.trained_ids()) {
     const Param& p = *units_[id].param;

@@ -204,6 +204,7 @@ bool BackwardDriver::end_backward(int round) try {
   const StepState step = step_();
   if (round == 0) {
     ++backwards_;
+    by_backwards_ = true;
     if (!step.hold) count_micro_batch(std::exchange(forward_came_, false));
   }
   if (may_reduce(step)) return flush_round(round, step);
@@ -290,8 +291,7 @@ void BackwardDriver::ensure_reduced() {
     unit->on_this_stream();  // a step may be under another stream than its backwards
   if (unreduced_ || !flushed_) flush();
   reduce_replicas();
-  adopt_visible_grads();
-  adopt_given_grads();
+  adopt_grads();
 }
 
 // Stage 0: what a user put there may be a view of what is about to be written to (a.grad, b.grad = b.grad, a.grad).
@@ -304,21 +304,53 @@ void BackwardDriver::part_visible_grads() {
   }
 }
 
+void BackwardDriver::adopt_grads() {
+  if (!has_gradients()) return;
+  const std::lock_guard lock(hooks_.mutex());
+  const c10::AutoGradMode no_grad(false);
+  if (units_.placements().grads == shard::Placement::Replicate) {
+    adopt_visible_grads();
+  } else if (sink_ == nullptr) {  // with one refused: check_all_watched()
+    adopt_given_grads();
+  }
+}
+
+void BackwardDriver::adopt_grad(const Place& place) {
+  const at::Tensor& grad = place.param->tensor.grad();
+  const bool had = place.unit->grads_are_visible() && place.param->has_grad;
+  if (grad.defined() ? !had || !is_visible_view(place, grad) : had) adopt_grads();
+}
+
 // Note [Gradients by hand]
 void BackwardDriver::adopt_given_grads() {
-  if (sink_ != nullptr || units_.placements().grads == shard::Placement::Replicate) return;  // refused; taken already
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
     Param& p = *place.param;
     at::Tensor& grad = p.tensor.mutable_grad();
     if (!grad.defined() || (p.tensor.requires_grad() && !hooks_.watches(p.tensor))) continue;
-    const at::Tensor flat = shard::flatten_like_param(grad.is_sparse() ? grad.to_dense() : grad, p.form);
-    put_gradient(place, flat);
-    // Other ranks may have another slice of the model there, or another expert.
-    const bool same = units_.ranks().all() > 1 && p.cut == nullptr && &place.unit->ranks == &units_.ranks();
-    given_[id] = same ? words_of(flat) : 0;
-    grad.reset();
+    const at::Tensor given = std::exchange(grad, at::Tensor());
+    const at::Tensor dense = given.is_sparse() ? given.to_dense() : given;
+    if (by_backwards_ && !dense.any().item<bool>()) {
+      tell_of_zeros(p);
+      have_gradient(place);
+    } else if (unreduced_) {
+      reducer_->clear(*place.unit, p);
+      reducer_->accumulate(*place.unit, p, dense, 1.0);
+    } else {
+      const at::Tensor flat = shard::flatten_like_param(dense, p.form);
+      put_gradient(place, flat);
+      // Other ranks may have another slice of the model there, or another expert.
+      const bool same = units_.ranks().all() > 1 && p.cut == nullptr && &place.unit->ranks == &units_.ranks();
+      given_[id] = same ? words_of(flat) : 0;
+    }
   }
+}
+
+void BackwardDriver::tell_of_zeros(const Param& param) {
+  if (!param.has_grad || std::exchange(told_of_zeros_, true)) return;
+  TORCH_WARN("[zero] zeros that were put into the p.grad of '", param.name,
+             "' do not take the place of the gradient of a backward, which p.grad does not show in this stage; call "
+             "tessera.state.set_full_grad() where it shall be zero");
 }
 
 void BackwardDriver::put_gradient(const Place& place, const at::Tensor& flat) {
@@ -352,19 +384,10 @@ std::vector<std::string> BackwardDriver::given_lines() const {
 
 // Stage 0: p.grad is the user's. What stands there now is the gradient, or this rank's part of it.
 void BackwardDriver::adopt_visible_grads() {
-  if (units_.placements().grads != shard::Placement::Replicate || !has_gradients()) return;
-  const std::lock_guard lock(hooks_.mutex());
-  const c10::AutoGradMode no_grad(false);
   part_visible_grads();
   for (const ParamId id : units_.trained_ids())
     adopt_visible(units_[id]);
   forget_dropped();
-}
-
-void BackwardDriver::adopt_visible_grad(const Place& place) {
-  const at::Tensor& grad = place.param->tensor.grad();
-  const bool had = place.param->has_grad;
-  if (grad.defined() ? !had || !is_visible_view(place, grad) : had) adopt_visible_grads();
 }
 
 void BackwardDriver::adopt_visible(const Place& place) {
@@ -433,7 +456,7 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
 void BackwardDriver::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->reset();
-  unreduced_ = flushed_ = scaled_ = forward_came_ = forwards_count_ = false;
+  unreduced_ = flushed_ = scaled_ = forward_came_ = forwards_count_ = by_backwards_ = false;
   of_forwards_ = of_backwards_ = {};
   given_.clear();
   const auto drop = [&](ParamId id) {

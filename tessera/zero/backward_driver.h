@@ -5,7 +5,9 @@
 //   1 to 3 nothing of the engine's stands there, so what does is the user's: the whole gradient, of which each rank takes its
 //   slice where step() or a norm needs it. Nothing is reduced, as at stage 0; a checksum goes with what ranks compare at
 //   every step (Note [What ranks step by]), so that ranks which put different ones, or not all, are told. A backward before
-//   that adds to it, as to any p.grad, and takes it for this rank's part of the mean.
+//   that adds to it, as to any p.grad, and takes it for this rank's part of the mean; so does who reads or saves the gradients
+//   that await their reduction. Zeros after a backward do not take the place of its gradient: p.grad is None there in these
+//   stages, and programs fill in what they take for missing.
 #pragma once
 
 #include <functional>
@@ -61,10 +63,10 @@ class BackwardDriver final : private HookSink {
   void take_joined(const std::vector<ParamId>& ids);
   // A user sets the gradient of the parameter: there is one from here on. Where no backward ran what they do not set is zero.
   void have_gradient(const Place& place);
-  // Stage 0: what a user has put into p.grad since the last backward counts, and what they took away does not. Local.
-  void adopt_visible_grads();
+  // What a user has put into p.grad since the last backward counts, and at stage 0 what they took away does not. Local.
+  void adopt_grads();
   // The same, where that of this parameter is another one.
-  void adopt_visible_grad(const Place& place);
+  void adopt_grad(const Place& place);
   // Stage 0: units of which they took all give their memory back.
   void forget_dropped();
   // Those that adopt_given_grads() took since the last update, as lines that must be the same on all ranks.
@@ -115,9 +117,11 @@ class BackwardDriver final : private HookSink {
   void check_once(const BackwardInfo& backward) const;
   bool flush_round(int round, const StepState& step);
   void flush();
+  void adopt_visible_grads();
   void adopt_visible(const Place& place);
   void part_visible_grads();
   void adopt_given_grads();
+  void tell_of_zeros(const Param& param);
   void put_gradient(const Place& place, const at::Tensor& flat);
   void settle_empty_units();
   void show_remote_grads();
@@ -136,6 +140,8 @@ class BackwardDriver final : private HookSink {
     void add() { unstepped += since_step++ > 0 ? 1 : 0; }
   } of_forwards_, of_backwards_;
   bool forward_came_ = false, forwards_count_ = false;  // since the last backward; in this update
+  bool by_backwards_ = false;                           // a backward came in this update
+  bool told_of_zeros_ = false;
   bool unreduced_ = false;
   bool flushed_ = false;
   Hooks hooks_;  // last: removed first

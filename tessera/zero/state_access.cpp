@@ -106,7 +106,7 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
 }
 
 std::vector<shard::NamedShard> StateAccess::named_shards() const {
-  driver_.adopt_visible_grads();
+  driver_.adopt_grads();
   std::vector<shard::NamedShard> shards;
   for (ParamId id = 0; id < units_.count(); ++id)
     add_shards(id, shards);
@@ -267,10 +267,21 @@ void StateAccess::set_param_step(ParamId param, int64_t step) {
   units_.trained(param, "set_param_step").param->step = step;
 }
 
+std::optional<int64_t> StateAccess::unwritten(ParamId param) const {
+  const Place& place = units_[param];
+  if (!place.trained() || !place.param->known.defined()) return {};
+  return place.param->unwritten;
+}
+
+void StateAccess::set_unwritten(ParamId param, std::optional<int64_t> updates) {
+  const Place& place = units_[param];
+  if (place.trained()) place.unit->follow(*place.param, updates);
+}
+
 // What a user wrote where they could, p.data or p.grad.
 void StateAccess::adopt(const Place& place, Quantity what) {
   if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
-  if (what == Quantity::Gradient) driver_.adopt_visible_grad(place);
+  if (what == Quantity::Gradient) driver_.adopt_grad(place);
 }
 
 at::Tensor StateAccess::local_view(ParamId param, Quantity what) {
@@ -394,7 +405,7 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "get_full");
   const Param& p = *place.param;
-  if (what == Quantity::Gradient) driver_.adopt_visible_grad(place);
+  if (what == Quantity::Gradient) driver_.adopt_grad(place);
   if (what == Quantity::Gradient && driver_.unreduced()) return local_gradient(place);
   if (what == Quantity::Gradient) {
     const double seen = agree_max(driver_.reducer().has_late() ? 2 : (p.has_grad ? 1 : 0));
@@ -440,7 +451,7 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   if (what == Quantity::Gradient) {
     TESSERA_CHECK(!units_.options().update_in_backward, "engine.set_full",
                   "tessera.update_in_backward keeps no gradients that could be set");
-    driver_.adopt_visible_grad(place);
+    driver_.adopt_grad(place);
     if (BackwardDriver::reads_local_gradient(place)) {
       place.unit->contribution(p).copy_(flat);
       return;

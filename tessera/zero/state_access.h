@@ -1,6 +1,7 @@
 // StateAccess: weights, masters, gradients and optimizer states by parameter: what a rank holds, and whole.
 #pragma once
 
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -19,6 +20,9 @@ class StateAccess {
 
   int64_t param_step(ParamId param) const;  // updates applied to it (torch's state["step"])
   void set_param_step(ParamId param, int64_t step);
+  // Updates since a user last wrote to its weights, where these are followed (Unit::adopt_beside_residual); for checkpoints.
+  std::optional<int64_t> unwritten(ParamId param) const;
+  void set_unwritten(ParamId param, std::optional<int64_t> updates);
 
   // All that this rank holds, by parameter: weights (also those without a group), masters where they are not the weight
   // itself, reduced gradients, optimizer states. Number 0 of every element's replicas taken together are each quantity

@@ -280,7 +280,22 @@ void Unit::adopt_beside_residual(Param& param) {
     adopt_changed(param, known);
   }
   param.known = known;
+  param.unwritten = 0;
   note_weights(param);
+}
+
+void Unit::note_updated(Param& param) {
+  constexpr int64_t kFollowed = 100;
+  if (!param.known.defined()) return;
+  if (++param.unwritten > kFollowed) return param.known.reset();
+  note_weights(param);
+}
+
+void Unit::follow(Param& param, std::optional<int64_t> unwritten) {
+  if (!unwritten) return param.known.reset();
+  if (!residual.defined() || flat->sharded()) return;
+  if (!param.known.defined()) param.known = weights().read(owned_slice(param)).clone();
+  param.unwritten = *unwritten;
 }
 
 void Unit::note_weights(Param& param) {

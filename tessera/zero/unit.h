@@ -5,6 +5,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -63,6 +64,7 @@ struct Param {
   WriteCount writes{};     // by the user, since our last one
   bool ahead = false;      // its masters were written to, and its weights have not followed
   at::Tensor known{};      // beside a split master, once a user has written: its owned weights after our last write
+  int64_t unwritten = 0;   // updates since then; no longer known after kFollowed
   uint64_t additions = 0;  // of this rank to its gradient since the last step, as far as rounded stochastically
   bool has_grad = false;   // this rank saw a gradient since the last step
   bool filled = false;     // its slot in `partial` holds a contribution
@@ -167,6 +169,10 @@ class Unit {
   void adopt_beside_residual(Param& param);
   // Allocates nothing.
   void note_weights(Param& param);
+  // The same after an update: who has written once only does not pay for ever.
+  void note_updated(Param& param);
+  // As if the last write had been `unwritten` updates ago; empty: as if there had been none.
+  void follow(Param& param, std::optional<int64_t> unwritten);
   // Its buffer may be another tensor now.
   void note_master();
   // Masters of the owned range from `param`'s present values (any dtype), shape of the parameter.

@@ -417,7 +417,7 @@ void Updater::count_updates(Unit& unit, const std::vector<bool>& present) {
 // Once it is there.
 void Updater::note_updated(Unit& unit, const std::vector<bool>& present) {
   for (Param& p : unit.params)
-    if (present[p.id] && p.known.defined()) unit.note_weights(p);
+    if (present[p.id]) unit.note_updated(p);
   if (std::ranges::all_of(unit.params, [&](const Param& p) { return present[p.id]; })) unit.note_master();
 }
 

@@ -119,14 +119,20 @@ def states_from(
 def _fitted(state: dict[str, Any], present: dict[str, Any], base: torch.optim.Optimizer, what: str) -> dict[str, Any]:
     """`state` with numbers of the kind that they have in `present`. IoError for what cannot be in its place. All that
     is known of a client's optimizer is what it has now, and "step"; of torch's own, that a state has all from the first
-    step on."""
+    step on, in one shape."""
     for key, value in state.items():
         held = present.get(key, 0 if key == "step" else None)
         check_like(value, held, f"{what}, {key!r}", finite=key == "step")
         if key == "step" and held is not None and value < 0:
             raise IoError(f"[checkpoint] {what}, 'step' is damaged: {value!r:.40} is no number that can be")
         held_here = held if isinstance(held, torch.Tensor) and held.dim() > 0 else None
-        if held_here is not None and value is not None and getattr(value, "shape", None) != held_here.shape:
+        may_grow = isinstance(value, torch.Tensor) and not _makes_all_at_once(base)
+        if (
+            not may_grow
+            and held_here is not None
+            and value is not None
+            and getattr(value, "shape", 0) != held_here.shape
+        ):
             raise IoError(
                 f"[checkpoint] {what}, {key!r} is damaged, or of another optimizer than a {type(base).__name__}: "
                 f"{value!r:.40} in the place of a tensor of shape {tuple(held_here.shape)}"

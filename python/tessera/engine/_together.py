@@ -60,7 +60,7 @@ def _step(mine: list[Engine], over: Over, copies: list[nn.Parameter]) -> float |
         fault = told(problem)
     elif apart[:, 2].any() and problem is None:
         problem = UsageError(f"[step_together] {fault or 'another rank cannot step; see its error'}")
-    alone = over.group is None and boundary
+    alone = over.group is None and boundary and not between  # between two, the others of an engine do not meet
     if problem is not None and not alone:
         raise problem
     for engine in mine:

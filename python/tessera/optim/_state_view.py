@@ -31,9 +31,32 @@ class ParamState(dict[str, Any]):
         for key, value in dict(*args, **more).items():
             self[key] = value
 
+    def __ior__(self, other: Any) -> ParamState:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
     def clear(self) -> None:
         del self._view[self._param]
         super().clear()
+
+    def __delitem__(self, key: str) -> None:
+        raise UsageError(
+            f"[optimizer.state] {key!r} cannot be taken out alone: the engine keeps all states of a parameter or none; "
+            "give it a value, or clear() them"
+        )
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key in self or not default:
+            del self[key]
+        return default[0]
+
+    def popitem(self) -> tuple[str, Any]:
+        raise UsageError("[optimizer.state] the engine keeps all states of a parameter or none; clear() them")
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,51 @@ def test_gradients_put_by_hand(kind: str, stage: int, ranks: int) -> None:
         close(got, {name: p.detach() for name, p in want.named_parameters()})
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_zeros_that_fill_in_what_seems_to_be_missing_replace_nothing(stage: int, ranks: int) -> None:
+    """p.grad is None after a backward of stages 1 to 3."""
+
+    def fill_in(engine: Any, moment: int) -> None:
+        for param in engine.module.parameters() if moment % 2 == 0 else ():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    for got in engines(three(), ranks, settings(stage), lambda engine, rank: train(engine, fill_in)):
+        close(got, plain(lambda model, moment: None))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_put_by_hand_are_read_and_saved(stage: int, ranks: int, tmp_path: Path) -> None:
+    """Amid an accumulation; and a step() with nothing but them trains, which no warning denies."""
+    cfg = settings(stage) | {"gradient_accumulation_steps": 2}
+    given = torch.full((WIDTH, WIDTH), 0.1)
+
+    def end_of_step(engine: Any) -> dict[str, torch.Tensor]:
+        engine.backward(engine(inputs(1)))
+        engine.step()
+        return weights(engine.module)
+
+    def body(engine: Any, rank: int) -> None:
+        weight = engine.module.b.weight
+        engine.backward(engine(inputs(0)))
+        engine.step()
+        weight.grad = given.clone()
+        torch.testing.assert_close(tessera.state.get_full_grad(engine, weight), given)
+        engine.save_checkpoint(str(tmp_path), tag="amid")
+        want = end_of_step(engine)
+        engine.load_checkpoint(str(tmp_path), tag="amid")
+        assert same_bits(end_of_step(engine), want)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(2):
+                by_hand(engine, list(engine.module.parameters()), step)
+                engine.step()
+
+    engines(three(), ranks, cfg, body)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("differ", ["values", "one has none"])
 def test_ranks_that_put_other_gradients_are_told(differ: str, stage: int) -> None:
@@ -311,13 +357,13 @@ def test_ranks_that_put_other_gradients_are_told(differ: str, stage: int) -> Non
         before = weights(engine.module)
         engine.backward(engine(inputs(0)))
         if differ == "values" or rank == 0:
-            weight.grad = torch.full((WIDTH, WIDTH), float(rank))
+            weight.grad = torch.full((WIDTH, WIDTH), float(rank + 1))
         with pytest.raises((ValueError, RuntimeError), match=r"'b\.weight' put into p\.grad by hand.*set_full_grad"):
             engine.step()
         assert engine.global_steps == 0 and same_bits(weights(engine.module), before)
-        weight.grad = torch.zeros(WIDTH, WIDTH)
+        weight.grad = torch.full((WIDTH, WIDTH), 0.5)
         engine.step()
-        assert same_bits({"": weights(engine.module)["b.weight"]}, {"": before["b.weight"]})
+        torch.testing.assert_close(weights(engine.module)["b.weight"], before["b.weight"] - 0.05 * 0.5)
 
     engines(three(), 2, settings(stage), body)
 
@@ -407,6 +453,22 @@ def in_region(weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
+def test_states_are_written_or_refused_in_every_way_of_a_dict(stage: int) -> None:
+    cfg = settings(stage, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    engine = tessera.Engine(three(), cfg, group=tessera.single_group())
+    train(engine, lambda engine, moment: None)
+    param = engine.module.a.weight
+    state = engine.optimizer.state[param]
+    state |= {"exp_avg": torch.full_like(state["exp_avg"], 0.5)}
+    assert (engine.optimizer.state[param]["exp_avg"] == 0.5).all()
+    assert state.setdefault("exp_avg", 3) is not None and state.pop("none", 7) == 7
+    for change in (lambda: state.pop("exp_avg"), lambda: state.__delitem__("exp_avg"), state.popitem):
+        with pytest.raises(tessera.UsageError, match="all states of a parameter or none"):
+            change()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("mode", ["bf16", "bf16 16", "fp16"])
 @pytest.mark.parametrize("clamp", CLAMPS)
 def test_a_write_keeps_the_masters_of_what_it_leaves_alone(clamp: str, mode: str, stage: int) -> None:
@@ -461,6 +523,32 @@ def test_a_write_keeps_masters_that_came_from_elsewhere(how: str, mode: str, tmp
         assert torch.equal(tessera.state.get_full_fp32_param(engine, weight), want)
 
     engines(three(), 2, cfg, body)
+
+
+@pytest.mark.parametrize("steps", [4, 110])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_resume_beside_writes_goes_on_bit_for_bit(stage: int, steps: int, tmp_path: Path) -> None:
+    """In another engine, too. After many updates without a write all begins anew."""
+    cfg = settings(stage, "bf16", {"type": "AdamW", "params": {"lr": 1e-3}})
+
+    def train(engine: Any, begin: int, end: int) -> dict[str, torch.Tensor]:
+        for step in range(begin, end):
+            engine.backward(engine(inputs(step)))
+            engine.step()
+            if step < 4 or step >= steps:
+                for param in engine.module.parameters():
+                    with torch.no_grad():
+                        param.clamp_(-0.05, 0.05)
+        return {n: tessera.state.get_full_fp32_param(engine, p).clone() for n, p in engine.module.named_parameters()}
+
+    first, second = (tessera.Engine(three(seed), cfg, group=tessera.single_group()) for seed in (0, 1))
+    train(first, 0, steps)
+    first.save_checkpoint(str(tmp_path))
+    want = train(first, steps, steps + 3)
+    for engine in (second, first):
+        engine.load_checkpoint(str(tmp_path))
+        assert same_bits(train(engine, steps, steps + 3), want)
+        engine.destroy()
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])

@@ -170,6 +170,29 @@ def test_states_of_other_shapes_go_on_with_the_same_cut_only(
         assert len(list(tmp_path.rglob("*optimizer-*"))) == 1, "what all ranks have is written once"
 
 
+class Grows(torch.optim.SGD):
+    """Keeps what the gradients were, one row a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state, row = self.state[param], param.grad.detach().clone()[None]
+                state["rows"] = torch.cat([state["rows"], row]) if "rows" in state else row
+        return super().step(closure)
+
+
+def test_states_that_grow_are_loaded_into_the_engine_that_has_grown(tmp_path: Path) -> None:
+    model = make()
+    engine = tessera.Engine(model, config(), optimizer=Grows(model.parameters(), lr=0.1))
+    for step in range(4):
+        run(engine, 0, 1)
+        if step == 1:
+            engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert {len(state["rows"]) for state in engine.optimizer.state.values()} == {2}
+    engine.destroy()
+
+
 def test_deepspeeds_files_cannot_hold_states_of_other_shapes(tmp_path: Path) -> None:
     def body(engine: Any, rank: int) -> None:
         run(engine, rank, 1)

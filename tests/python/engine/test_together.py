@@ -284,6 +284,24 @@ def test_engines_that_were_stepped_apart_are_an_error_on_all_ranks(across: bool)
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_engines_that_one_rank_alone_stepped_apart_are_an_error_there_at_once(stage: int) -> None:
+    def body(rank: int, everyone: tessera.Group) -> None:
+        mine = [tessera.Engine(make(), config(stage, accumulation=2), group=groups[rank]) for groups in halves]
+        for engine in mine:
+            engine(*batch(rank)).backward()
+        if rank == 1:
+            mine[0].step()
+            with pytest.raises(tessera.UsageError, match=r"stepped apart: .*rank 0: both"):
+                tessera.step_together(mine)
+        else:
+            tessera.step_together(mine)
+        assert [engine.global_steps for engine in mine] == [0, 0]
+
+    halves = [tessera.thread_groups(2) for _ in range(2)]
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("call", ["step", "save", "load"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_joins_on_some_ranks_of_one_engine_is_an_error_on_all(stage: int, call: str, tmp_path: Path) -> None:
