@@ -32,7 +32,7 @@ from tessera.engine._checkpoint import EngineCheckpoints
 from tessera.engine._contents import Contents
 from tessera.engine._end import EngineEnd
 from tessera.engine._joining import EngineJoining, groups_of_frozen
-from tessera.engine._look import EngineLook
+from tessera.engine._look import EngineLook, own_error_first
 from tessera.engine._moving import EngineMoving
 from tessera.engine._norms import EngineNorms
 from tessera.engine._parallel import TensorParallel
@@ -418,11 +418,8 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
             self._follow_params()
         self._partition.end_stray()
         try:
-            applied = core.step(None if runner.external is None else self._update, global_norm, fault)
-        except Exception:
-            if problem is not None:
-                raise problem  # noqa: B904 (what the others have stands above it)
-            raise
+            with own_error_first(problem):
+                applied = core.step(None if runner.external is None else self._update, global_norm, fault)
         finally:
             self._settle_joined()
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:

@@ -4,6 +4,8 @@ tessera/engine/agreement.h."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -66,6 +68,17 @@ class EngineLook:
             except Exception as error:
                 problem = error
         return "" if problem is None else told(problem), problem
+
+
+@contextmanager
+def own_error_first(problem: Exception | None) -> Iterator[None]:
+    """Around a call that all ranks are told `problem` in: this one raises it itself, above what the others have."""
+    try:
+        yield
+    except Exception:
+        if problem is not None:
+            raise problem  # noqa: B904 (what the others have stands above it)
+        raise
 
 
 def told(error: Exception) -> str:

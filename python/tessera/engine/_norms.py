@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from tessera.engine._look import told
+from tessera.engine._look import own_error_first, told
 from tessera.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -60,10 +60,7 @@ class EngineNorms:
         fault, found = ("", None) if problem else engine._look_before_norm()
         problem = problem or found
         try:
-            return norm(told(problem) if problem else fault)
-        except Exception:
-            if problem is not None:
-                raise problem  # noqa: B904 (what the others have stands above it)
-            raise
+            with own_error_first(problem):
+                return norm(told(problem) if problem else fault)
         finally:
             engine._settle_joined()
