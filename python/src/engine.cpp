@@ -206,6 +206,7 @@ void bind_training(EngineClass& c) {
       .def("gradient_loss_scale", on(&Engine::scaling, &engine::Scaling::gradient_scale))
       .def("step", &Engine::step, py::arg("external") = py::none(), py::arg("global_norm") = py::none(),
            py::arg("fault") = "", NoGil())
+      .def("finish_update", &Engine::finish_update, NoGil())
       .def("set_fault", &Engine::set_fault, py::arg("fault"))
       .def(
           "set_client_terms",
@@ -251,7 +252,7 @@ void bind_counters(EngineClass& c) {
       .def("clip_grad_norm", &Engine::clip_grad_norm, py::arg("max_norm"), py::arg("fault") = "", NoGil())
       .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{},
            py::arg("fault") = "", NoGil())
-      .def("check_step", &Engine::check_step)
+      .def("check_step", &Engine::check_step, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)
       .def("has_gradients", &Engine::has_gradients)
       .def("take_notices", &Engine::take_notices)
@@ -286,14 +287,16 @@ void bind_state(EngineClass& c) {
   c.def("params", &Engine::params, py::return_value_policy::copy)  // there may be more of them, elsewhere
       .def(
           "param", [](const Engine& e, size_t number) { return e.params().at(number); }, py::arg("number"))
-      .def("add_group", &Engine::add_group, py::arg("group"))
+      .def("add_group", &Engine::add_group, py::arg("group"), NoGil())
       .def("add_param", &Engine::add_param, py::arg("param"), NoGil())
-      .def("check_addition", &Engine::check_addition, py::arg("groups"), py::arg("params"), py::arg("known"))
-      .def("set_joins", &Engine::set_joins, py::arg("param"), py::arg("group"))
+      .def("check_addition", &Engine::check_addition, py::arg("groups"), py::arg("params"), py::arg("known"),
+           NoGil())
+      .def("set_joins", &Engine::set_joins, py::arg("param"), py::arg("group"), NoGil())
       .def("join", &Engine::join, NoGil())
       .def("take_joined", &Engine::take_joined)
-      .def("param_step", on(&Engine::states, &zero::StateAccess::param_step), py::arg("param"))
-      .def("set_param_step", on(&Engine::states, &zero::StateAccess::set_param_step), py::arg("param"), py::arg("step"))
+      .def("param_step", on(&Engine::states, &zero::StateAccess::param_step), py::arg("param"), NoGil())
+      .def("set_param_step", on(&Engine::states, &zero::StateAccess::set_param_step), py::arg("param"), py::arg("step"),
+           NoGil())
       .def(
           "get_full",
           [](Engine& e, int param, zero::Quantity what) { return optional_tensor(e.states().get_full(param, what)); },
@@ -307,11 +310,11 @@ void bind_state(EngineClass& c) {
       .def("set_local", on(&Engine::states, &zero::StateAccess::set_local), py::arg("param"), py::arg("what"),
            py::arg("value"), NoGil())
       .def("complete_gradient", on(&Engine::states, &zero::StateAccess::complete_gradient), py::arg("param"), NoGil())
-      .def("named_shards", on(&Engine::states, &zero::StateAccess::named_shards))
+      .def("named_shards", on(&Engine::states, &zero::StateAccess::named_shards), NoGil())
       .def(
           "read_shard", [](Engine& e, const shard::NamedShard& shard) { return e.states().read_shard(shard); },
           py::arg("shard"), NoGil())
-      .def("local_range", on(&Engine::states, &zero::StateAccess::local_range), py::arg("param"))
+      .def("local_range", on(&Engine::states, &zero::StateAccess::local_range), py::arg("param"), NoGil())
       .def("gather_full", on(&Engine::states, &zero::StateAccess::gather_full), py::arg("param"), py::arg("part"),
            NoGil())
       .def("local_part", on(&Engine::states, &zero::StateAccess::local_part), py::arg("param"), py::arg("full"),

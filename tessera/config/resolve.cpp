@@ -72,6 +72,7 @@ zero::Options zero_options(const Config& config) {
   options.min_unit_elements = config.tessera.min_unit_elements;
   options.share_params = config.tessera.shared_parameters;
   options.update_in_backward = config.tessera.update_in_backward;
+  options.update_runs_on = config.tessera.update_runs_on;
   if (clip_rule(config) == Clip::Unit) options.unit_clipping = config.gradient_clipping;
   if (clip_rule(config) == Clip::Previous) options.previous_clipping = config.gradient_clipping;
   if (config.gradient_allreduce_op != GradientOp::Mean) options.gradient_factor = 1.0;

@@ -214,6 +214,7 @@ struct Own {
   bool broadcast_buffers = true;         // they start with rank 0's values
   bool shared_parameters = false;        // ranks of one host keep one copy of the compute parameters
   bool update_in_backward = false;       // no gradient outlives the backward
+  bool update_runs_on = false;           // of states that are away, into the next forward
   std::optional<std::string> clip;       // what gradient_clipping holds for: "global", "unit", "previous"
   bool clip_by_unit = false;             // the same as "unit"
   bool sequence_parallel_norms = false;  // tensor parallelism cuts the activations between blocks

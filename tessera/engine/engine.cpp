@@ -16,6 +16,7 @@
 #include "tessera/engine/preflight.h"
 #include "tessera/optim/norm.h"
 #include "tessera/zero/adoption.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::engine {
 
@@ -96,8 +97,10 @@ void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
 // ---------------------------------------------------------------- forward
 
 bool Engine::pre_forward() {
-  zero::ShardedModel& model = impl_->here("forward");
+  zero::ShardedModel& model = impl_->live("forward");
+  model.units.check_not_away("forward");
   if (impl_->needs_the_host()) check_not_captured("forward");
+  if (!c10::GradMode::is_enabled()) finish_update();
   Phases& phases = model.units.phases();
   {
     const transforms::Suspended plain;
@@ -119,6 +122,7 @@ bool Engine::pre_forward() {
 
 void Engine::post_forward(const std::vector<at::Tensor>& outputs) {
   zero::ShardedModel& model = impl_->live("forward");
+  model.units.lane().gather_rest();  // what no module has used
   impl_->leave_region();
   model.driver.hooks().leave_forward();
   model.driver.hooks().watch_outputs(outputs);
@@ -197,6 +201,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   check_not_captured("step");
   const PhaseScope scope(m.model->units.phases(), Phase::Step);
   const bool boundary = !m.options.managed_accumulation || m.boundary();
+  if (boundary) finish_update();
   Impl::Fault why{boundary ? fault : "", nullptr};
   m.check_step(boundary, global_norm, why);
   const bool trains = has_uncounted_backward();
@@ -316,8 +321,15 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
   return summary.finite;
 }
 
+void Engine::finish_update() try {
+  impl_->live("finish_update").units.lane().finish();
+} catch (c10::OutOfMemoryError& error) {
+  impl_->model->units.fail_alone(error);
+}
+
 void Engine::zero_grad() {
-  zero::ShardedModel& model = impl_->here("zero_grad");
+  zero::ShardedModel& model = impl_->live("zero_grad");
+  model.units.check_not_away("zero_grad");
   TESSERA_CHECK(!model.early.on() || !model.driver.flushed(), "engine.zero_grad",
                 "the backward has updated the model with its gradients (tessera.update_in_backward); call step()");
   model.driver.drop_gradients();
@@ -526,6 +538,7 @@ const std::vector<ParamSpec>& Engine::params() const {
 }
 
 void Engine::refresh_params() try {
+  finish_update();
   impl_->here("refresh_params").updater.refresh_params();
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
@@ -558,6 +571,10 @@ void Engine::destroy() {
   attempt([&] {
     if (impl_->checkpointer) impl_->checkpointer->wait();
   });
+  if (impl_->model->units.lane().stop())
+    TORCH_WARN(
+        "[engine.destroy] the last update ran on, and what other ranks updated of the parameters is not here; call "
+        "finish_update() on all ranks before");
   attempt([&] { impl_->model->moving.weights_come_back(); });  // they keep their values
   impl_->checkpointer.reset();
   impl_->savers.reset();

@@ -110,6 +110,11 @@ class Engine {
   // What a client's optimizer updates by besides groups(): compared by all ranks as groups() are. `lines`: "name value in
   // param group 0". Local.
   void set_client_terms(const std::vector<std::string>& lines, const std::vector<DeviceTerm>& on_device = {});
+  // zero::Options::update_runs_on: returns once the last update has come to its end, on all ranks (Note [Updates that run on] in
+  // zero/update_lane.h), as forwards without gradients, regions, saves, loads and the next step() do themselves. For who reads
+  // or writes parameters past the engine between step() and a forward. IoError or OutOfMemoryError, on all ranks, where the
+  // update failed. Collective.
+  void finish_update();
   // Drops every accumulated gradient, also p.grad. Local.
   void zero_grad();
 
@@ -201,7 +206,7 @@ class Engine {
   // room for other engines. What lives elsewhere anyway stays there; what is away already, too. Meanwhile forward, backward,
   // step and whatever reads or writes states are state errors. Of a model on the CPU Residence::Host changes nothing, with
   // a warning, once. Value error in stage 0, with offload_param, for a client's optimizer and for a disk without a path.
-  // State error inside a forward or a region. Local; done on return.
+  // State error inside a forward or a region. Local, but for an update that runs on, which comes to its end first; done on return.
   void offload_states(const std::vector<zero::StateKind>& kinds, shard::Residence to = shard::Residence::Host,
                       bool pin_memory = true);
   void reload_states();

@@ -74,6 +74,7 @@ at::Tensor LiveWeights::whole(int param, const std::vector<checkpoint::Along>& p
 
 std::vector<std::string> export_weights(Engine& engine, const std::vector<LiveTensor>& tensors,
                                         const std::string& folder, const std::string& name, int64_t max_bytes) {
+  engine.finish_update();
   const zero::Ranks ranks = ranks_of(engine);
   const std::vector<Row> rows = rows_of(engine, tensors);
   std::vector<checkpoint::WeightTensor> all;

@@ -148,6 +148,7 @@ void Engine::set_joins(int param, int group) {
 
 void Engine::join() try {
   zero::ShardedModel& model = impl_->here("join");
+  finish_update();
   const std::vector<int> waiting = model.driver.waiting();
   std::vector<std::string> lines = impl_->joining_lines(waiting);
   std::ranges::move(model.driver.given_lines(), std::back_inserter(lines));

@@ -21,6 +21,7 @@ void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Re
   TESSERA_CHECK_VALUE(to != shard::Residence::Nvme || !m.options.nvme_path.empty(), "engine.offload_states",
                       "device nvme needs a folder: set zero_optimization.offload_optimizer.nvme_path");
   if (m.checkpointer) m.checkpointer->wait();
+  finish_update();
   zero::HomeMaker& home = m.homes[{to, pin_memory}];
   if (!home)
     home = offload::state_homes(

@@ -117,7 +117,7 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
       ", persistence ", g.persistence_threshold, " ", g.model_persistence);
   add("seed ", zero.seed, ", shared parameters ", zero.share_params);
   add("update in the backward ", zero.update_in_backward, ", clipping by unit ", zero.unit_clipping,
-      ", by the norm before ", zero.previous_clipping);
+      ", by the norm before ", zero.previous_clipping, ", runs on ", zero.update_runs_on);
   for (size_t i = 0; i < groups.size(); ++i)
     lines.push_back(text_of(groups[i], i));
   add("number of parameters ", params.size());

@@ -369,6 +369,7 @@ void Restore::apply() {
 
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
                                           const Restore::Options& options, const Foreign& foreign) {
+  engine_.finish_update();
   wait();
   const auto first = together(ranks_, "name of a checkpoint", [&]() -> std::string {
     engine_.join();

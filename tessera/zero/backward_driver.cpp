@@ -9,6 +9,7 @@
 #include "tessera/base/error.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/adoption.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::zero {
 
@@ -33,7 +34,10 @@ BackwardDriver::BackwardDriver(Units& units, std::function<StepState()> step)
 void BackwardDriver::follow_params() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
-    if (!place.flat->sharded() && !is_bound(*place.param, *place.unit)) adopt_param(place, /*compare=*/false);
+    if (!place.flat->sharded() && !is_bound(*place.param, *place.unit)) {
+      units_.lane().settle();
+      adopt_param(place, /*compare=*/false);
+    }
     watch(place.param->tensor, id);
   }
   follow_waiting();
@@ -108,6 +112,7 @@ void BackwardDriver::send_sums_to(SumSink* sink) {
 
 void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) try {
   units_.check_here("backward");
+  units_.lane().gather_rest();
   units_.check_not_captured("backward");
   if (sink_ != nullptr) sink_->backward_begun();
   reducer_->begin_backward();

@@ -88,8 +88,8 @@ shard::Buffer FlatParams::slice_values() const {
 
 // Copies to the device that are on their way still read host memory.
 shard::Buffer FlatParams::slice_to_write() {
-  ahead_.clear();
-  if (const auto copied = std::exchange(copied_, nullptr)) copied->synchronize();
+  forget_ahead();
+  if (copied_) std::exchange(copied_, nullptr)->synchronize();
   return slice_values();
 }
 

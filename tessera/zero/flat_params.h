@@ -94,7 +94,10 @@ class FlatParams {
   // Of a slice on a disk: up to `elements` from its first on are on their way to the next gather afterwards. How many they are;
   // 0 elsewhere. Local.
   int64_t read_ahead(int64_t elements);
-  void forget_ahead() { ahead_.clear(); }
+  // Writes nothing where nothing was read: an update may run on beside it.
+  void forget_ahead() {
+    if (!ahead_.empty()) ahead_.clear();
+  }
   // Sharded -> Gathering: collective. `bucket`: at least layout().size() elements of dtype(). `staging`: as many of
   // gather_dtype(), for rounded values, or undefined. Undone when it throws. Shared parameters: local; without a bucket
   // the parameters will point into the shared space; a staging buffer may have any size.

@@ -6,6 +6,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/base/transforms.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::zero {
 
@@ -22,7 +23,7 @@ Modules::Modules(Units& units, BackwardDriver& driver) : units_(units), driver_(
 
 int Modules::add(const std::vector<ParamId>& params) {
   const std::vector<ParamId> held = units_.held(params, "modules().add");
-  if (!units_.unsharder().any_sharded()) return -1;
+  if (!units_.unsharder().any_sharded() && !units_.lane().on()) return -1;
   params_.push_back(held);
   return units_.unsharder().add_scope(units_of(held));
 }
@@ -63,6 +64,7 @@ void Modules::use_elsewhere(ParamId param) {
   const Place& place = units_.at(param, "use_elsewhere");
   if (!place.held()) return;
   const std::lock_guard lock(driver_.hooks().mutex());
+  if (!place.flat->sharded()) return await_updates({param});
   const int scope = units_.unsharder().holding_scope();
   TESSERA_CHECK(scope >= 0, "zero", "parameter '", place.name(),
                 "' is partitioned and no module of the engine is running; use GatheredParameters");
@@ -70,12 +72,20 @@ void Modules::use_elsewhere(ParamId param) {
   units_.unsharder().extend_scope(scope, place.number, Hooks::inside_task());
 }
 
+// Those of partitioned ones their gathers wait for.
+void Modules::await_updates(const std::vector<ParamId>& params) {
+  if (!units_.lane().on()) return;
+  for (const ParamId id : params)
+    if (const Place& place = units_[id]; place.trained() && !place.flat->sharded()) units_.lane().await(*place.unit);
+}
+
 bool Modules::enter(int module) {
   check(module);
   const std::lock_guard lock(driver_.hooks().mutex());
+  await_updates(params_[module]);
   const bool outer = units_.unsharder().enter(module, Hooks::inside_task());
   producers_.resize(units_.unsharder().depth());
-  return outer;
+  return outer && units_.unsharder().any_sharded();
 }
 
 void Modules::note_inputs(const std::vector<at::Tensor>& inputs) {

@@ -12,10 +12,10 @@ class Modules {
  public:
   Modules(Units& units, BackwardDriver& driver);
 
-  // Registers a module whose forward and backward read `params`; its number, or -1 where nothing is partitioned (and
-  // nothing is to be called).
+  // Registers a module whose forward and backward read `params`; its number, or -1 where nothing is partitioned and no update
+  // runs on (update_lane.h), so that nothing is to be called.
   int add(const std::vector<ParamId>& params);
-  // Gathers. Collective. True: tell note_inputs() and leave() the tensors; false: they are not needed.
+  // Gathers, and waits for the last update of what it reads. Collective. True: tell note_inputs() and leave() the tensors; false: they are not needed.
   bool enter(int module);
   void note_inputs(const std::vector<at::Tensor>& inputs);
   // `hides`: its output may hold tensors that are not among `outputs`.
@@ -23,7 +23,8 @@ class Modules {
   void abort(int module);  // its forward threw
   bool inside() const { return units_.unsharder().inside_scope(); }
   // A partitioned parameter is read by the module that is running, or by `module`, which does not own it: from now on
-  // it is gathered with that module's. Collective when such a module is running.
+  // it is gathered with that module's. Of another one use_elsewhere() waits for the last update. Collective when such a module is
+  // running.
   void use_elsewhere(ParamId param);
   void register_external(int module, ParamId param);
   // Parameters lie in other units now. No forward is under way.
@@ -34,6 +35,7 @@ class Modules {
  private:
   void check(int module) const;
   void note(int module, ParamId param);
+  void await_updates(const std::vector<ParamId>& params);
   std::vector<int> units_of(const std::vector<ParamId>& params) const;
   void watch_call_of(std::vector<int> units, const std::vector<at::Tensor>& outputs,
                      const std::vector<compat::NodePtr>& producers, bool open_now);

@@ -60,6 +60,8 @@ struct Options {
   double unit_clipping = 0;  // then: largest L2 norm of a unit's gradient; 0: none
   // Or: of all gradients, scaled by what that of the step before asks for (Note [Clipping by the step before] there).
   double previous_clipping = 0;
+  // Note [Updates that run on] in update_lane.h.
+  bool update_runs_on = false;
   ReaderLock reader_lock;
 };
 

@@ -41,10 +41,11 @@ class RankGuard {
     return guard;
   }
   bool agrees() const { return agrees_; }
+  bool went_well() const { return mine_.text.empty(); }  // so far, on this rank
   // Nothing happens after a failure.
   template <class F>
   void run(const F& work) {
-    if (mine_.text.empty()) run_always(work);
+    if (went_well()) run_always(work);
   }
   // Keeps the first failure, of memory too; not errors of the caller's, which all ranks have.
   template <class F>
@@ -69,7 +70,7 @@ class RankGuard {
 
  private:
   void keep(const std::string& failure, bool of_memory = false) {
-    if (mine_.text.empty()) mine_ = {failure, of_memory};
+    if (went_well()) mine_ = {failure, of_memory};
   }
 
   bool agrees_, all_ = true;

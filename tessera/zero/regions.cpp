@@ -7,6 +7,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/transforms.h"
 #include "tessera/shard/storage.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::zero {
 
@@ -15,7 +16,8 @@ Regions::Regions(Units& units, BackwardDriver& driver)
 
 bool Regions::is_gathered(ParamId param) const {
   const Place& place = units_.at(param, "is_gathered");
-  return !place.held() || place.flat->state() == ParamState::Ready;
+  if (!place.held()) return true;
+  return place.flat->state() == ParamState::Ready && (!place.trained() || units_.lane().is_there(*place.unit));
 }
 
 ParamPartition Regions::partition_of(ParamId param) const {
@@ -35,6 +37,7 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) try {
   const transforms::Suspended plain;
   const std::vector<ParamId> ids = units_.held(params, "gather");
   units_.check_here("gather");
+  units_.lane().finish();
   const std::lock_guard lock(driver_.hooks().mutex());
   for (const ParamId id : ids) {
     TESSERA_CHECK(!open_[id].open, "zero.GatheredParameters", "parameter '", units_[id].name(),

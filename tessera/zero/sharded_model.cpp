@@ -1,5 +1,7 @@
 #include "tessera/zero/sharded_model.h"
 
+#include "tessera/zero/update_lane.h"
+
 namespace tessera::zero {
 
 ShardedModel::ShardedModel(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params,
@@ -48,6 +50,7 @@ Memory ShardedModel::memory() const {
 }
 
 ShardedModel::~ShardedModel() {
+  units.lane().stop();
   try {
     driver.remove();
     updater.abandon();

@@ -13,8 +13,13 @@ constexpr size_t kReturning = 1;  // tiles that are on their way back, to be sto
 
 }  // namespace
 
-TilePipeline::TilePipeline(Units& units, Lanes& lanes, RankGuard& disks, std::function<void(Unit&)> done)
-    : units_(units), lanes_(lanes), disks_(disks), done_(std::move(done)) {
+TilePipeline::TilePipeline(Units& units, Lanes& lanes, RankGuard& disks, std::function<void(Unit&)> done,
+                           const std::vector<optim::GroupOptions>* groups)
+    : units_(units),
+      lanes_(lanes),
+      disks_(disks),
+      done_(std::move(done)),
+      groups_(groups == nullptr ? units.groups() : *groups) {
   if (!lanes_.has_room(units)) disks_.run([&] { lanes_.make_room(units_); });
 }
 
@@ -34,10 +39,17 @@ void TilePipeline::wait() noexcept {
   }
 }
 
+std::vector<Segment> TilePipeline::pieces_of(const Units& units, const Unit& unit, const std::vector<bool>& present) {
+  std::vector<Segment> segments = segments_of(unit, present, units.options().precision.update_is_random());
+  return lives_on_device(unit) ? segments : in_tiles(segments);
+}
+
 void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present, double scale) {
-  std::vector<Segment> segments = segments_of(unit, present, units_.options().precision.update_is_random());
+  add(unit, grads, pieces_of(units_, unit, present), scale);
+}
+
+void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector<Segment>& segments, double scale) {
   const bool whole = lives_on_device(unit);
-  if (!whole) segments = in_tiles(segments);
   if (segments.empty()) {
     update_next();
     if (done_) done_(unit);
@@ -68,7 +80,7 @@ void TilePipeline::update_next() {
   if (!next_) return;
   const NamedRange range("update", next_->unit().name);
   disks_.run([&] {
-    if (const auto& updated = next_->update(units_.rule(), units_.groups(), lanes_)) updated_ = updated;
+    if (const auto& updated = next_->update(units_.rule(), groups_, lanes_)) updated_ = updated;
     if (auto returning = next_->set_back(lanes_)) returning_.push_back(std::move(*returning));
     if (next_->is_of_host()) sent_ = next_->updated();
   });
@@ -92,10 +104,21 @@ const std::shared_ptr<c10::Event>& TilePipeline::launch() {
   return updated_;
 }
 
-void TilePipeline::finish() {
-  update_next();
+void TilePipeline::arrive_all() {
   while (!returning_.empty())
     arrive();
+}
+
+std::vector<std::shared_ptr<c10::Event>> TilePipeline::used() const {
+  std::vector<std::shared_ptr<c10::Event>> events;
+  for (const auto& event : {updated_, sent_})
+    if (event) events.push_back(event);
+  return events;
+}
+
+void TilePipeline::finish() {
+  update_next();
+  arrive_all();
   for (auto* event : {&updated_, &sent_})
     if (const auto over = std::exchange(*event, nullptr))
       disks_.run_always([&] { shard::come_after(*over, units_.ranks().device); });

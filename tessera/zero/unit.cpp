@@ -284,6 +284,12 @@ void Unit::adopt_beside_residual(Param& param) {
   note_weights(param);
 }
 
+void Unit::note_updated(const std::vector<bool>& present) {
+  for (Param& p : params)
+    if (present[p.id]) note_updated(p);
+  if (std::ranges::all_of(params, [&](const Param& p) { return present[p.id]; })) note_master();
+}
+
 void Unit::note_updated(Param& param) {
   constexpr int64_t kFollowed = 100;
   if (!param.known.defined()) return;

@@ -169,8 +169,9 @@ class Unit {
   void adopt_beside_residual(Param& param);
   // Allocates nothing.
   void note_weights(Param& param);
-  // The same after an update: who has written once only does not pay for ever.
-  void note_updated(Param& param);
+  // The same after an update of the parameters that are `present`, by number, once it is there: who has written once only does not
+  // pay for ever.
+  void note_updated(const std::vector<bool>& present);
   // As if the last write had been `unwritten` updates ago; empty: as if there had been none.
   void follow(Param& param, std::optional<int64_t> unwritten);
   // Its buffer may be another tensor now.
@@ -220,6 +221,7 @@ class Unit {
 
  private:
   shard::Buffer make(shard::Quantity what, const at::TensorOptions& options) const;
+  void note_updated(Param& param);
   void adopt_changed(const Param& param, const at::Tensor& before, const at::Tensor& now);
   void adopt_tile(shard::Range tile, const at::Tensor& same, const at::Tensor& now);
 

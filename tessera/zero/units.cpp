@@ -10,6 +10,7 @@
 #include "tessera/zero/memory_for.h"
 #include "tessera/zero/rank_guard.h"
 #include "tessera/zero/tile.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::zero {
 
@@ -76,8 +77,10 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
   make_sets(mesh);
+  lane_ = std::make_unique<UpdateLane>(*this);
   unsharder_ = std::make_unique<Unsharder>(
       options_.gather, phases_, [this](int informed, const std::string& why) { abort_groups(informed, why); });
+  unsharder_->follow_updates([this](int unit, bool waits) { return update_is_there(unit, waits); });
   for (size_t i = 0; i < params.size(); ++i)
     if (params[i].group >= 0) {
       trained_ids_.push_back(static_cast<ParamId>(i));
@@ -400,6 +403,16 @@ const Place& Units::at(ParamId id, const char* call) const {
   return places_[id];
 }
 
+Units::~Units() = default;
+
+// The update of the unit with this number in the unsharder, of which nothing runs on where it is frozen.
+bool Units::update_is_there(int number, bool waits) const {
+  const Unit* unit = std::cmp_less(number, unit_of_number_.size()) ? unit_of_number_[number] : nullptr;
+  if (unit == nullptr) return true;
+  if (waits) lane_->await(*unit);
+  return waits || lane_->is_there(*unit);
+}
+
 const Place& Units::trained(ParamId id, const char* call) const {
   const Place& place = at(id, call);
   TESSERA_CHECK_VALUE(place.trained(), "engine", call, ": parameter '", params_[id].name,
@@ -439,6 +452,11 @@ void Units::fail_alone(c10::OutOfMemoryError& error) const {
 }
 
 void Units::check_here(const char* call) const {
+  check_not_away(call);
+  lane_->settle();
+}
+
+void Units::check_not_away(const char* call) const {
   TESSERA_CHECK(ended_.empty(), "engine", call, ": ", ended_);
   TESSERA_CHECK(!away_, "engine", call,
                 ": states of this engine were moved off the device by offload_states(); call reload_states() first");

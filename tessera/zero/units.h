@@ -39,12 +39,14 @@ struct Place {
 };
 
 struct Failure;
+class UpdateLane;
 
 class Units {
  public:
   // Collective: rank 0's values are broadcast. Parameters become views of flat buffers. `params` must outlive this.
   Units(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params, optim::Rule rule,
         const std::vector<optim::GroupOptions>& groups);
+  ~Units();
   // Optimized, or partitioned without that.
   static bool holds(const Options& options, const ParamSpec& param);
 
@@ -83,6 +85,10 @@ class Units {
   bool states_are_cut(const Ranks& ranks) const {
     return placements_.states == shard::Placement::Shard && ranks.shard->size() > 1;
   }
+  // Other ranks' parts of its weights come by an all-gather after each update.
+  bool gathers_updates(const Unit& unit) const {
+    return states_are_cut(unit.ranks) && !unit.flat->sharded() && !unit.flat->shares();
+  }
   // This rank's elements of a trained parameter, in the order of its memory.
   shard::Range local_range(const Place& place) const;
   // IoError while weights and states do not belong together: an update that changed some of them did not come to its end.
@@ -95,8 +101,11 @@ class Units {
   // would wait for this one in collectives, or meet its next call in one that looks alike: all that these ranks have in
   // common ends with the reason.
   [[noreturn]] void fail_alone(c10::OutOfMemoryError& error) const;
-  // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it.
+  // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it. Returns once no update
+  // of this rank's runs on: UpdateLane::settle().
   void check_here(const char* call) const;
+  void check_not_away(const char* call) const;  // the first of these
+  UpdateLane& lane() const { return *lane_; }
   bool is_away() const { return away_; }
   // State error, before anything was done, where the current stream is captured: Note [Captured streams].
   void check_not_captured(const char* call) const;
@@ -126,6 +135,7 @@ class Units {
     comm::GroupPtr gathers;  // what is not ordered with reductions
   };
 
+  bool update_is_there(int number, bool waits) const;
   void make_sets(const comm::Mesh& mesh);
   void abort_groups(int informed, const std::string& why) const;
   const Set& set_of(const ParamSpec& param) const;
@@ -171,6 +181,7 @@ class Units {
   std::unique_ptr<Unsharder> unsharder_;
   std::string broken_, ended_;
   bool away_ = false, was_away_ = false;
+  std::unique_ptr<UpdateLane> lane_;  // first to go: it works on the units
 };
 
 }  // namespace tessera::zero

@@ -276,6 +276,7 @@ void Unsharder::use(int unit, bool in_backward) {
 void Unsharder::start(Entry& entry, bool exact) {
   const FlatParams& flat = *entry.flat;
   const PhaseScope scope(phases_, Phase::Gather, flat.name());
+  if (there_) there_(static_cast<int>(&entry - entries_.data()), /*waits=*/true);
   const int64_t size = flat.layout().size();
   const auto& options = flat.options();
   const bool rounded = flat.gathers_rounded() && !exact;
@@ -348,6 +349,7 @@ void Unsharder::read_ahead(const Trace& trace) {
   for (size_t i = trace.position; trace.followed && i < end; ++i) {
     if (static_cast<int>(reading.size()) == options_.ahead_units) break;
     const int unit = trace.last[i];
+    if (there_ && !there_(unit, /*waits=*/false)) continue;
     const int64_t elements = entries_[unit].flat->read_ahead(room);
     if (elements == 0) continue;
     room -= elements;

@@ -41,6 +41,8 @@ class Unsharder {
   // `failed(ranks, why)`: a gather met memory, a device or a disk that fails; so many ranks know.
   using Failed = std::function<void(int ranks, const std::string& why)>;
   Unsharder(const GatherOptions& options, Phases& phases, Failed failed = {});
+  // `there`: whether the last update of a unit's slice is where it lives; with `waits` it waits for that.
+  void follow_updates(std::function<bool(int unit, bool waits)> there) { there_ = std::move(there); }
 
   // Registers a unit, in forward order; returns its number. Units that are not sharded are always there. `group`: gathers
   // it, and does nothing else.
@@ -155,6 +157,7 @@ class Unsharder {
 
   GatherOptions options_;
   Failed failed_;
+  std::function<bool(int unit, bool waits)> there_;
   Phases& phases_;
   std::vector<Entry> entries_;
   std::vector<std::vector<int>> scopes_;

@@ -21,6 +21,7 @@
 #include "tessera/optim/norm.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/zero/adoption.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::zero {
 
@@ -276,12 +277,15 @@ void Updater::agree_presence(const Ranks& ranks, std::vector<bool>& present) con
     present[ids[i]] = flags[i] != 0;
 }
 
-void Updater::gather_unit(Unit& unit) {
-  if (!units_.states_are_cut(unit.ranks) || unit.flat->sharded() || unit.flat->shares()) return;
+comm::Pending Updater::gather(Unit& unit) {
   const PhaseScope scope(units_.phases(), Phase::Gather, unit.name);
   unit.on_this_stream();
-  gathers_.push_back(unit.ranks.shard->all_gather(unit.flat->whole(), unit.weights().tensor(),
-                                                  "parameters of unit '" + unit.name + "'"));
+  return unit.ranks.shard->all_gather(unit.flat->whole(), unit.weights().tensor(),
+                                      "parameters of unit '" + unit.name + "'");
+}
+
+void Updater::gather_unit(Unit& unit) {
+  if (units_.gathers_updates(unit)) gathers_.push_back(gather(unit));
 }
 
 void Updater::finish_gathers() {
@@ -319,16 +323,26 @@ std::vector<Unit*> Updater::in_order_of_update() const {
   return order;
 }
 
-void Updater::update_units(const GradientSummary& summary, double scale, RankGuard& disks) {
-  make_room();
-  units_.set_broken(kHalfDone);  // until it is over
+void Updater::update_units(const std::vector<Unit*>& units, const GradientSummary& summary, double scale,
+                           RankGuard& disks) {
   TilePipeline pipeline(units_, lanes_, disks, [this](Unit& unit) {
     gather_unit(unit);
     driver_.used_up(unit);
   });
-  for (Unit* unit : in_order_of_update())
+  for (Unit* unit : units)
     pipeline.add(*unit, unit->in_pieces() ? shard::Buffer() : unit->gradients(), summary.present, scale);
   pipeline.finish();
+}
+
+void Updater::run_on(const std::vector<Unit*>& units, const GradientSummary& summary, double scale, RankGuard disks) {
+  std::vector<UpdateLane::Work> work;
+  for (Unit* unit : units) {
+    work.push_back({unit, unit->gradients(), TilePipeline::pieces_of(units_, *unit, summary.present)});
+    count_updates(*unit, summary.present);
+    driver_.used_up(*unit);
+  }
+  units_.lane().begin(
+      std::move(work), summary.present, scale, lanes_, [this](Unit& unit) { return gather(unit); }, std::move(disks));
 }
 
 std::shared_ptr<c10::Event> Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present,
@@ -345,7 +359,7 @@ void Updater::finish_units(const std::vector<bool>& present) {
   pipeline_->finish();
   pipeline_.reset();
   for (const auto& unit : units_.all())
-    note_updated(*unit, present);
+    unit->note_updated(present);
 }
 
 void Updater::launch_gathers() {
@@ -379,20 +393,29 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   prepare_update();
   complete_pieces(summary.present);
   RankGuard disks = guard();
+  std::vector<Unit*> now = in_order_of_update(), later;
   if (units_.rule() == optim::Rule::External) {
     update_external(summary, scale, external, disks);
     launch_gathers();
   } else {
-    update_units(summary, scale, disks);
+    make_room();
+    units_.set_broken(kHalfDone);  // until it is over
+    if (units_.lane().on()) {
+      const auto away = std::ranges::find_if_not(now, [](const Unit* unit) { return lives_on_device(*unit); });
+      later.assign(away, now.end());
+      now.erase(away, now.end());
+    }
+    update_units(now, summary, scale, disks);
   }
   finish_gathers();
   units_.shared().written("an update");
-  agree_on_disks(disks);
-  for (const auto& unit : units_.all()) {
+  if (later.empty()) agree_on_disks(disks);
+  for (Unit* unit : now) {
     count_updates(*unit, summary.present);
-    note_updated(*unit, summary.present);
+    unit->note_updated(summary.present);
   }
   units_.set_broken("");
+  if (!later.empty()) run_on(later, summary, scale, std::move(disks));
 }
 
 // Other slices of the model have a gradient where this rank has none.
@@ -412,13 +435,6 @@ void Updater::prepare_update() {
 void Updater::count_updates(Unit& unit, const std::vector<bool>& present) {
   for (Param& p : unit.params)
     if (present[p.id]) count_update(p);
-}
-
-// Once it is there.
-void Updater::note_updated(Unit& unit, const std::vector<bool>& present) {
-  for (Param& p : unit.params)
-    if (present[p.id]) unit.note_updated(p);
-  if (std::ranges::all_of(unit.params, [&](const Param& p) { return present[p.id]; })) unit.note_master();
 }
 
 void Updater::count_update(Param& param) {

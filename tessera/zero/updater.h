@@ -75,14 +75,15 @@ class Updater {
   std::vector<double> said_of_presence() const;
   std::vector<bool> presence(const std::vector<std::vector<double>>& rows) const;
   void agree_presence(const Ranks& ranks, std::vector<bool>& present) const;
+  comm::Pending gather(Unit& unit);
   void gather_unit(Unit& unit);
   void finish_gathers();
   std::vector<Unit*> in_order_of_update() const;
-  void update_units(const GradientSummary& summary, double scale, RankGuard& disks);
+  void update_units(const std::vector<Unit*>& units, const GradientSummary& summary, double scale, RankGuard& disks);
+  void run_on(const std::vector<Unit*>& units, const GradientSummary& summary, double scale, RankGuard disks);
   void complete_pieces(const std::vector<bool>& present);
   static void count_update(Param& param);
   static void count_updates(Unit& unit, const std::vector<bool>& present);
-  static void note_updated(Unit& unit, const std::vector<bool>& present);
   void agree_on_disks(RankGuard& disks);
   void make_room();
   void update_external(const GradientSummary& summary, double scale, const std::function<void()>& external,

@@ -158,6 +158,7 @@ const std::vector<std::string>& frozen_keys() {
       "tessera.shared_parameters",
       "tessera.state_bytes",
       "tessera.update_in_backward",
+      "tessera.update_runs_on",
       "timers.throughput.enabled",
       "timers.throughput.synchronized",
       "torch_autocast.dtype",

@@ -70,7 +70,7 @@ TEST(Resolve, ZeroOptions) {
   const auto options = zero_options(Config::from_json(R"({"gradient_allreduce_op": "sum",
       "zero_optimization": {"stage": 2, "reduce_bucket_size": 100, "overlap_comm": false},
       "bf16": {"enabled": true}, "tessera": {"min_unit_elements": 5, "seed": 7, "shared_parameters": true,
-      "update_in_backward": true, "clip_by_unit": true}})"));
+      "update_in_backward": true, "update_runs_on": true, "clip_by_unit": true}})"));
   EXPECT_EQ(options.stage, 2);
   EXPECT_FALSE(options.overlap);
   EXPECT_EQ(options.gradient_factor, 1.0);
@@ -80,6 +80,7 @@ TEST(Resolve, ZeroOptions) {
   EXPECT_EQ(options.precision.param, c10::ScalarType::BFloat16);
   EXPECT_EQ(options.seed, 7);
   EXPECT_TRUE(options.update_in_backward);
+  EXPECT_TRUE(options.update_runs_on);
   EXPECT_EQ(options.unit_clipping, 1.0);
   const auto clips = [](const char* rule) {
     const auto found =

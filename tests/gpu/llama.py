@@ -49,6 +49,7 @@ ORDER = [
     "tessera:8+host+early",
     "tessera:8+host",
     "tessera:14+host",
+    "tessera:14+host+on",
     "tessera:8+host+previous",
     "tessera:14+host+previous",
     "torch:fp32+autocast",

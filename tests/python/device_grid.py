@@ -415,12 +415,26 @@ def interrupted(cfg: dict[str, Any]) -> Found:
     return found_in(engine, losses)
 
 
+def reads_elsewhere(cfg: dict[str, Any]) -> Found:
+    """The first block reads parameters of the last one, which has not run."""
+    found = []
+    for later in (False, True):
+        model = net()
+        last, forward = model.blocks[2], model.blocks[0].forward
+        model.blocks[0].forward = lambda x, f=forward, last=last: f(x) + last.down(torch.tanh(x @ last.up.weight.t()))
+        engine = engine_of(cfg | {"tessera": cfg["tessera"] | {"update_runs_on": later}}, model)
+        found.append(found_in(engine, train(engine)))
+    assert not unlike(found[1], found[0]), "a parameter was read before its update"
+    return plain(cfg)
+
+
 @dataclass(frozen=True)
 class Way:
     run: Callable[[dict[str, Any]], Found]
     accumulation: int = 1
     early: bool = False
     previous: bool = False
+    later: bool = False  # the update runs on
 
 
 WAYS = {
@@ -448,6 +462,19 @@ WAYS = {
     "two threads": Way(two_threads),
     "destroyed amid gathers": Way(destroyed),
     "errors": Way(interrupted, accumulation=2),
+    "runs on": Way(plain, later=True),
+    "runs on, accumulation, a user's stream": Way(on_a_stream, accumulation=2, later=True),
+    "runs on, a stream for each part": Way(a_stream_for_each_part, later=True),
+    "runs on, early update": Way(plain, early=True, later=True),
+    "runs on, recomputation": Way(recomputed, later=True),
+    "runs on, looked at": Way(looked_at, accumulation=2, later=True),
+    "runs on, checkpoint": Way(resumed_on_a_stream, later=True),
+    "runs on, away for a while": Way(away_for_a_while, later=True),
+    "runs on, one loss of two engines": Way(one_loss, later=True),
+    "runs on, two threads": Way(two_threads, later=True),
+    "runs on, destroyed amid gathers": Way(destroyed, later=True),
+    "runs on, parameters read elsewhere": Way(reads_elsewhere, later=True),
+    "runs on, errors": Way(interrupted, accumulation=2, later=True),
 }
 
 
@@ -469,6 +496,7 @@ def is_served(row: Row) -> bool:
     return not (
         (row.stage == 0 and (mode.get("bf16") is LOW or way.early or way.run is away_for_a_while))
         or (way.early and (scales or not runs_itself))
+        or (way.later and row.place == "device")
         or (way.run is away_for_a_while and ("offload_param" in zero or not runs_itself))
         or (way.run in (loaded_as_fp32, loaded_as_14_bytes) and "optimizer" in mode)
         or ("offload_optimizer" in zero and not runs_itself)
@@ -502,6 +530,7 @@ def check(row: Row, library: Any) -> str:
         expected = base(row.mode, way.accumulation, way.early, way.previous)
         if way.early:
             cfg["tessera"]["update_in_backward"] = True
+        cfg["tessera"]["update_runs_on"] = way.later
         found = way.run(cfg)
         off = unlike(found, expected)
         wrong = f"other bits: {', '.join(off)}" if off else ""

@@ -222,6 +222,9 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
                                    std::to_string(world) + ", residence " + std::to_string(static_cast<int>(residence));
           training.states = away;
           expect_the_cpus_bits(training, what);
+          Training later = training;
+          later.run.runs_on = true;
+          expect_the_cpus_bits(later, what + ", running on");
           Training early = training;
           early.run.clip = 0;
           early.run.accumulation = 1;
@@ -231,11 +234,15 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
           early.run = run;
           early.run.accumulation = 1;
           expect_the_cpus_bits(early, what + ", one micro-batch");
+          early.run.runs_on = true;
+          expect_the_cpus_bits(early, what + ", one micro-batch, running on");
           if (stage < 3) continue;
-          training.weights = away;
-          expect_the_cpus_bits(training, what + ", weights too");
-          training.states = {.residence = shard::Residence::Device};
-          expect_the_cpus_bits(training, what + ", only weights");
+          for (Training* t : {&training, &later}) {
+            t->states = t->weights = away;
+            expect_the_cpus_bits(*t, what + ", weights too");
+            t->states = {.residence = shard::Residence::Device};
+            expect_the_cpus_bits(*t, what + ", only weights");
+          }
         }
       }
     }

@@ -35,7 +35,7 @@ struct Row {
 std::string name(const Row& row) {
   const ToyRun& run = row.run;
   return "stage " + std::to_string(run.stage) + ", world " + std::to_string(row.world) + ", accumulation " +
-         std::to_string(run.accumulation) + (run.in_backward ? ", in the backward" : "") + ", states " +
+         std::to_string(run.accumulation) + (run.in_backward ? ", in the backward" : "") + (run.runs_on ? ", running on" : "") + ", states " +
          std::to_string(static_cast<int>(row.states)) + ", weights " + std::to_string(static_cast<int>(row.weights)) +
          ", beside " + std::to_string(static_cast<int>(row.beside));
 }
@@ -131,6 +131,10 @@ TEST(Streams, EnginesOnOneOfTheUsers) {
             if (stage == 0 && states != Residence::Device) continue;
             if (stage < 3 && weights != Residence::Device) continue;
             rows.push_back({run, world, states, weights});
+            if (states != Residence::Device || weights != Residence::Device) {
+              rows.push_back(rows.back());
+              rows.back().run.runs_on = true;
+            }
             if (stage == 0 || accumulation > 1) continue;
             rows.push_back(rows.back());
             rows.back().run.in_backward = true;
@@ -148,6 +152,9 @@ TEST(Streams, EnginesOnOneOfTheUsers) {
         const ToyRun run{.stage = stage, .accumulation = 2, .min_unit = 1, .persistence = 0};
         if (stage > 0 || where == Residence::Device)
           rows.push_back({run, 2, where, stage == 3 ? where : Residence::Device, beside});
+        if (stage == 0 || where == Residence::Device) continue;
+        rows.push_back(rows.back());
+        rows.back().run.runs_on = true;
       }
     }
   }
@@ -158,6 +165,7 @@ TEST(Streams, EnginesOnOneOfTheUsers) {
     if (row.run.in_backward) row.run.precision->skip_nonfinite = false;
     Row plain = row;
     plain.beside = Beside::Nothing;
+    plain.run.runs_on = false;
     const ToyTrained expected = train(plain, false, folder.path());
     ToyTrained in_thread;
     std::thread thread;

@@ -194,6 +194,7 @@ struct ToyRun {
   bool share = false;                       // parameters
   bool in_backward = false;                 // the update
   double unit_clip = 0, previous_clip = 0;  // then
+  bool runs_on = false;                     // the update
 };
 
 inline engine::Options toy_options(const ToyRun& run) {
@@ -210,6 +211,7 @@ inline engine::Options toy_options(const ToyRun& run) {
   options.zero.share_params = run.share;
   options.zero.update_in_backward = run.in_backward;
   options.zero.unit_clipping = run.unit_clip;
+  options.zero.update_runs_on = run.runs_on;
   options.zero.previous_clipping = run.previous_clip;
   options.gradient_accumulation_steps = run.accumulation;
   options.gradient_clipping = run.clip;

@@ -513,7 +513,7 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """module.state_dict(), on request without frozen parameters. Stage 3 and tensor parallelism: whole values,
-        copied; collective."""
+        copied; collective. So it is where an update runs on (finish_update())."""
         with self._whole() as partitioned:
             state = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             if partitioned:
@@ -545,6 +545,8 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
     @contextlib.contextmanager
     def _whole(self) -> Iterator[bool]:
         """A region in which all parameters are whole. Collective in stage 3; True where it gathers any."""
+        if not self.core.destroyed():
+            self.core.finish_update()
         if self.core.destroyed() or not self._settings.placements.shards_params:
             yield False
             return
