@@ -289,8 +289,7 @@ void bind_state(EngineClass& c) {
           "param", [](const Engine& e, size_t number) { return e.params().at(number); }, py::arg("number"))
       .def("add_group", &Engine::add_group, py::arg("group"), NoGil())
       .def("add_param", &Engine::add_param, py::arg("param"), NoGil())
-      .def("check_addition", &Engine::check_addition, py::arg("groups"), py::arg("params"), py::arg("known"),
-           NoGil())
+      .def("check_addition", &Engine::check_addition, py::arg("groups"), py::arg("params"), py::arg("known"), NoGil())
       .def("set_joins", &Engine::set_joins, py::arg("param"), py::arg("group"), NoGil())
       .def("join", &Engine::join, NoGil())
       .def("take_joined", &Engine::take_joined)

@@ -28,6 +28,7 @@ ParamPartition Regions::partition_of(ParamId param) const {
 
 at::Tensor Regions::held_values(ParamId param) const {
   const Place& place = units_.at(param, "held_values");
+  units_.lane().settle();
   if (place.held()) return place.flat->read(place.item, place.flat->partition_of(place.item).held);
   const at::Tensor& tensor = units_.params()[param].tensor;
   return shard::flatten_like_param(tensor, tensor);

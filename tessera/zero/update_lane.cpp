@@ -84,11 +84,9 @@ void UpdateLane::await(const Unit& unit) {
   if (coming_[number].gathers) gather_until(number + 1);
   arrive(coming_[number]);
   if (units_.ranks().all() > 1) return;
-  bool failed = false;
-  wait_for([&] {
-    failed = failed_;
-    return true;
-  });
+  std::unique_lock lock(mutex_);
+  const bool failed = failed_;
+  lock.unlock();
   if (failed) settle();
 }
 
@@ -150,7 +148,9 @@ void UpdateLane::agree() {
 }
 
 bool UpdateLane::stop() noexcept {
-  const bool left = std::ranges::any_of(coming_, &Coming::gathers) && gathered_ < coming_.size();
+  bool left = false;
+  for (size_t number = gathered_; number < coming_.size(); ++number)
+    left = left || coming_[number].gathers;
   if (!thread_.joinable()) return left;
   {
     const std::lock_guard lock(mutex_);
@@ -188,6 +188,7 @@ void UpdateLane::loop() {
     } catch (...) {
       error = std::current_exception();
     }
+    job->work.clear();  // with all that it holds
     {
       const std::lock_guard lock(mutex_);
       error_ = error;

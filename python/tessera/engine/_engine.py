@@ -116,7 +116,8 @@ class Engine(EngineCheckpoints, EngineEnd, EngineJoining, EngineLook, EngineMovi
         try:
             self._settings = with_elastic_batch(self._settings, self._dp_size)
             batch = self._settings.resolve_batch(self._dp_size)
-            check_modules(model, partitions=self._partitions())
+            runs_on = bool(self._settings.get("tessera.update_runs_on"))
+            check_modules(model, partitions=self._partitions(), runs_on=runs_on)
             self._watch = Watch(self._settings, self._telling_rank())
             if self._watch.calls is not None:
                 self._mesh = _core.timed_mesh(self._mesh, self._watch.calls)

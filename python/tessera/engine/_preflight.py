@@ -12,8 +12,9 @@ from tessera import _core
 from tessera.errors import ConfigError, UsageError
 
 
-def check_modules(model: nn.Module, partitions: bool) -> None:
-    """ConfigError for modules without shapes; NotImplementedError for what parameters cannot be partitioned in."""
+def check_modules(model: nn.Module, partitions: bool, runs_on: bool) -> None:
+    """ConfigError for modules without shapes; NotImplementedError for what parameters cannot be partitioned in,
+    or waited for where updates run on."""
     lazy = [
         name
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -29,6 +30,11 @@ def check_modules(model: nn.Module, partitions: bool) -> None:
         for path, module in model.named_modules()
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None
     ]
+    if runs_on and scripts:
+        raise NotImplementedError(
+            f"[initialize] {', '.join(scripts)}: tessera.update_runs_on does not serve modules of torch.jit, "
+            "which cannot wait for their parameters; use the modules that they were made of, or switch it off"
+        )
     if partitions and scripts:
         raise NotImplementedError(
             f"[initialize] {', '.join(scripts)}: stage 3 does not serve modules of torch.jit, whose parameters cannot "

@@ -298,6 +298,22 @@ def test_host_memory_on_a_cpu_says_so_once(capfd: pytest.CaptureFixture[str]) ->
     engine.destroy()
 
 
+def test_an_update_of_a_model_on_the_cpu_does_not_run_on(tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> Any:
+        for k in range(3):
+            engine(*batch(10 * rank + k)).backward()
+            engine.step()
+        found = weights(engine.module)
+        engine.finish_update()
+        return found
+
+    model = make()
+    expected = engines(model, 2, away(1, tmp_path), body)
+    found = engines(model, 2, away(1, tmp_path, tessera={"update_runs_on": True}), body)
+    for got, want in zip(found, expected, strict=True):
+        assert same_bits(got, want)
+
+
 def test_a_clients_own_optimizer(tmp_path: Path) -> None:
     model = make()
     rmsprop = torch.optim.RMSprop(model.parameters())
