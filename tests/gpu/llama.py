@@ -49,6 +49,8 @@ ORDER = [
     "tessera:8+host+early",
     "tessera:8+host",
     "tessera:14+host",
+    "tessera:14+host+share",
+    "tessera:14+host+early+share",
     "tessera:8+host+previous",
     "tessera:14+host+previous",
     "torch:fp32+autocast",
