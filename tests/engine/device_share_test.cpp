@@ -75,7 +75,7 @@ TEST(DeviceShare, IsTheFastest) {
           }
   const UpdateBytes bytes = update_bytes(PrecisionPolicy::bf16(), 2, false, false);
   EXPECT_EQ(best_share(bytes, {.link = 1e9, .host = 1e12, .memory = 1e12}), 0) << "a slow link: nothing passes it";
-  EXPECT_EQ(best_share(bytes, {.link = 1e12, .host = 1e9, .memory = 1e13}), 1) << "a slow host does nothing";
+  EXPECT_GT(best_share(bytes, {.link = 1e12, .host = 1e9, .memory = 1e13}), .999) << "a slow host does nearly nothing";
 }
 
 // A disk is no slower for a share, nor faster.
