@@ -115,6 +115,34 @@ void bind_structs(py::module_& m) {
       .def_readonly("replica", &NamedShard::replica)
       .def_readonly("trained", &NamedShard::trained);
 
+  using Plan = OffloadPlan;
+  py::enum_<UpdatedBy>(m, "UpdatedBy")
+      .value("Device", UpdatedBy::Device)
+      .value("Through", UpdatedBy::Through)
+      .value("Host", UpdatedBy::Host);
+  py::class_<offload::Rates>(m, "Rates")
+      .def_readonly("link", &offload::Rates::link)
+      .def_readonly("host", &offload::Rates::host)
+      .def_readonly("memory", &offload::Rates::memory)
+      .def_readonly("device", &offload::Rates::device)
+      .def_readonly("disk", &offload::Rates::disk);
+  py::class_<Plan::Row>(m, "OffloadRow")
+      .def_readonly("unit", &Plan::Row::unit)
+      .def_readonly("elements", &Plan::Row::elements)
+      .def_readonly("states", &Plan::Row::states)
+      .def_readonly("by", &Plan::Row::by);
+  py::class_<Plan>(m, "OffloadPlan")
+      .def_readonly("ratio", &Plan::ratio)
+      .def_readonly("device_share", &Plan::device_share)
+      .def_readonly("rates", &Plan::rates)
+      .def_readonly("milliseconds", &Plan::milliseconds)
+      .def_readonly("link", &Plan::link)
+      .def_readonly("host", &Plan::host)
+      .def_readonly("memory", &Plan::memory)
+      .def_readonly("disk", &Plan::disk)
+      .def_readonly("units", &Plan::units)
+      .def("text", &Plan::text);
+
   py::class_<Engine::Memory>(m, "Memory")
       .def_readonly("params", &Engine::Memory::params)
       .def_readonly("grads", &Engine::Memory::grads)
@@ -324,6 +352,7 @@ void bind_state(EngineClass& c) {
       .def("offload_states", &Engine::offload_states, py::arg("kinds"), py::arg("to"), py::arg("pin_memory") = true,
            NoGil())
       .def("reload_states", &Engine::reload_states, NoGil())
+      .def("offload_plan", &Engine::offload_plan)
       .def("states_are_away", &Engine::states_are_away)
       .def("destroy", &Engine::destroy, NoGil())
       .def("destroyed", &Engine::destroyed);

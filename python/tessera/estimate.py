@@ -58,7 +58,8 @@ def estimate(
 ) -> Estimate:
     """`model`: a module (on the meta device it takes no memory), or a number of parameters, all of them trained.
     `ranks`: all of the job, of which the configuration makes tensor-parallel, sequence-parallel and shard groups.
-    `stage`: in place of the configuration's. ConfigError where the two, or the ranks, do not go together."""
+    `stage`: in place of the configuration's. What is found on the device ("auto") counts as if all states were away
+    and the host updated them. ConfigError where the two, or the ranks, do not go together."""
     if stage is not None:
         given = config if isinstance(config, Mapping) else load_config(config).to_dict()
         section = given.get("zero_optimization") or {}
@@ -110,10 +111,12 @@ def _states_away(
     home = config.get(_STATE_HOME)
     if home == "none":
         return found
-    away = int(own * config.get("zero_optimization.offload_optimizer.ratio"))
+    ratio, through = config.get("zero_optimization.offload_optimizer.ratio"), config.get("tessera.device_share")
+    away = int(own * (1 if ratio == "auto" else ratio))
     tiles = min(away, 3 * _TILE) * of_states if home == "nvme" else 0
-    # The device updates states of 16 bits, and keeps their gradients where one backward makes them.
-    leave = 0 if of_states <= _NARROW and not _accumulates(config) else away
+    # The device updates states of 16 bits and a share of others; gradients stay with it where one backward makes them.
+    through = 1 if of_states <= _NARROW else 0 if through == "auto" else through
+    leave = away if _accumulates(config) else away - int(away * through)
     return dataclasses.replace(
         found,
         # Two buckets of a unit's gradients go through, and the rest stays. Stage 1 adds up on the device instead.

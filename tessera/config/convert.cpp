@@ -107,6 +107,18 @@ struct Setter {
     }
     return put(m, number_of(value));
   }
+  bool operator()(std::optional<double>* m) const {
+    if (key.limits.takes_auto && value == "auto") {
+      m->reset();
+      return true;
+    }
+    double number = 0;
+    if (!(*this)(&number)) {
+      return false;
+    }
+    *m = number;
+    return true;
+  }
   bool operator()(std::string* m) const { return put(m, text()); }
   bool operator()(std::optional<std::string>* m) const { return put(m, text()); }
   bool operator()(std::vector<std::string>* m) const { return put(m, texts()); }
@@ -187,6 +199,10 @@ struct Setter {
 
 bool is_unset(const Json& value) {
   return value.is_null() || (value.is_string() && value == "auto");
+}
+
+bool is_unset(const Key& key, const Json& value) {
+  return is_unset(value) && !(key.limits.takes_auto && value.is_string());
 }
 
 Value to_value(const Json& value) {

@@ -10,6 +10,8 @@ namespace tessera::config {
 
 // null and "auto": the key counts as absent.
 bool is_unset(const nlohmann::json& value);
+// The same of a key that may have a choice of that name.
+bool is_unset(const Key& key, const nlohmann::json& value);
 
 Value to_value(const nlohmann::json& value);
 

@@ -125,7 +125,8 @@ std::vector<Key> zero_rows() {
       {FIELD(zero_optimization.offload_optimizer.pipeline_write), "no effect: writes are always behind the update"},
       {FIELD(zero_optimization.offload_optimizer.fast_init), "another way to write the first states"},
       {FIELD(zero_optimization.offload_optimizer.ratio),
-       "share of the update done on the host; below 1 only in stage 3", between(0, 1)},
+       "share of the states that live there, by units; auto: those that do not fit on the device",
+       Limits{.min = 0, .max = 1, .takes_auto = true}},
       {FIELD(zero_optimization.offload_optimizer.super_offload), "update on the host while the next step goes on"},
       {FIELD(zero_optimization.offload_optimizer.cpuadam_cores_perc), "share of the cores for the update",
        between(0, 1)},
@@ -353,6 +354,14 @@ std::vector<Key> later_rows() {
        "by the norm of the step before; unset: global",
        one_of({"global", "unit", "previous"})},
       {FIELD(tessera.clip_by_unit), "the same as clip \"unit\""},
+      {FIELD(tessera.device_share),
+       "of states of 32 bits that live elsewhere, the share that passes through the device and is updated there, by "
+       "units; "
+       "auto: what is measured to be fastest, see docs/offload.md",
+       Limits{.min = 0, .max = 1, .takes_auto = true}},
+      {FIELD(tessera.device_reserve),
+       "with offload_optimizer.ratio auto: the share of the device's memory that is left for activations",
+       between(0, 1)},
       {FIELD(tessera.sequence_parallel_norms),
        "with autotp_size: activations between blocks are cut along the sequence, see docs/tensor_parallel.md"},
   };

@@ -20,10 +20,10 @@ struct EnumField {
   std::function<void(int)> set;
 };
 
-using Field =
-    std::variant<bool*, int64_t*, double*, std::string*, std::optional<bool>*, std::optional<int64_t>*,
-                 std::optional<std::string>*, std::vector<std::string>*, std::optional<std::vector<std::string>>*,
-                 std::vector<int64_t>*, c10::ScalarType*, std::optional<c10::ScalarType>*, EnumField, Value*, Params*>;
+using Field = std::variant<bool*, int64_t*, double*, std::string*, std::optional<bool>*, std::optional<int64_t>*,
+                           std::optional<double>*, std::optional<std::string>*, std::vector<std::string>*,
+                           std::optional<std::vector<std::string>>*, std::vector<int64_t>*, c10::ScalarType*,
+                           std::optional<c10::ScalarType>*, EnumField, Value*, Params*>;
 
 struct Limits {
   double min = -std::numeric_limits<double>::infinity();
@@ -32,6 +32,7 @@ struct Limits {
   std::vector<std::string> choices{};  // texts, compared without letter case
   bool no_bool = false;                // a number that refuses true and false
   bool inf_unsets = false;             // infinity means unset
+  bool takes_auto = false;             // "auto" is a choice: no number. Elsewhere the key counts as absent
   bool one_is_list = false;            // a single text is a list of one
   bool null_only = false;              // an object that JSON cannot carry
   bool checked_by_rule = false;        // the range depends on other keys (config/rules.cpp)

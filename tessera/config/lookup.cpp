@@ -70,6 +70,9 @@ struct AllowedText {
   std::string operator()(int64_t*) const { return limits_text("integer", limits); }
   std::string operator()(std::optional<int64_t>*) const { return limits_text("integer", limits); }
   std::string operator()(double*) const { return limits_text("number", limits); }
+  std::string operator()(std::optional<double>*) const {
+    return limits_text("number", limits) + (limits.takes_auto ? ", or auto" : "");
+  }
   std::string operator()(std::string*) const { return text(); }
   std::string operator()(std::optional<std::string>*) const { return text(); }
   std::string operator()(std::vector<std::string>*) const { return "list of texts"; }
@@ -117,6 +120,7 @@ struct InLimits {
   bool operator()(double* v) const { return std::isfinite(*v) && within(*v, limits); }
   bool operator()(std::string* v) const { return chosen(*v, limits); }
   bool operator()(std::optional<int64_t>* v) const { return !*v || (*this)(&**v); }
+  bool operator()(std::optional<double>* v) const { return !*v || (*this)(&**v); }
   bool operator()(std::optional<std::string>* v) const { return !*v || (*this)(&**v); }
   bool operator()(std::vector<int64_t>* v) const {
     return std::all_of(v->begin(), v->end(), [](int64_t one) { return one > 0; });
@@ -192,7 +196,8 @@ std::string allowed(const Key& key) {
 
 Value value_of(const Key& key, const Config& config) {
   // Rows hand out mutable members; this one only reads.
-  return std::visit(ToValue{}, key.field(const_cast<Config&>(config)));
+  Value value = std::visit(ToValue{}, key.field(const_cast<Config&>(config)));
+  return value.is_null() && key.limits.takes_auto ? Value("auto") : value;
 }
 
 std::string value_text(const Key& key, const Config& config) {

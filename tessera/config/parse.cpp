@@ -74,7 +74,7 @@ class Parser {
   }
 
   void read_key(const Key& key, const std::string& written, const Json& value) {
-    if (is_unset(value)) {
+    if (is_unset(key, value)) {
       return;
     }
     const std::string before = value_text(key, config_);

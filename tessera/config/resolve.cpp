@@ -41,8 +41,7 @@ offload::StateOptions offload_options(const OffloadOptimizer& section) {
   const bool nvme = section.device == OffloadDevice::Nvme;
   return {.residence = nvme ? shard::Residence::Nvme : shard::Residence::Host,
           .folder = section.nvme_path.value_or(""),
-          .buffer_count = section.buffer_count,
-          .ratio = section.ratio};
+          .buffer_count = section.buffer_count};
 }
 
 offload::StateOptions offload_options(const OffloadParam& section) {
@@ -87,10 +86,14 @@ zero::Options zero_options(const Config& config) {
   }
   if (zero.offload_optimizer.device != OffloadDevice::None) {
     offload::StateOptions states = offload_options(zero.offload_optimizer);
-    // What the host updates it updates where it is; 16-bit states pass through the device.
-    states.pin_memory = zero.offload_optimizer.pin_memory && options.precision.states_are_narrow();
+    // What the host updates it updates where it is; 16-bit states pass through the device, and so may some of 32 bits.
+    const bool narrow = options.precision.states_are_narrow();
+    states.pin_memory = zero.offload_optimizer.pin_memory && narrow;
+    states.pin_asked = zero.offload_optimizer.pin_memory && !narrow && config.tessera.device_share != 0.0;
     options.home = offload::state_homes(std::move(states));
     options.pin_memory = zero.offload_optimizer.pin_memory;
+    options.ratio = zero.offload_optimizer.ratio.value_or(1);
+    options.device_share = config.tessera.device_share.value_or(0);
   }
   if (zero.offload_param.device != OffloadDevice::None && placements(config).shards_params()) {
     options.weight_home = offload::state_homes(offload_options(zero.offload_param));

@@ -110,9 +110,6 @@ void check_zero(const Config& c, Report& report) {
   } else if (zero.offload_param.device == OffloadDevice::Nvme && zero.offload_param.nvme_path.value_or("").empty()) {
     report.error("zero_optimization.offload_param.nvme_path", "is missing: device nvme needs a folder on the disk");
   }
-  if (offload.ratio < 1 && zero.stage != 3) {
-    report.error("zero_optimization.offload_optimizer.ratio", "below 1 needs stage 3");
-  }
   if (zero.stage >= 2 && zero.reduce_scatter) {
     if (c.prescale_gradients) {
       report.error("prescale_gradients", "needs zero_optimization.reduce_scatter false in stages 2 and 3");

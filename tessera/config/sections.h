@@ -207,16 +207,19 @@ struct Elasticity {
 
 // Keys of our own.
 struct Own {
-  int64_t min_unit_elements = 1 << 20;   // smaller neighbouring units are merged
-  std::optional<int64_t> state_bytes;    // config/precision.cpp
-  std::optional<std::string> rounding;   // "nearest", "stochastic"
-  int64_t seed = 0;                      // of stochastic rounding
-  bool broadcast_buffers = true;         // they start with rank 0's values
-  bool shared_parameters = false;        // ranks of one host keep one copy of the compute parameters
-  bool update_in_backward = false;       // no gradient outlives the backward
-  bool update_runs_on = false;           // of states that are away, into the next forward
-  std::optional<std::string> clip;       // what gradient_clipping holds for: "global", "unit", "previous"
-  bool clip_by_unit = false;             // the same as "unit"
+  int64_t min_unit_elements = 1 << 20;  // smaller neighbouring units are merged
+  std::optional<int64_t> state_bytes;   // config/precision.cpp
+  std::optional<std::string> rounding;  // "nearest", "stochastic"
+  int64_t seed = 0;                     // of stochastic rounding
+  bool broadcast_buffers = true;        // they start with rank 0's values
+  bool shared_parameters = false;       // ranks of one host keep one copy of the compute parameters
+  bool update_in_backward = false;      // no gradient outlives the backward
+  bool update_runs_on = false;          // of states that are away, into the next forward
+  std::optional<std::string> clip;      // what gradient_clipping holds for: "global", "unit", "previous"
+  bool clip_by_unit = false;            // the same as "unit"
+  // Of states that live elsewhere and that the host would update, the share of the device; unset: what is fastest.
+  std::optional<double> device_share = 0.0;
+  double device_reserve = 0.4;           // of the device's memory, what offload_optimizer.ratio "auto" leaves free
   bool sequence_parallel_norms = false;  // tensor parallelism cuts the activations between blocks
 };
 

@@ -21,7 +21,7 @@ struct OffloadOptimizer {
   bool pipeline_read = false;
   bool pipeline_write = false;
   bool fast_init = false;
-  double ratio = 1.0;  // share of the update done on the host
+  std::optional<double> ratio = 1.0;  // share of the states that live there; unset: what does not fit on the device
   bool super_offload = false;
   double cpuadam_cores_perc = 0.8;
 };

@@ -28,6 +28,10 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.says_some_unused =
       zero.ignore_unused_parameters && config.given.contains("zero_optimization.ignore_unused_parameters");
   options.nvme_path = zero.offload_optimizer.nvme_path.value_or(zero.offload_param.nvme_path.value_or(""));
+  options.offload = {.finds_ratio = !zero.offload_optimizer.ratio,
+                     .finds_share = !config.tessera.device_share,
+                     .reserve = config.tessera.device_reserve,
+                     .folder = zero.offload_optimizer.device == config::OffloadDevice::Nvme ? options.nvme_path : ""};
   options.scaler = config::scaler_options(config);
   options.autocast = config::autocast_options(config);
   return options;

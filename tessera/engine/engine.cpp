@@ -57,6 +57,8 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     dtypes.push_back(spec.tensor.scalar_type());
   try {
     check_alike(ranks, m.options, m.params, groups);
+    m.rates = settle_offload(m.options.offload, m.options.zero, ranks, m.params,
+                             optim::state_names(options.rule, groups).count);
     broadcast_unmanaged(m.mesh, m.options.zero, m.params);
     m.model = std::make_unique<zero::ShardedModel>(m.options.zero, m.mesh, m.params, options.rule, groups,
                                                    [impl = &m] { return impl->step_state(); });

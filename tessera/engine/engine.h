@@ -20,6 +20,7 @@
 #include "tessera/amp/autocast.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/engine/group_fields.h"
+#include "tessera/engine/offload_plan.h"
 #include "tessera/engine/scaling.h"
 #include "tessera/zero/sharded_model.h"
 
@@ -39,6 +40,7 @@ struct Options {
   bool says_some_unused = false;  // the user knows of parameters that have no part in a loss
   bool broadcast_buffers = true;  // broadcast_buffers() does what it says, and nothing without this
   std::string nvme_path;          // where offload_states() may put what goes to a disk
+  OffloadOptions offload;         // what is found out of zero.ratio and zero.device_share
   std::string schedule;           // what the configuration says of it, which all ranks must have alike
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
@@ -214,6 +216,8 @@ class Engine {
 
   using Memory = zero::Memory;
   Memory memory() const;
+  // Who updates what of the states, and what that should take. State error while they are away (offload_states()). Local.
+  OffloadPlan offload_plan() const;
   // What the steps so far spent where; Options::time_device makes it true of a device, too. State error once destroyed.
   const Phases& phases() const;
 

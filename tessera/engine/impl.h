@@ -26,6 +26,7 @@ struct Engine::Impl {
   comm::Mesh mesh;
   std::vector<ParamSpec> params;
   std::unique_ptr<zero::ShardedModel> model;
+  std::optional<offload::Rates> rates;         // where they were measured
   std::optional<zero::Ranks> savers;           // of the checkpointer
   std::unique_ptr<Checkpointer> checkpointer;  // last to come, first to go: it reads the model
 

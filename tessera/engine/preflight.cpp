@@ -115,6 +115,8 @@ std::vector<std::string> lines_of(const Options& options, const std::vector<Para
   const zero::GatherOptions& g = zero.gather;
   add("stage 3: prefetch ", g.prefetch, ", max live ", g.max_live, ", reuse distance ", g.reuse_distance,
       ", persistence ", g.persistence_threshold, " ", g.model_persistence);
+  add("states elsewhere: ", bool(zero.home), ", ratio ", options.offload.finds_ratio ? -1 : zero.ratio,
+      ", device share ", options.offload.finds_share ? -1 : zero.device_share, " (-1: found out)");
   add("seed ", zero.seed, ", shared parameters ", zero.share_params);
   add("update in the backward ", zero.update_in_backward, ", clipping by unit ", zero.unit_clipping,
       ", by the norm before ", zero.previous_clipping, ", runs on ", zero.update_runs_on);

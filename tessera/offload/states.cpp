@@ -10,6 +10,7 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -161,26 +162,21 @@ class Homes {
                    " live in host memory anyway: offload to device cpu changes nothing");
       return nullptr;
     }
-    if (!takes(what, size)) return nullptr;
-    const at::TensorOptions host = options.device(at::kCPU);
+    quantities_.insert(what);
+    const at::TensorOptions host = options.device(at::kCPU).pinned_memory(false);
     int64_t& in_memory = in_memory_[std::this_thread::get_id()];
     const bool stays =
         options_.residence == Residence::Nvme && options_.in_memory > 0 && size <= options_.in_memory - in_memory;
     if (stays) in_memory += size;
     if (stays && on_cpu) return nullptr;
     if (stays || options_.residence == Residence::Host)
-      return std::make_shared<HostHome>(size, host, options_.pin_memory ? slabs() : nullptr);
-    return std::make_shared<NvmeHome>(file(!on_cpu && options_.pin_memory), size, host);
+      return std::make_shared<HostHome>(size, host, pins(options) ? slabs() : nullptr);
+    return std::make_shared<NvmeHome>(file(!on_cpu && (options_.pin_memory || options_.pin_asked)), size, host);
   }
 
  private:
-  // Buffers of a quantity come in one order for all quantities, so all of a unit's live at one place.
-  bool takes(Quantity what, int64_t size) {
-    auto& [taken, seen] = counts_[what];
-    seen += size;
-    const bool goes = static_cast<double>(taken + size) <= options_.ratio * static_cast<double>(seen);
-    if (goes) taken += size;
-    return goes;
+  bool pins(const at::TensorOptions& options) const {
+    return options_.pin_memory || (options_.pin_asked && options.pinned_memory());
   }
 
   // As files.
@@ -201,7 +197,7 @@ class Homes {
                                         pinned ? MemoryMaker(&pinned_bytes) : MemoryMaker());
       known = file;
     }
-    file->keep_buffers(kPipeline * static_cast<int64_t>(counts_.size()));
+    file->keep_buffers(kPipeline * static_cast<int64_t>(quantities_.size()));
     return file;
   }
 
@@ -209,7 +205,7 @@ class Homes {
   std::mutex mutex_;
   bool said_ = false;
   std::map<std::thread::id, int64_t> in_memory_;  // elements that live there instead
-  std::map<Quantity, std::pair<int64_t, int64_t>> counts_;
+  std::set<Quantity> quantities_;
   std::map<std::thread::id, std::weak_ptr<NvmeFile>> files_;
   std::map<std::thread::id, std::weak_ptr<shard::HostSlabs>> slabs_;
 };
@@ -218,8 +214,6 @@ class Homes {
 
 std::function<shard::HomePtr(shard::Quantity, int64_t size, const at::TensorOptions&)> state_homes(
     StateOptions options) {
-  TESSERA_CHECK_VALUE(options.ratio >= 0 && options.ratio <= 1, "offload", "ratio must be from 0 to 1, got ",
-                      options.ratio);
   return [homes = std::make_shared<Homes>(std::move(options))](
              Quantity what, int64_t size, const at::TensorOptions& of) { return homes->make(what, size, of); };
 }

@@ -18,10 +18,10 @@ struct StateOptions {
   std::string folder{};  // Nvme: on the disk; made where there is none
   // Nvme: buffers of a tile that stay in memory, at least what the pipeline of the update wants: kPipeline a quantity.
   int64_t buffer_count = 0;
-  double ratio = 1;       // of each quantity's elements, by buffers, live there; the rest stay on the device
   int64_t in_memory = 0;  // Nvme: elements, by buffers, that live in host memory instead, the first ones of a thread
-  // Of a model on a device, page-locked host memory: for what lives there, and for what files are read into and written from.
-  bool pin_memory = false;
+  // Of a model on a device, page-locked host memory: for what lives there, and for what files are read into and written from. Of
+  // what lives there also alone for buffers whose TensorOptions ask for it.
+  bool pin_memory = false, pin_asked = false;
   std::string what = "optimizer states";  // for warnings
   QueueMaker make_queue{};                // Nvme: how files are read and written; empty: io::make_queue
 };

@@ -49,6 +49,10 @@ void StreamOrder::write(c10::Device device) {
   streams_.assign(1, now);
 }
 
+void StreamOrder::take_over(c10::Device device) {
+  if (!device.is_cpu()) streams_.assign(1, current_stream(device));
+}
+
 void StreamOrder::read(c10::Device device) {
   if (device.is_cpu()) return;
   const c10::Stream now = current_stream(device);

@@ -39,6 +39,8 @@ class StreamOrder {
  public:
   // What the current stream is given from here on may write there: it comes after all that was given so far.
   void write(c10::Device device);
+  // The current stream has the last writer's place; an event orders it already after all that counts.
+  void take_over(c10::Device device);
   // It may read: it comes after what the last writer was given so far.
   void read(c10::Device device);
   // The same as write(), before keep(). Of a device that fails nothing is ordered.

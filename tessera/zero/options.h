@@ -44,6 +44,9 @@ struct Options {
   GatherOptions gather;
   uint64_t seed = 0;  // of stochastic rounding
   HomeMaker home;     // of masters and optimizer states
+  // Shares of the elements, by units: of what `home` would take, what lives there, the rest staying on the device; and of that
+  // again, what the device updates whatever its dtype (Note [Where an update is] in tile.h).
+  double ratio = 1, device_share = 0;
   // Of this rank's slices of partitioned parameters, which then are partitioned on one rank, too.
   HomeMaker weight_home;
   bool pin_memory = true;  // of what goes between the device and a host that updates states which live elsewhere

@@ -30,7 +30,7 @@ c10::Device lives_at(bool is_here, const Unit& unit) {
 
 c10::Device place_of_update(const Unit& unit) {
   const c10::Device device = unit.flat->options().device();
-  if (device.is_cpu() || states_on_device(unit)) return device;
+  if (device.is_cpu() || states_on_device(unit) || unit.state_place().by_device) return device;
   const auto narrow = [](const shard::Buffer* b) {
     return !b->defined() || b->options().dtype().itemsize() <= kNarrow;
   };
@@ -139,16 +139,19 @@ bool Tile::reads_weights() const {
   return !unit_->master.defined() || written != range_.size();
 }
 
-void Tile::set_out(Lanes& lanes) {
+void Tile::set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since) {
   if (!travels_) return;
-  TileRing& ring = place_.is_cpu() ? lanes.on_host : lanes.on_device;
+  const bool of_host = place_.is_cpu();
+  since_ = since;
+  TileRing& ring = of_host ? lanes.on_host : lanes.on_device;
   slot_ = &ring.next();
   for (size_t i = 0; i < carried_.size(); ++i)
     if (carried_[i].travels) carried_[i].here = TileRing::view(*slot_, i, range_.size(), carried_[i].buffer.dtype());
-  const auto order = place_.is_cpu() ? shard::SideStream::After::Current : shard::SideStream::After::Nothing;
-  came_ = lanes.there.run(
+  shard::SideStream& there = of_host ? lanes.host_there : lanes.there;
+  came_ = there.run(
       device_,
       [&] {
+        if (of_host) shard::come_after(*since_, device_);
         if (slot_->free) shard::come_after(*slot_->free, device_);
         for (Carried& c : carried_) {
           if (!c.travels) continue;
@@ -156,7 +159,7 @@ void Tile::set_out(Lanes& lanes) {
           if (c.reads) copy_beside(c.here, c.home);
         }
       },
-      order);
+      shard::SideStream::After::Nothing);
   slot_->free = came_;
 }
 
@@ -224,10 +227,14 @@ std::optional<Returning> Tile::set_back(Lanes& lanes) {
       if (c.travels && c.changes) copy_beside(c.home, c.here);
   };
   if (place_.is_cpu()) {
-    slot_->free = updated_ = lanes.back.run(device_, [&] {
-      unit_->on_this_stream();
-      copy();
-    });
+    slot_->free = updated_ = lanes.host_back.run(
+        device_,
+        [&] {
+          shard::come_after(*since_, device_);
+          unit_->order.take_over(device_);
+          copy();
+        },
+        shard::SideStream::After::Nothing);
     return {};
   }
   if (carried_[kWeights].travels) carried_[kWeights].buffer = unit_->weights_to_write();

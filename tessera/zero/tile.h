@@ -6,7 +6,8 @@
 //     is on its way there while one is updated and one goes home, each on a stream of its own beside what computes. So in a backward
 //     that updates they are hidden behind it. Nothing waits for them but who reads what they bring.
 //   - On the host, where fp32 states live elsewhere: they are more bytes than gradients and weights, which come to the host, and
-//     weights go back.
+//     weights go back. Of such units a share may be the device's all the same (StatePlace::by_device), so that the link is busy
+//     while the host's memory is: streams of the two are apart, and what the host updates waits for nothing of the device's.
 //   Bits are the same: kernels of the host and of the device have the same ones.
 #pragma once
 
@@ -52,7 +53,8 @@ class TileRing {
 
 // Of an engine.
 struct Lanes {
-  shard::SideStream there, work, back;
+  shard::SideStream there, work, back;      // of what the device updates
+  shard::SideStream host_there, host_back;  // of what the host does
   TileRing on_device, on_host;
   size_t units = 0;  // so many have room
 
@@ -79,8 +81,9 @@ class Tile {
   Tile(const Tile&) = delete;
   Tile& operator=(const Tile&) = delete;
 
-  // What lives elsewhere sets out for where it is updated. Waits for the disk.
-  void set_out(Lanes& lanes);
+  // What lives elsewhere sets out for where it is updated. Waits for the disk. To the host it does after `since`, which comes after
+  // all that the unit's streams were given, and so does what comes back.
+  void set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since);
   // Where the device does it beside the current stream the event tells when it is done; else null.
   const std::shared_ptr<c10::Event>& update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
                                             Lanes& lanes);
@@ -122,7 +125,7 @@ class Tile {
   bool travels_ = false;
   std::array<Carried, TileRing::kQuantities> carried_;  // weights, gradients, Unit::state_buffers()
   TileRing::Slot* slot_ = nullptr;
-  std::shared_ptr<c10::Event> came_, updated_;
+  std::shared_ptr<c10::Event> since_, came_, updated_;
 };
 
 }  // namespace tessera::zero

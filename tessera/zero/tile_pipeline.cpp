@@ -21,6 +21,8 @@ TilePipeline::TilePipeline(Units& units, Lanes& lanes, RankGuard& disks, std::fu
       done_(std::move(done)),
       groups_(groups == nullptr ? units.groups() : *groups) {
   if (!lanes_.has_room(units)) disks_.run([&] { lanes_.make_room(units_); });
+  const c10::Device device = units_.ranks().device;
+  if (done_ && !device.is_cpu()) disks_.run([&] { began_ = shard::mark(device); });
 }
 
 // After an error weights may be on their way to where others write next.
@@ -66,10 +68,11 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector
     disks_.run([&] {
       tile =
           std::make_unique<Tile>(unit, grads, range, std::vector<Segment>(begin, end), last, scale, units_.options());
-      if (tile->is_of_host()) tile->set_out(lanes_);
+      // Not after what the current stream is given since, as gathers of units that the device has updated.
+      if (tile->is_of_host()) tile->set_out(lanes_, began_ ? began_ : shard::mark(units_.ranks().device));
     });
     update_next();
-    if (tile && !tile->is_of_host()) disks_.run([&] { tile->set_out(lanes_); });
+    if (tile && !tile->is_of_host()) disks_.run([&] { tile->set_out(lanes_, nullptr); });
     next_ = std::move(tile);
     if (!next_ && last && done_) done_(unit);
     begin = end;

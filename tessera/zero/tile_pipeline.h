@@ -15,8 +15,9 @@ namespace tessera::zero {
 // weights live on the device a unit is one tile, and nothing is on its way. One at a time for an engine's lanes.
 class TilePipeline {
  public:
-  // `done` is told of every unit in turn, also after a failure: the collectives go on, or the other ranks would wait.
-  // `groups`: the hyper-parameters to go by, which outlive it; null: those of `units`.
+  // `done` is told of every unit in turn, also after a failure: the collectives go on, or the other ranks would wait. All
+  // gradients are there before then; without it those of a unit are when it is added. `groups`: the hyper-parameters to go by,
+  // which outlive it; null: those of `units`.
   TilePipeline(Units& units, Lanes& lanes, RankGuard& disks, std::function<void(Unit&)> done = {},
                const std::vector<optim::GroupOptions>* groups = nullptr);
   ~TilePipeline();
@@ -51,6 +52,7 @@ class TilePipeline {
   std::unique_ptr<Tile> next_;
   std::deque<Returning> returning_;
   std::shared_ptr<c10::Event> updated_, sent_;  // by the device, and by the host to it
+  std::shared_ptr<c10::Event> began_;           // after all gradients, where they are there
 };
 
 }  // namespace tessera::zero

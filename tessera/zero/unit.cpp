@@ -55,8 +55,13 @@ const char* grad_state_name(GradState state) {
 }
 
 Unit::Unit(std::string unit_name, std::vector<Param> unit_params, const Options& options,
-           const shard::StagePlacements& placements, bool resident, const Ranks& unit_ranks, at::Tensor space)
-    : name(std::move(unit_name)), ranks(unit_ranks), params(std::move(unit_params)), options_(options) {
+           const shard::StagePlacements& placements, bool resident, const Ranks& unit_ranks, at::Tensor space,
+           StatePlace states)
+    : name(std::move(unit_name)),
+      ranks(unit_ranks),
+      params(std::move(unit_params)),
+      options_(options),
+      state_place_(states) {
   const int rank = ranks.shard->rank(), size = ranks.shard->size();
   using shard::Placement;
   std::vector<int64_t> numels;
@@ -117,7 +122,9 @@ void Unit::move_to(Turn next) {
 }
 
 shard::Buffer Unit::make(shard::Quantity what, const at::TensorOptions& options) const {
-  return {owned.size(), options, options_.home ? options_.home(what, owned.size(), options) : nullptr};
+  if (!options_.home || !state_place_.away) return {owned.size(), options};
+  const bool pin = state_place_.by_device && options_.pin_memory;
+  return {owned.size(), options, options_.home(what, owned.size(), options.pinned_memory(pin))};
 }
 
 shard::Buffer Unit::gradients() const {

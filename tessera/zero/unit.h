@@ -80,12 +80,18 @@ struct Run {
 
 using shard::kTile;
 
+// Of a unit's masters and optimizer states: whether they live where Options::home says, and whether the device updates them
+// there, which else their dtype decides (place_of_update()). Page-locked memory is asked for then.
+struct StatePlace {
+  bool away = true, by_device = false;
+};
+
 class Unit {
  public:
   // `ranks`: of this unit; must outlive it. `resident`: its parameters stay whole on every rank whatever the stage.
   // `space`: see FlatParams.
   Unit(std::string name, std::vector<Param> params, const Options& options, const shard::StagePlacements& placements,
-       bool resident, const Ranks& ranks, at::Tensor space = {});
+       bool resident, const Ranks& ranks, at::Tensor space = {}, StatePlace states = {});
 
   // Moves on or throws: Empty -> Accumulating (-> Late) -> Reducing -> Reduced -> Accumulating ..., any -> Empty.
   void move_to(GradState next);
@@ -182,6 +188,7 @@ class Unit {
   at::Tensor read_master(shard::Range range) const;
   // Copies `values` into them. The weights follow where they are part of the master, else in refresh_weights().
   void write_master(shard::Range range, const at::Tensor& values);
+  const StatePlace& state_place() const { return state_place_; }
   // Master, residual and states, whether or not there are such.
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master, &residual, &states[0], &states[1]}; }
   // Returns when what was written to them, or to the weights, is where they live; throws what went wrong on the way.
@@ -226,6 +233,7 @@ class Unit {
   void adopt_tile(shard::Range tile, const at::Tensor& same, const at::Tensor& now);
 
   Options options_;
+  StatePlace state_place_;
   uint32_t master_version() const { return master.is_here() ? master.tensor()._version() : 0; }
 
   uint32_t known_master_ = 0;  // version after our last write: another one is that of a user who wrote to a view

@@ -344,6 +344,22 @@ void Units::check_client(const std::vector<ParamSpec>& params) const {
                       "offload_optimizer out");
 }
 
+bool Units::Taken::take(int64_t size, double share) {
+  seen += size;
+  const bool takes = static_cast<double>(taken + size) <= share * static_cast<double>(seen);
+  if (takes) taken += size;
+  return takes;
+}
+
+// The same on all ranks that exchange gradients or weights: their sizes are, and the order in which units are built.
+StatePlace Units::state_place_of(const std::vector<const ParamSpec*>& members) {
+  int64_t size = 0;
+  for (const ParamSpec* p : members)
+    size += p->tensor.numel();
+  const bool away = options_.home && away_states_.take(size, options_.ratio);
+  return {away, away && of_device_.take(size, options_.device_share)};
+}
+
 void Units::build_unit(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals) {
   std::vector<Param> members;
   for (size_t i = 0; i < originals.size(); ++i) {
@@ -357,7 +373,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   }
   const Set& set = set_of(*originals.front());
   auto made = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
-                                     set.ranks, space_of(originals));
+                                     set.ranks, space_of(originals), state_place_of(originals));
   Unit* const unit = made.get();
   units_.push_back(std::move(made));  // it has the parameters from here on, and undo() finds it
   const int number = unsharder_->add(unit->flat.get(), set.gathers);

@@ -13,6 +13,7 @@
 #include <array>
 #include <cmath>
 #include <iterator>
+#include <numeric>
 #include <optional>
 #include <ranges>
 
@@ -84,6 +85,29 @@ at::Tensor sum_there(const std::vector<at::Tensor>& numbers, c10::Device device)
 at::Tensor stacked(const std::vector<at::Tensor>& numbers) {
   const bool read = numbers.empty() || std::ranges::any_of(numbers, &at::Tensor::is_cpu);
   return read ? at::tensor(optim::read_numbers(numbers), at::kDouble) : at::stack(numbers);
+}
+
+// What passes through the device and what the host updates, where both go on at the same time: the host gives the device as much
+// as will last until it is through with its own next unit, if both end together. Else one of them has more than it needs.
+std::vector<Unit*> beside_each_other(const std::vector<Unit*>& through, const std::vector<Unit*>& of_host) {
+  const auto sum = [](const std::vector<Unit*>& units) {
+    return std::accumulate(units.begin(), units.end(), 0.0,
+                           [](double n, const Unit* unit) { return n + static_cast<double>(unit->owned.size()); });
+  };
+  const double all_through = sum(through), all_of_host = sum(of_host);
+  std::vector<Unit*> order;
+  double given = 0, done = 0;  // elements
+  auto next = through.begin();
+  for (Unit* const unit : of_host) {
+    done += static_cast<double>(unit->owned.size());
+    for (; next != through.end() && given * all_of_host < done * all_through; ++next) {
+      given += static_cast<double>((*next)->owned.size());
+      order.push_back(*next);
+    }
+    order.push_back(unit);
+  }
+  order.insert(order.end(), next, through.end());
+  return order;
 }
 
 }  // namespace
@@ -312,19 +336,20 @@ void Updater::make_room() {
   failure.check("[zero] ");
 }
 
-// First what stays on the device, which nothing waits for, then what passes through it, last what the host itself updates; each
-// as the next forward uses it. The same on all ranks, whose gathers follow.
 std::vector<Unit*> Updater::in_order_of_update() const {
-  std::vector<Unit*> order;
-  for (const auto& unit : std::views::reverse(units_.all()))
-    order.push_back(unit.get());
-  std::ranges::stable_partition(order, [](const Unit* unit) { return !place_of_update(*unit).is_cpu(); });
-  std::ranges::stable_partition(order, [](const Unit* unit) { return lives_on_device(*unit); });
+  std::vector<Unit*> order, through, of_host;
+  for (const auto& unit : std::views::reverse(units_.all())) {
+    const bool stays = lives_on_device(*unit), host = place_of_update(*unit).is_cpu();
+    (stays ? order : host ? of_host : through).push_back(unit.get());
+  }
+  std::ranges::copy(beside_each_other(through, of_host), std::back_inserter(order));
   return order;
 }
 
 void Updater::update_units(const std::vector<Unit*>& units, const GradientSummary& summary, double scale,
                            RankGuard& disks) {
+  for (const auto& unit : units_.all())
+    unit->on_this_stream();
   TilePipeline pipeline(units_, lanes_, disks, [this](Unit& unit) {
     gather_unit(unit);
     driver_.used_up(unit);

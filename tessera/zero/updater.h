@@ -57,6 +57,9 @@ class Updater {
   void prepare_update();
   // The last of it. Local.
   void check_no_regions() const;
+  // First what stays on the device, which nothing waits for, then what passes through it beside what the host itself updates; each
+  // as the next forward uses it. The same on all ranks, whose gathers follow. Local.
+  std::vector<Unit*> in_order_of_update() const;
 
   // A client's optimizer is given the gradients themselves, and no copy in another dtype.
   bool client_reads_gradients() const;
@@ -78,7 +81,6 @@ class Updater {
   comm::Pending gather(Unit& unit);
   void gather_unit(Unit& unit);
   void finish_gathers();
-  std::vector<Unit*> in_order_of_update() const;
   void update_units(const std::vector<Unit*>& units, const GradientSummary& summary, double scale, RankGuard& disks);
   void run_on(const std::vector<Unit*>& units, const GradientSummary& summary, double scale, RankGuard disks);
   void complete_pieces(const std::vector<bool>& present);

@@ -151,6 +151,8 @@ const std::vector<std::string>& frozen_keys() {
       "tessera.broadcast_buffers",
       "tessera.clip",
       "tessera.clip_by_unit",
+      "tessera.device_reserve",
+      "tessera.device_share",
       "tessera.min_unit_elements",
       "tessera.rounding",
       "tessera.seed",

@@ -50,6 +50,8 @@ ORDER = [
     "tessera:8+host",
     "tessera:14+host",
     "tessera:14+host+on",
+    "tessera:14+host+share",
+    "tessera:14+host+early+share",
     "tessera:8+host+previous",
     "tessera:14+host+previous",
     "torch:fp32+autocast",

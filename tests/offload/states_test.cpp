@@ -78,21 +78,6 @@ TEST(States, HostMemoryIsWhereACpuModelsStatesAre) {
   EXPECT_EQ(home(Quantity::State0, 10, kFloats), nullptr);
 }
 
-TEST(States, AShareOfThemStaysOnTheDevice) {
-  const io::TempFolder folder;
-  StateOptions options = on_disk(folder);
-  options.ratio = 0.5;
-  const auto home = state_homes(options);
-  for (const auto what : {Quantity::Master, Quantity::State0, Quantity::State1}) {
-    std::string away;
-    for (const int64_t size : {10, 10, 30, 20, 10, 10})
-      away += home(what, size, kFloats) ? '1' : '0';
-    EXPECT_EQ(away, "010110") << "the same units for each quantity";
-  }
-  options.ratio = 1.5;
-  EXPECT_HAS(testing::error_of([&] { state_homes(options); }), "ratio");
-}
-
 TEST(States, WhatCannotBeHadIsSaidWhenItIsAskedFor) {
   const auto none = state_homes({.residence = Residence::Nvme});
   EXPECT_HAS(testing::error_of([&] { none(Quantity::Master, 10, kFloats); }), "nvme_path");

@@ -58,7 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def away(states: str | None, weights: str | None, pin: bool = True, ratio: float = 1.0) -> dict[str, Any]:
+def away(states: str | None, weights: str | None, pin: bool = True, ratio: float | str = 1.0) -> dict[str, Any]:
     more = {"nvme_path": FOLDER.name, "pin_memory": pin}
     found = {}
     if states:
@@ -68,11 +68,17 @@ def away(states: str | None, weights: str | None, pin: bool = True, ratio: float
     return found
 
 
-# Where states and weights are -> the stages that can have them there, more of zero_optimization.
+# Where states and weights are -> the stages that can have them there, more of zero_optimization. "shared": the device
+# updates some of what the host would.
 PLACES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "device": ((0, 1, 2, 3), {}),
     "states in host memory": ((1, 2, 3), away("cpu", None)),
-    "half of the states in host memory": ((3,), away("cpu", None, ratio=0.5)),
+    "half of the states in host memory": ((1, 2, 3), away("cpu", None, ratio=0.5)),
+    "states that fit on the device": ((2,), away("cpu", None, ratio="auto")),
+    "shared states in host memory": ((1, 2, 3), away("cpu", None)),
+    "shared states in pageable memory": ((2,), away("cpu", None, pin=False)),
+    "shared states on a disk": ((1, 3), away("nvme", None)),
+    "all in host memory, shared": ((3,), away("cpu", "cpu")),
     "states in pageable memory": ((1, 2), away("cpu", None, pin=False)),
     "states on a disk": ((1, 2, 3), away("nvme", None)),
     "weights in host memory": ((3,), away(None, "cpu")),
@@ -82,6 +88,9 @@ PLACES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "weights on a disk, states in host memory": ((3,), away("cpu", "nvme")),
     "all on a disk": ((3,), away("nvme", "nvme")),
 }
+
+
+SHARED = {place for place in PLACES if "shared" in place}
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,8 @@ def config(
     step before clips there."""
     own = copy.deepcopy(MODES[mode])
     own.setdefault("tessera", {})["min_unit_elements"] = 1
+    if place in SHARED:
+        own["tessera"]["device_share"] = 0.5
     cfg = {
         "train_micro_batch_size_per_gpu": 12,
         "gradient_accumulation_steps": accumulation,
@@ -500,6 +511,7 @@ def is_served(row: Row) -> bool:
         or (way.run is away_for_a_while and ("offload_param" in zero or not runs_itself))
         or (way.run in (loaded_as_fp32, loaded_as_14_bytes) and "optimizer" in mode)
         or ("offload_optimizer" in zero and not runs_itself)
+        or (row.place in SHARED and mode.get("bf16") is LOW)
         or (row.mode == "Muon" and (row.stage == 3 or way.run is resumed_in_another_stage))
     )
 

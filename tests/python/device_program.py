@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set
 from torch import nn
 
 import tessera
+from tessera import _core
 from tessera.zero import GatheredParameters, partition_info
 
 DEVICE = "privateuseone"
@@ -104,6 +106,43 @@ def test_states_in_host_memory_and_on_a_disk() -> None:
                 assert (memory.host, memory.disk) == found and memory.grads > 0, (name, stage, where)
                 train_alike(engines, (name, stage, where))
                 engines[1].destroy()
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """The lines that the engines log meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("tessera")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def test_host_and_device_share_an_update() -> None:
+    """In the share that is given or found; the plan says who has what, and a line of it is logged."""
+    for share, ratio, says in ((0.5, 1, False), ("auto", 1, True), (0, "auto", True), ("auto", "auto", True)):
+        cfg = config(2, **ADAM, bf16=True, tessera={"device_share": share, "min_unit_elements": 1})
+        zero = cfg["zero_optimization"] | {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        with logged() as lines:
+            engines = [engine_on("cpu", cfg), engine_on(DEVICE, cfg | {"zero_optimization": zero})]
+        plan = engines[1].core.offload_plan()
+        assert (plan.text() in lines) == says
+        assert (plan.rates is not None) == (share == "auto")
+        assert (plan.milliseconds > 0) == (share == "auto" and ratio == 1)
+        assert sum(row.elements for row in plan.units) >= sum(p.numel() for p in engines[1].module.parameters())
+        by = {row.by for row in plan.units}
+        if share == 0.5:
+            assert by == {_core.UpdatedBy.Host, _core.UpdatedBy.Through} and plan.device_share == 0.5
+        if ratio == "auto":  # there is room for all of it
+            assert by == {_core.UpdatedBy.Device} and plan.ratio == 0
+        train_alike(engines, (share, ratio))
 
 
 def test_states_away_for_a_while() -> None:

@@ -74,6 +74,7 @@ PLACES = [
     (4, {"stage": 1, "offload_optimizer": CPU}, 0, (2, 0, 0, 3, 0)),
     (4, {"stage": 3, "offload_optimizer": CPU}, 0, (0.5, 0, 0, 3, 0)),
     (4, {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}}, 0, (0.5, 0.25, 1.25, 1.5, 0)),
+    (4, {"stage": 3, "offload_optimizer": {**CPU, "ratio": "auto"}}, 0, (0.5, 0, 0, 3, 0)),
     (4, {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, 0, (0, 0, 0, 3.5, 0)),
     (4, {"stage": 2, "offload_optimizer": NVME}, 0, (2, 0, 0, 3, 2.5)),  # less than the tiles that pass
     (4, {"stage": 3, "offload_param": {**NVME, "max_in_cpu": 100_000}}, 0, (0, 0.5, 2.5, 0.5, 0.3)),
@@ -88,11 +89,23 @@ def test_where_bytes_are(ranks: int, zero: dict[str, Any], tp: int, megabytes: t
     assert [part / 1e6 for part in parts] == list(megabytes)
 
 
-@pytest.mark.parametrize(("steps", "grads", "host"), [(1, 0.5, 1.5), (2, 0, 2)])
-def test_gradients_that_the_device_updates_with_stay(steps: int, grads: float, host: float) -> None:
-    """Where an update has one backward. States of 6 bytes."""
-    low = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    cfg = {**ADAM, "bf16": low, "zero_optimization": {"stage": 3, "offload_optimizer": CPU}}
+LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+# States of 6 bytes, and of 10 of which the device has a share.
+PASSING: list[tuple[dict[str, Any], int, float, float]] = [
+    ({"bf16": LOW}, 1, 0.5, 1.5),
+    ({"bf16": LOW}, 2, 0, 2),
+    ({**BF16, "tessera": {"device_share": 0.5}}, 1, 0.25, 2.75),
+    ({**BF16, "tessera": {"device_share": 0.5}}, 2, 0, 3),
+    ({**BF16, "tessera": {"device_share": "auto"}}, 1, 0, 3),
+]
+
+
+@pytest.mark.parametrize(("mode", "steps", "grads", "host"), PASSING)
+def test_gradients_that_the_device_updates_with_stay(
+    mode: dict[str, Any], steps: int, grads: float, host: float
+) -> None:
+    """Where an update has one backward."""
+    cfg = {**ADAM, **mode, "zero_optimization": {"stage": 3, "offload_optimizer": CPU}}
     found = estimate(MILLION, {**cfg, "gradient_accumulation_steps": steps}, 4)
     assert [found.grads / 1e6, found.host / 1e6] == [grads, host]
 

@@ -158,7 +158,8 @@ TEST(DeviceTiles, WhatStaysIsUpdatedFirst) {
     specs.push_back({name, at::ones({1000}, kAccelerator).requires_grad_(true), 0, "u" + name});
   }
   engine::Options options = toy_options({.stage = 1, .precision = PrecisionPolicy::fp32()});
-  options.zero.home = offload::state_homes({.residence = shard::Residence::Host, .ratio = 0.5});
+  options.zero.home = offload::state_homes({.residence = shard::Residence::Host});
+  options.zero.ratio = 0.5;
   Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
   for (int step = 0; step < 2; ++step) {
     at::Tensor loss = at::zeros({}, kAccelerator);

@@ -49,6 +49,9 @@ class Watch:
 
     def built(self, engine: Engine) -> None:
         """The engine has its core from here on."""
+        found = ("tessera.device_share", "zero_optimization.offload_optimizer.ratio")
+        if self._speaks and "auto" in map(self._config.get, found):
+            logger.info("%s", engine.core.offload_plan().text())
         if self._config.get("dump_state") and self._speaks:
             show_progress()
             logger.info("configuration\n%s", self._config.describe())

@@ -1,0 +1,39 @@
+"""Types of the compiled module, continued: states that live elsewhere. At run time all are in `tessera._core` only."""
+
+from enum import Enum
+from typing import Final
+
+class Residence(Enum):
+    Device = ...
+    Host = ...
+    Nvme = ...
+
+class UpdatedBy(Enum):
+    Device = ...
+    Through = ...
+    Host = ...
+
+class Rates:
+    link: Final[float]
+    host: Final[float]
+    memory: Final[float]
+    device: Final[float]
+    disk: Final[float]
+
+class OffloadRow:
+    unit: Final[str]
+    elements: Final[int]
+    states: Final[Residence]
+    by: Final[UpdatedBy]
+
+class OffloadPlan:
+    ratio: Final[float]
+    device_share: Final[float]
+    rates: Final[Rates | None]
+    milliseconds: Final[float]
+    link: Final[float]
+    host: Final[float]
+    memory: Final[float]
+    disk: Final[float]
+    units: Final[list[OffloadRow]]
+    def text(self) -> str: ...

@@ -1,0 +1,48 @@
+// What an update of states that live elsewhere takes, as arithmetic: how long, which share of it the device should do, and how much
+// of the states has room on the device.
+//
+// Note [Byte model]
+//   For an element that the host updates, its kernel reads and writes `kernel` bytes of host memory, and weights pass the link each
+//   way. For one that the device does, masters and states pass the link each way, which host memory serves. Host, link and the
+//   device work at the same time, so that an update takes as long as the busiest of them, which the share decides; of a disk it
+//   takes at least what that reads and writes, whatever the share. Gradients leave beside the backward and do not count.
+#pragma once
+
+#include <cstdint>
+
+#include "tessera/amp/precision.h"
+#include "tessera/offload/rates.h"
+
+namespace tessera::engine {
+
+// Of an element.
+struct UpdateBytes {
+  double through = 0;  // each way on the link, where the device updates
+  double of_host = 0;  // where the host does
+  double kernel = 0;   // read and written by the host's update
+  double disk = 0;     // read and written there; 0: nothing lives on a disk
+};
+// `moments`: how many the rule has. `weights`: they live elsewhere, too. `disk`: masters and states are on one.
+UpdateBytes update_bytes(const amp::PrecisionPolicy& precision, int moments, bool weights, bool disk);
+
+// Seconds an element.
+struct UpdateTime {
+  double link = 0, host = 0, memory = 0, disk = 0;
+  double longest() const;
+};
+UpdateTime update_time(const UpdateBytes& bytes, const offload::Rates& rates, double share);
+
+// The share of the device that takes the least time; of several the smallest.
+double best_share(const UpdateBytes& bytes, const offload::Rates& rates);
+
+// Device memory for the elements that a rank updates.
+struct Room {
+  double bytes = 0;
+  double elements = 0;
+  double stays = 0;    // bytes of an element whose masters and states stay, gradients included
+  double is_away = 0;  // of another one: its gradient, as far as it waits for the update there
+};
+// The smallest share of the elements that must live elsewhere.
+double ratio_that_fits(const Room& room);
+
+}  // namespace tessera::engine

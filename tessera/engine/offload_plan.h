@@ -1,0 +1,52 @@
+// OffloadPlan: which units live elsewhere, who updates them, and what that takes; made when an engine is built.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/offload/rates.h"
+#include "tessera/optim/optimizer.h"
+#include "tessera/shard/buffer.h"
+#include "tessera/zero/options.h"
+#include "tessera/zero/param_spec.h"
+#include "tessera/zero/ranks.h"
+
+namespace tessera::engine {
+
+// What of zero::Options is to be found out: `ratio`, `device_share`.
+struct OffloadOptions {
+  bool finds_ratio = false, finds_share = false;
+  double reserve = 0.4;  // of the device's memory, what the states leave free
+  std::string folder{};  // where they live on a disk; else empty
+};
+
+enum class UpdatedBy : uint8_t {
+  Device,   // where its states stay
+  Through,  // the device, through which they pass
+  Host,
+};
+
+struct OffloadPlan {
+  struct Row {
+    std::string unit;
+    int64_t elements;  // that this rank updates
+    shard::Residence states;
+    UpdatedBy by;
+  };
+  double ratio = 1, device_share = 0;   // as asked for, or found
+  std::optional<offload::Rates> rates;  // of the slowest rank, where they were measured
+  // Where they were: what an update takes, and the busiest of these it follows from.
+  double milliseconds = 0, link = 0, host = 0, memory = 0, disk = 0;
+  std::vector<Row> units;    // in the order of the update
+  std::string text() const;  // a line
+};
+
+// Finds what `asked` says and puts it into `options`, the same on all ranks. Value error for a ratio of a model on the CPU; an
+// IoError or OutOfMemoryError of any rank is one of all. Collective.
+std::optional<offload::Rates> settle_offload(const OffloadOptions& asked, zero::Options& options,
+                                             const zero::Ranks& ranks, const std::vector<zero::ParamSpec>& params,
+                                             int moments);
+
+}  // namespace tessera::engine

@@ -1,0 +1,101 @@
+#include "tessera/engine/device_share.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "tests/support/modes.h"
+
+namespace tessera::engine {
+
+using amp::Master;
+using amp::PrecisionPolicy;
+using offload::Rates;
+
+namespace {
+
+constexpr double kParameters = 1.3643e9;
+// One H100 (bench/reports/h100): what its link, host and host memory were measured to take.
+const Rates kH100{.link = 50e9, .host = 145e9, .memory = 150e9, .device = 3e12};
+
+double milliseconds(const UpdateBytes& bytes, const Rates& rates, double share) {
+  return update_time(bytes, rates, share).longest() * kParameters * 1e3;
+}
+
+}  // namespace
+
+TEST(DeviceShare, BytesOfTheForms) {
+  struct Row {
+    PrecisionPolicy precision;
+    int moments;
+    double through, kernel;
+  };
+  const auto mode = [](at::ScalarType dtype, Master master, at::ScalarType state) {
+    return testing::mode(dtype, master, state);
+  };
+  for (const Row& row : {Row{PrecisionPolicy::bf16(), 2, 10, 26}, Row{PrecisionPolicy::fp16(), 2, 12, 30},
+                         Row{PrecisionPolicy::fp32(), 2, 8, 28}, Row{PrecisionPolicy::fp32(), 1, 4, 20},
+                         Row{mode(at::kBFloat16, Master::Weight, at::kFloat), 2, 8, 22}}) {
+    const auto weight = static_cast<double>(at::elementSize(row.precision.param));
+    const UpdateBytes here = update_bytes(row.precision, row.moments, false, false);
+    EXPECT_EQ(here.through, row.through);
+    EXPECT_EQ(here.of_host, weight) << "the same each way";
+    EXPECT_EQ(here.kernel, row.kernel);
+    const UpdateBytes away = update_bytes(row.precision, row.moments, /*weights=*/true, /*disk=*/true);
+    EXPECT_EQ(away.through, row.through + weight);
+    EXPECT_EQ(away.of_host, 0);
+    EXPECT_EQ(away.disk, 2 * row.through);
+  }
+}
+
+// The figures of a byte model on paper: 14 bytes, 1.36 billion parameters.
+TEST(DeviceShare, PredictsAnH100) {
+  const UpdateBytes bytes = update_bytes(PrecisionPolicy::bf16(), 2, false, false);
+  const double share = best_share(bytes, kH100);
+  EXPECT_NEAR(share, .706, .001);
+  EXPECT_NEAR(milliseconds(bytes, kH100, 0), 273, 1) << "host only";
+  EXPECT_NEAR(milliseconds(bytes, kH100, 1), 273, 1) << "device only";
+  EXPECT_NEAR(milliseconds(bytes, kH100, share), 209, 1);
+}
+
+// No other share is faster, whatever the machine, and what is left to the host is as much as it can do in that time.
+TEST(DeviceShare, IsTheFastest) {
+  for (const auto& precision : {PrecisionPolicy::bf16(), PrecisionPolicy::fp16(), PrecisionPolicy::fp32()})
+    for (const bool weights : {false, true})
+      for (const double link : {1e9, 12e9, 50e9, 400e9})
+        for (const double host : {4e9, 30e9, 150e9, 600e9})
+          for (const double disk : {0.0, 3e9}) {
+            const Rates rates{.link = link, .host = host, .memory = std::max(host, 2 * link), .disk = disk};
+            const UpdateBytes bytes = update_bytes(precision, 2, weights, disk > 0);
+            const double share = best_share(bytes, rates), best = milliseconds(bytes, rates, share);
+            EXPECT_GE(share, 0);
+            EXPECT_LE(share, 1);
+            for (int hundredth = 0; hundredth <= 100; ++hundredth)
+              EXPECT_GE(milliseconds(bytes, rates, hundredth / 100.0), best * (1 - 1e-9)) << link << " " << host;
+          }
+  const UpdateBytes bytes = update_bytes(PrecisionPolicy::bf16(), 2, false, false);
+  EXPECT_EQ(best_share(bytes, {.link = 1e9, .host = 1e12, .memory = 1e12}), 0) << "a slow link: nothing passes it";
+  EXPECT_GT(best_share(bytes, {.link = 1e12, .host = 1e9, .memory = 1e13}), .999) << "a slow host does nearly nothing";
+}
+
+// A disk is no slower for a share, nor faster.
+TEST(DeviceShare, ADiskIsALeastTime) {
+  const Rates slow{.link = 50e9, .host = 145e9, .memory = 150e9, .disk = 2e9};
+  const UpdateBytes bytes = update_bytes(PrecisionPolicy::bf16(), 2, false, true);
+  EXPECT_NEAR(best_share(bytes, slow), .706, .001);
+  for (const double share : {0.0, .5, 1.0})
+    EXPECT_DOUBLE_EQ(update_time(bytes, slow, share).longest(), 20 / 2e9);
+}
+
+TEST(DeviceShare, WhatDoesNotFitLivesElsewhere) {
+  EXPECT_EQ(ratio_that_fits({.bytes = 1200, .elements = 100, .stays = 12}), 0);
+  EXPECT_EQ(ratio_that_fits({.bytes = 5000, .elements = 100, .stays = 12}), 0);
+  EXPECT_EQ(ratio_that_fits({.bytes = 0, .elements = 100, .stays = 12}), 1);
+  EXPECT_EQ(ratio_that_fits({.bytes = -700, .elements = 100, .stays = 12}), 1);
+  EXPECT_DOUBLE_EQ(ratio_that_fits({.bytes = 900, .elements = 100, .stays = 12}), .25);
+  EXPECT_DOUBLE_EQ(ratio_that_fits({.bytes = 700, .elements = 100, .stays = 12, .is_away = 2}), .5) << "gradients";
+  EXPECT_EQ(ratio_that_fits({.bytes = 10, .elements = 0, .stays = 12}), 0);
+  EXPECT_EQ(ratio_that_fits({.bytes = -10, .elements = 100, .stays = 2, .is_away = 2}), 0) << "nothing is won by it";
+}
+
+}  // namespace tessera::engine
