@@ -338,7 +338,7 @@ void FlatParams::point_items() {
 
 void FlatParams::release_items() {
   for (size_t i = 0; i < items_.size(); ++i) {
-    if (has_storage(i)) shard::release(*shard::storage_of(items_[i].tensor), message(items_[i]));
+    if (has_storage(i)) shard::release_again(*shard::storage_of(items_[i].tensor));
   }
 }
 
