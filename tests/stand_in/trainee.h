@@ -64,6 +64,7 @@ inline std::vector<Limited> limited_rows(const std::vector<size_t>& modes = {0, 
 
 struct Trainee {
   explicit Trainee(const Limited& r, int rank = 0, bool builds = true) : row(r), device(device_for_limits(rank)) {
+    toy.enclosed = true;
     for (at::Tensor& t : toy.tensors)
       t = t.detach().to(device).requires_grad_(true);
     for (const size_t i : {0, 2})
