@@ -303,6 +303,8 @@ void FlatParams::make_private(const at::Tensor& bucket) {
 
 at::Tensor FlatParams::take_bucket() {
   drop_words();
+  order_.keep(failed_);  // made on the stream of copies, which does not wait for what ranks tell each other there
+  failed_.reset();
   const bool borrowed = is_in_space();
   const at::Tensor bucket = std::exchange(bucket_, at::Tensor());
   return borrowed ? at::Tensor() : bucket;
@@ -351,7 +353,6 @@ at::Tensor FlatParams::release(std::string* edited) {
     if (copied_) shard::come_after(*copied_, bucket_.device());
     end_copies();
     read_check_.wait();
-    failed_.reset();
     return take_bucket();
   }
   if (edited != nullptr) {
