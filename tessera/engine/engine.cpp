@@ -16,6 +16,7 @@
 #include "tessera/engine/preflight.h"
 #include "tessera/optim/norm.h"
 #include "tessera/zero/adoption.h"
+#include "tessera/zero/memory_for.h"
 #include "tessera/zero/update_lane.h"
 
 namespace tessera::engine {
@@ -89,7 +90,8 @@ void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
   zero::Ranks ranks(impl_->mesh);
   ranks.device = impl_->device;
   try {
-    zero::broadcast_words(ranks, buffers, 0, "initial values of buffers");
+    zero::memory_for([&] { zero::broadcast_words(ranks, buffers, 0, "initial values of buffers"); },
+                     "the values of buffers");
   } catch (const c10::OutOfMemoryError& error) {
     zero::end_groups(error, ranks);
     throw;

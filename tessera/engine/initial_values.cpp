@@ -2,6 +2,8 @@
 
 #include <c10/core/GradMode.h>
 
+#include "tessera/zero/memory_for.h"
+
 namespace tessera::engine {
 
 void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const std::vector<ParamSpec>& params) {
@@ -14,9 +16,12 @@ void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, c
     const at::Tensor value = tensor.detach();
     zero::Ranks ranks(mesh, spec.varies);
     ranks.device = value.device();
-    broadcast_words(ranks, {value}, 0, "initial value of '" + spec.name + "'");
-    if (options.cast && at::isFloatingType(value.scalar_type()) && value.scalar_type() != dtype)
-      tensor.set_data(value.to(dtype));
+    const auto settle = [&] {
+      broadcast_words(ranks, {value}, 0, "initial value of '" + spec.name + "'");
+      if (options.cast && at::isFloatingType(value.scalar_type()) && value.scalar_type() != dtype)
+        tensor.set_data(value.to(dtype));
+    };
+    zero::memory_for(settle, "the value of parameter '", spec.name, "'");
   }
 }
 

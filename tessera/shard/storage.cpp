@@ -84,6 +84,11 @@ void release(c10::StorageImpl& storage, const std::string& message) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
+void release_again(c10::StorageImpl& storage) {
+  storage.set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+  compat::forbid_access(storage);
+}
+
 WeakStorage weak_storage_of(const at::Tensor& param) {
   return param.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
 }

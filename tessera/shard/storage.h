@@ -57,6 +57,8 @@ void point(c10::StorageImpl& storage, void* data);
 // Points the storage of `param` at flat[range.begin], which it keeps alive from here on. Aliases follow.
 void rebind(const at::Tensor& param, const at::Tensor& flat, Range range);
 void release(c10::StorageImpl& storage, const std::string& message);
+// With the message that it was last released with.
+void release_again(c10::StorageImpl& storage);
 // The storage a parameter has now.
 c10::StorageImpl* storage_of(const at::Tensor& param);
 WeakStorage weak_storage_of(const at::Tensor& param);

@@ -303,6 +303,8 @@ void FlatParams::make_private(const at::Tensor& bucket) {
 
 at::Tensor FlatParams::take_bucket() {
   drop_words();
+  order_.keep(failed_);  // made on the stream of copies, which does not wait for what ranks tell each other there
+  failed_.reset();
   const bool borrowed = is_in_space();
   const at::Tensor bucket = std::exchange(bucket_, at::Tensor());
   return borrowed ? at::Tensor() : bucket;
@@ -338,7 +340,7 @@ void FlatParams::point_items() {
 
 void FlatParams::release_items() {
   for (size_t i = 0; i < items_.size(); ++i) {
-    if (has_storage(i)) shard::release(*shard::storage_of(items_[i].tensor), message(items_[i]));
+    if (has_storage(i)) shard::release_again(*shard::storage_of(items_[i].tensor));
   }
 }
 
@@ -351,7 +353,6 @@ at::Tensor FlatParams::release(std::string* edited) {
     if (copied_) shard::come_after(*copied_, bucket_.device());
     end_copies();
     read_check_.wait();
-    failed_.reset();
     return take_bucket();
   }
   if (edited != nullptr) {

@@ -407,6 +407,7 @@ void Reducer::use_up(InFlight& work) {
 // To their pools.
 void Reducer::give_back(InFlight& work) {
   if (work.sent.defined()) travel_pool_.release(work.sent);
+  work.unit->order.keep(work.present);
   if (work.before.defined()) sums_.release(work.before, work.came);
   if (work.pooled) {
     pool_.release(work.bucket);

@@ -1,11 +1,13 @@
 """Every way to train, in every mode, stage and place of the states, on the stand-in accelerator of tests/stand_in or a
 real one: usage device_grid.py PATH-OF-LIBRARY|cuda [--sample] [--part 0/7] [--only TEXT]. A row has the bits of a plain
-run of its mode on the default stream, and the stand-in's race detector finds nothing."""
+run of its mode on the default stream, and the stand-in's race detector finds nothing. With WORLD_SIZE it is one of the
+ranks of each row, which have a device and batches of their own."""
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 import tempfile
 import threading
@@ -14,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "stand_in"))
 
 import stand_in
 import torch
+import torch.distributed as dist
 from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +34,7 @@ import tessera
 from tessera.zero import GatheredParameters
 
 DEVICE = "cuda" if sys.argv[1:2] == ["cuda"] else "privateuseone"
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STEPS = 3
 FOLDER = tempfile.TemporaryDirectory()
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -139,7 +144,7 @@ def net() -> Net:
 
 @cache
 def batch(k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 + k)
+    generator = torch.Generator().manual_seed(100 + k + 1000 * RANK)
     ids = torch.stack([torch.randperm(19, generator=generator)[:3] for _ in range(4)]).flatten()
     return ids.to(DEVICE), torch.randn(ids.numel(), 7, generator=generator).to(DEVICE)
 
@@ -281,11 +286,23 @@ def looked_at(cfg: dict[str, Any]) -> Found:
     return found_in(engine, losses)
 
 
+@contextmanager
+def common_folder() -> Iterator[str]:
+    """One of all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        of_first = [folder]
+        if WORLD > 1:
+            dist.broadcast_object_list(of_first, device=torch.device("cpu"))
+        yield of_first[0]
+        if WORLD > 1:
+            dist.all_reduce(torch.zeros(1))  # until all have read it
+
+
 def resumed(cfg: dict[str, Any], into: dict[str, Any], after: int = 1) -> Found:
     """The steps after a checkpoint, which is written while the first engine goes on, are those of another one."""
     engine = engine_of(cfg)
     losses = train(engine, steps=after)
-    with tempfile.TemporaryDirectory() as folder:
+    with common_folder() as folder:
         engine.save_checkpoint(folder, asynchronous=True)
         train(engine, first=after, steps=1)
         engine.wait_for_checkpoint()
@@ -490,8 +507,8 @@ WAYS = {
 
 
 @cache
-def base(mode: str, accumulation: int, early: bool, previous: bool = False) -> Found:
-    return plain(config(mode, 1, "device", accumulation, early, previous))
+def base(mode: str, accumulation: int, early: bool, previous: bool = False, stage: int = 1) -> Found:
+    return plain(config(mode, stage, "device", accumulation, early, previous))
 
 
 def unlike(found: Found, expected: Found) -> list[str]:
@@ -503,6 +520,8 @@ def is_served(row: Row) -> bool:
     mode, cfg, way = MODES[row.mode], config(row.mode, row.stage, row.place), WAYS[row.way]
     zero = cfg["zero_optimization"]
     runs_itself = row.mode not in ("Lamb", "Muon")
+    if WORLD > 1 and (way.run is two_threads or (way.run is interrupted and row.stage == 3)):
+        return False  # no common order of calls: of two engines in threads; of gathers after an error in a backward
     scales = "fp16" in mode or row.mode == "autocast, fp16"
     return not (
         (row.stage == 0 and (mode.get("bf16") is LOW or way.early or way.run is away_for_a_while))
@@ -539,7 +558,9 @@ def check(row: Row, library: Any) -> str:
     way = WAYS[row.way]
     try:
         cfg = config(row.mode, row.stage, row.place, way.accumulation, way.early, way.previous)
-        expected = base(row.mode, way.accumulation, way.early, way.previous)
+        # With several ranks stages add up micro-batches before or after what ranks have.
+        of_stage = row.stage if WORLD > 1 and way.accumulation > 1 else 1
+        expected = base(row.mode, way.accumulation, way.early, way.previous, of_stage)
         if way.early:
             cfg["tessera"]["update_in_backward"] = True
         cfg["tessera"]["update_runs_on"] = way.later
@@ -553,6 +574,18 @@ def check(row: Row, library: Any) -> str:
     return "\n  ".join(filter(None, [wrong, *races]))
 
 
+def join_ranks(library: Any) -> None:
+    """The default process group, over a back end of the device's own, as NCCL."""
+    torch.accelerator.set_device_index(RANK)
+    back_end = "nccl"
+    if library:
+        back_end = "staged"
+        dist.Backend.register_backend(back_end, lambda *args: dist.ProcessGroupGloo(*args), devices=[DEVICE])
+    dist.init_process_group(f"cpu:gloo,{DEVICE}:{back_end}", timeout=timedelta(seconds=60))
+    if library:
+        library.tessera_stand_in_stage(dist.group.WORLD.group_name.encode())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("library", help="of the stand-in accelerator, or 'cuda'")
@@ -561,6 +594,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose name has this")
     args = parser.parse_args()
     library = stand_in.load(args.library) if DEVICE != "cuda" else None
+    if WORLD > 1:
+        join_ranks(library)
     torch.use_deterministic_algorithms(DEVICE == "cuda", warn_only=True)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -571,7 +606,11 @@ def main() -> int:
         if wrong := check(row, library):
             failed += 1
             print(f"{row}:\n  {wrong}", flush=True)
+            if WORLD > 1:
+                break  # the others may wait in another row
     print(f"{len(rows)} rows, {failed} failed")
+    if WORLD > 1:
+        dist.destroy_process_group()
     return failed > 0
 
 

@@ -34,6 +34,12 @@ def test_a_sample_of_the_grid(stand_in: Path) -> None:
     assert rows > 100
 
 
+def test_a_sample_of_the_grid_on_two_ranks(stand_in: Path) -> None:
+    program = Path(__file__).parent / "device_grid.py"
+    printed = run_program([sys.executable, program, stand_in, "--sample", "--part", "0/4"], 2)
+    assert all(int(text.splitlines()[-1].split()[0]) > 30 for text in printed)
+
+
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

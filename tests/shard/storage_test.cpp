@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "tessera/shard/part.h"
+#include "tests/support/errors.h"
 
 namespace tessera::shard {
 
@@ -80,6 +81,25 @@ TEST(Storage, AReplacedDataPointerIsNoticed) {
   bind(param, flat, {0, 4}, param);
   param.set_data(at::ones({4}));
   EXPECT_FALSE(is_bound(param, flat, {0, 4}, param));
+}
+
+TEST(Storage, AReleasedParameterSaysWhyEachTime) {
+  const at::Tensor flat = at::arange(8, at::kFloat);
+  at::Tensor param = at::zeros({8}, at::kFloat);
+  c10::StorageImpl* storage = make_released(param, Form(param), flat.options(), "not here now");
+  const auto refuses = [&] {
+    EXPECT_HAS(testing::error_of([&] { param.data_ptr(); }), "not here now");
+    EXPECT_HAS(testing::error_of([&] { param.mutable_data_ptr(); }), "not here now");
+    EXPECT_HAS(testing::error_of([&] { param.sum(); }), "not here now");
+  };
+  refuses();
+  for (int round = 0; round < 2; ++round) {
+    point(*storage, flat.mutable_data_ptr());
+    EXPECT_TRUE(param.equal(flat));
+    param.add_(1);
+    release_again(*storage);
+    refuses();
+  }
 }
 
 }  // namespace tessera::shard

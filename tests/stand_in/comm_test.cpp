@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include "tests/comm/c10d/gloo_threads.h"
 #include "tests/comm/collectives.h"
 #include "tests/io/temp_folder.h"
 #include "tests/stand_in/staged_backend.h"
@@ -15,6 +16,16 @@ namespace {
 
 c10::Device stand_in_of(int rank) {
   return {c10::kPrivateUse1, static_cast<c10::DeviceIndex>(rank)};
+}
+
+// run_gloo_threads() whose process group has a back end of its own for the device.
+void run_staged_threads(int size, const std::function<void(int, TorchGroup)>& fn) {
+  run_gloo_threads(size, [&](int rank, const TorchGroup& torch) {
+    const auto gloo = torch->getBackend(c10::DeviceType::CPU);
+    const auto store = c10::make_intrusive<c10d::PrefixStore>("staged", torch->getStore());
+    stage(*torch, gloo->merge(store, gloo->getBackendOptions(), rank, size));
+    fn(rank, torch);
+  });
 }
 
 TEST(DeviceComm, CpuTensorsKeepSharedMemory) {

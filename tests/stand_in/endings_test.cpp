@@ -31,13 +31,19 @@ void end_amid_copies(const Limited& row, const std::string& when, bool elsewhere
       forward().backward();
       trainee.engine->step();
     }
-    const int module = trainee.toy.modules[0];
+    const int module = trainee.toy.modules[0], whole = trainee.toy.whole;
+    const auto enter = [&](int which) {
+      if (which >= 0) trainee.engine->modules().enter(which);
+    };
     if (when == "in a forward") {
-      if (module >= 0) trainee.engine->modules().enter(module);
+      enter(whole);
+      enter(module);
     } else if (when == "after one that threw") {
       trainee.engine->pre_forward();
-      if (module >= 0) trainee.engine->modules().enter(module);
+      enter(whole);
+      enter(module);
       if (module >= 0) trainee.engine->modules().abort(module);
+      if (whole >= 0) trainee.engine->modules().abort(whole);
       trainee.engine->abort_forward();
     } else if (when == "in a backward that threw") {
       x = x.requires_grad_(true);

@@ -33,6 +33,7 @@ c10::Device device_of(int rank) {
 
 Toy toy_on(c10::Device device) {
   Toy toy;
+  toy.enclosed = true;
   for (at::Tensor& t : toy.tensors)
     t = t.detach().to(device).requires_grad_(true);
   return toy;

@@ -83,16 +83,17 @@ void expect_a_step_can_be_done_again(const Limited& row, bool written) {
 }
 
 TEST(Limits, AStepWithoutMemoryCanBeDoneAgain) {
+  const io::TempFolder disk;
   for (const bool written : {false, true})
-    for (const Limited& row : limited_rows())
+    for (const Limited& row : limited_rows({0, 2, 5}, /*small=*/true, disk.path()))
       expect_a_step_can_be_done_again(row, written);
 }
 
 // Allocations that a step of the model makes without an engine.
-int allocations_of_the_model(const ToyRun& run) {
-  Toy toy;
+int allocations_of_the_model(const Limited& row) {
+  Toy toy = Trainee(row, 0, /*builds=*/false).toy;
   for (at::Tensor& t : toy.tensors)
-    t = t.detach().to(device_for_limits(0), run.precision->param).requires_grad_(true);
+    t = t.detach().to(row.run.precision->param).requires_grad_(t.requires_grad());
   int number = 0;
   fail_everywhere([&] { toy.loss(toy_batch(0, 1).to(device_for_limits(0))).backward(); },
                   [&](const std::string&) {
@@ -123,7 +124,8 @@ std::vector<Call> calls_of_all_ranks() {
 // What two ranks have when memory fails on the second one: the same error, or all that they have in common ends with it. None
 // waits for the other's timeout, and no call meets another one. What the model lacks memory for is its own affair.
 TEST(Limits, AStepWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
-  for (const Limited& row : limited_rows({2, 4}, /*small=*/false)) {
+  const io::TempFolder disk;
+  for (const Limited& row : limited_rows({2, 4}, /*small=*/false, disk.path())) {
     const bool narrow = row.run.precision->states_are_narrow();
     for (const Call& call : calls_of_all_ranks()) {
       const bool steps = call.first || call.name == std::string("a step");
@@ -170,15 +172,16 @@ TEST(Limits, AStepWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
         return true;
       });
       EXPECT_TRUE(failed > 0 || !steps) << text_of(row) << ", " << call.name;
-      EXPECT_LE(of_model, allocations_of_the_model(row.run)) << text_of(row);
+      EXPECT_LE(of_model, allocations_of_the_model(row)) << text_of(row);
     }
   }
 }
 
 // The model of one rank is what it was, but for rounding, and can be given to another engine.
 TEST(Limits, AnEngineWithoutMemoryIsNotBuilt) {
+  const io::TempFolder disk;
   for (const bool small : {true, false}) {
-    for (const Limited& row : limited_rows({0, 2, 5}, small)) {
+    for (const Limited& row : limited_rows({0, 2, 5}, small, disk.path())) {
       if (row.run.in_backward) continue;
       const int64_t before = tessera_stand_in_bytes(), pinned = tessera_stand_in_pinned_bytes();
       {
@@ -215,7 +218,8 @@ TEST(Limits, AnEngineWithoutMemoryIsNotBuilt) {
 
 // Nor on any other rank.
 TEST(Limits, AnEngineOfTwoRanksWithoutMemoryIsNotBuilt) {
-  for (const Limited& row : limited_rows({2}, /*small=*/false)) {
+  const io::TempFolder disk;
+  for (const Limited& row : limited_rows({2}, /*small=*/false, disk.path())) {
     if (row.run.in_backward) continue;
     const int64_t before = tessera_stand_in_bytes(), pinned = tessera_stand_in_pinned_bytes();
     fail_on_one_rank([&](int64_t number) {
@@ -258,7 +262,8 @@ TEST(Limits, AnEngineThatIsRefusedLeavesTheModel) {
 // Of a checkpoint that was saved inside an accumulation: it is refused, and nothing has changed, or steps are errors until
 // another load comes to its end.
 TEST(Limits, ALoadWithoutMemoryIsRefusedOrSaysThatItIsHalfDone) {
-  for (Limited row : limited_rows({0, 2, 4}, /*small=*/false)) {
+  const io::TempFolder disk;
+  for (Limited row : limited_rows({0, 2, 4}, /*small=*/false, disk.path())) {
     if (row.run.in_backward) continue;
     row.run.accumulation = 2;
     const io::TempFolder folder;
@@ -305,7 +310,8 @@ TEST(Limits, ALoadWithoutMemoryIsRefusedOrSaysThatItIsHalfDone) {
 
 // All ranks have the error, load again and go on; or, where not even what they tell each other has room, none does.
 TEST(Limits, ALoadWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
-  for (Limited row : limited_rows({2, 4}, /*small=*/false)) {
+  const io::TempFolder disk;
+  for (Limited row : limited_rows({2, 4}, /*small=*/false, disk.path())) {
     if (row.run.in_backward) continue;
     const io::TempFolder folder;
     const auto load = [&](Trainee& t) { t.engine->checkpoints().open(folder.path(), "", {})->apply(); };

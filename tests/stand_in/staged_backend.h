@@ -1,13 +1,14 @@
-// Test support: what NCCL is to CUDA. A back end of torch for tensors of the stand-in, which travel by way of the host over
-// Gloo. Calls meet in the order in which ranks make them.
+// Test support: what NCCL is to CUDA. A back end of torch for tensors of the stand-in (staging.h), which travel over Gloo. Calls
+// meet in the order in which ranks make them.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "tests/comm/c10d/gloo_threads.h"
+#include "tests/stand_in/staging.h"
 
 namespace tessera::testing {
 
@@ -27,65 +28,68 @@ class StagedBackend final : public c10d::Backend {
   }
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
-    std::vector<at::Tensor> host = {fetch(tensors[0])};
-    return staged(gloo_->allreduce(host, options), host[0], tensors[0]);
+    return staged("all_reduce", tensors[0], tensors[0], [&](Host& host, Host&) {
+      std::vector<at::Tensor> all{host};
+      return gloo_->allreduce(all, options);
+    });
   }
   WorkPtr broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
-    std::vector<at::Tensor> host = {fetch(tensors[0])};
-    return staged(gloo_->broadcast(host, options), host[0], tensors[0]);
+    return staged("broadcast", tensors[0], tensors[0], [&](Host& host, Host&) {
+      std::vector<at::Tensor> all{host};
+      return gloo_->broadcast(all, options);
+    });
   }
   WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
-    at::Tensor to = fetch(out), from = fetch(in);
-    return staged(gloo_->_allgather_base(to, from, options), to, out);
+    return staged("all_gather", out, in,
+                  [&](Host& to, Host& from) { return gloo_->_allgather_base(to, from, options); });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    at::Tensor to = fetch(out), from = fetch(in);
-    return staged(gloo_->_reduce_scatter_base(to, from, options), to, out);
+    return staged("reduce_scatter", out, in,
+                  [&](Host& to, Host& from) { return gloo_->_reduce_scatter_base(to, from, options); });
   }
   WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits,
                         std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& options) override {
-    at::Tensor to = fetch(out), from = fetch(in);
-    return staged(gloo_->alltoall_base(to, from, out_splits, in_splits, options), to, out);
+    return staged("all_to_all", out, in,
+                  [&](Host& to, Host& from) { return gloo_->alltoall_base(to, from, out_splits, in_splits, options); });
   }
 
  private:
+  using Host = at::Tensor;
+
   class Work final : public c10d::Work {
    public:
-    Work(WorkPtr inner, at::Tensor host, at::Tensor target)
-        : inner_(std::move(inner)), host_(std::move(host)), target_(std::move(target)) {}
+    Work(WorkPtr inner, Staged call) : inner_(std::move(inner)), call_(std::move(call)) {}
     bool wait(std::chrono::milliseconds timeout) override {
+      call_.order();
       inner_->wait(timeout);
-      const at::NoGradGuard no_grad;
-      target_.copy_(host_);
+      call_.bring();
       return true;
     }
 
    private:
     WorkPtr inner_;
-    at::Tensor host_, target_;
+    Staged call_;
   };
 
-  static at::Tensor fetch(const at::Tensor& t) {
-    TORCH_CHECK(t.is_privateuseone(), "[staged] this back end takes tensors of a device");
+  template <class Launch>
+  WorkPtr staged(const char* name, const at::Tensor& out, const at::Tensor& in, const Launch& launch) {
     const at::NoGradGuard no_grad;
-    return t.cpu();
-  }
-  static WorkPtr staged(WorkPtr inner, at::Tensor host, at::Tensor target) {
-    return c10::make_intrusive<Work>(std::move(inner), std::move(host), std::move(target));
+    Staged call = stream_.begin(name, out, in);
+    WorkPtr inner = launch(call.out, call.in);
+    return c10::make_intrusive<Work>(std::move(inner), std::move(call));
   }
 
   const BackendPtr gloo_;
+  StagingStream stream_;
 };
 
-// run_gloo_threads() whose process group has this back end for the device, as "cpu:gloo,cuda:nccl".
-inline void run_staged_threads(int size, const std::function<void(int, TorchGroup)>& fn) {
-  run_gloo_threads(size, [&](int rank, const TorchGroup& torch) {
-    const auto gloo = torch->getBackend(c10::DeviceType::CPU);
-    const auto store = c10::make_intrusive<c10d::PrefixStore>("staged", torch->getStore());
-    torch->setBackend(c10::DeviceType::PrivateUse1, c10d::ProcessGroup::BackendType::CUSTOM,
-                      c10::make_intrusive<StagedBackend>(gloo->merge(store, gloo->getBackendOptions(), rank, size)));
-    fn(rank, torch);
-  });
+// `group` has this back end, over `gloo`, for the stand-in's tensors from now on, as "cpu:gloo,cuda:nccl". A group has one back end
+// of each type: of this one no other is.
+inline void stage(c10d::ProcessGroup& group, c10::intrusive_ptr<c10d::Backend> gloo) {
+  const std::string name = group.getGroupName();
+  group.setBackend(c10::DeviceType::PrivateUse1, c10d::ProcessGroup::BackendType::UCC,
+                   c10::make_intrusive<StagedBackend>(std::move(gloo)));
+  group.setGroupName(name);  // of all its back ends
 }
 
 }  // namespace tessera::testing

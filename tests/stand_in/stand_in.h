@@ -39,6 +39,9 @@ void tessera_stand_in_on_wait(void (*notice)());
 // The current stream of the memory's device is given work of this name, which reads or writes it. What it does is the
 // caller's; the name lives as long as the process.
 void tessera_stand_in_use(const char* work, const void* p, int64_t bytes, bool writes);
+// torch's process group of this name, whose back end for tensors of the stand-in is Gloo, which takes those of the host alone, gets
+// that of staged_backend.h. Throws where there is none.
+void tessera_stand_in_stage(const char* group_name);
 // Races found since the last call, a line each; "": none. The text is the calling thread's until it calls again.
 const char* tessera_stand_in_races();
 }

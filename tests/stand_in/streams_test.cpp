@@ -56,9 +56,15 @@ void on_a_stream(c10::Device device, const F& f) {
 
 Toy toy_there(c10::Device device) {
   Toy toy;
+  toy.enclosed = true;
   for (at::Tensor& t : toy.tensors)
     t = t.detach().to(device).requires_grad_(true);
   return toy;
+}
+
+// Memory that came back is free for streams that have not waited for this one, too.
+void expect_no_races() {
+  EXPECT_STREQ(tessera_stand_in_races(), "");
 }
 
 // Trains as row.beside says. Saves of three steps are on their way while the next ones are made.
@@ -90,6 +96,10 @@ ToyTrained train_beside(const Row& row, engine::Engine& engine, const Toy& toy, 
       if (++calls % 3 == 0) second->step();
     };
   }
+  how.between = [between = how.between] {
+    between();
+    expect_no_races();
+  };
   ToyTrained trained = train_toy(engine, toy, rank, how);
   if (row.beside == Beside::Saves) engine.checkpoints().wait();
   return trained;

@@ -20,16 +20,21 @@ struct Limited {
   Residence states = Residence::Device, weights = Residence::Device;
   bool timed = false, pin = true;
   std::string folder{};  // of what lives on a disk
+  bool frozen = false;   // the toy's "a", which is all of a unit, and "c"
 };
 
 inline std::string text_of(const Limited& row) {
   return "stage " + std::to_string(row.run.stage) + (row.run.in_backward ? ", in the backward" : "") + ", states " +
          std::to_string(static_cast<int>(row.states)) + ", weights " + std::to_string(static_cast<int>(row.weights)) +
-         ", " + c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param);
+         ", " + c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param) +
+         (row.frozen ? ", frozen" : "");
 }
 
-// `modes`: numbers of all_modes(). `small`: in stage 3 small parameters stay whole.
-inline std::vector<Limited> limited_rows(const std::vector<size_t>& modes = {0, 2, 5}, bool small = true) {
+// `modes`: numbers of all_modes(); the first one on the disk of `folder` too, the last one with frozen parameters too. `small`:
+// in stage 3 small parameters stay whole.
+inline std::vector<Limited> limited_rows(const std::vector<size_t>& modes = {0, 2, 5}, bool small = true,
+                                         const std::string& folder = "") {
+  using enum Residence;
   std::vector<Limited> all;
   const auto all_of_them = all_modes();
   for (int stage = 0; stage <= 3; ++stage) {
@@ -39,10 +44,18 @@ inline std::vector<Limited> limited_rows(const std::vector<size_t>& modes = {0, 
             .stage = stage, .clip = in_backward ? 0 : 0.5, .precision = all_of_them[mode], .in_backward = in_backward};
         if (!small) run.persistence = 0;
         if (in_backward && stage == 0) continue;
-        all.push_back({run});
-        if (stage > 0) all.push_back({run, Residence::Host});
-        if (stage == 3) all.push_back({run, Residence::Host, Residence::Host});
-        if (stage == 3) all.push_back({run, Residence::Device, Residence::Host});
+        std::vector<std::pair<Residence, Residence>> places{{Device, Device}};
+        if (stage > 0) places.emplace_back(Host, Device);
+        if (stage == 3) places.insert(places.end(), {{Host, Host}, {Device, Host}});
+        const bool disk = !folder.empty() && mode == modes.front();
+        if (disk && stage > 0) places.emplace_back(Nvme, Device);
+        if (disk && stage == 3) places.insert(places.end(), {{Nvme, Nvme}, {Device, Nvme}});
+        for (const auto& [states, weights] : places) {
+          all.push_back({.run = run, .states = states, .weights = weights, .folder = folder});
+          if (mode != modes.back() || states == Nvme) continue;
+          all.push_back(all.back());
+          all.back().frozen = true;
+        }
       }
     }
   }
@@ -51,8 +64,11 @@ inline std::vector<Limited> limited_rows(const std::vector<size_t>& modes = {0, 
 
 struct Trainee {
   explicit Trainee(const Limited& r, int rank = 0, bool builds = true) : row(r), device(device_for_limits(rank)) {
+    toy.enclosed = true;
     for (at::Tensor& t : toy.tensors)
       t = t.detach().to(device).requires_grad_(true);
+    for (const size_t i : {0, 2})
+      toy.tensors[i].requires_grad_(!row.frozen);
     if (builds) build(comm::single_group());
   }
   // `fails`: as of StagedGroup.
@@ -65,7 +81,10 @@ struct Trainee {
     if (row.states != Residence::Device) options.zero.home = home(row.states);
     if (row.weights != Residence::Device) options.zero.weight_home = home(row.weights);
     if (group->size() > 1) group = std::make_shared<StagedGroup>(group, std::move(fails));
-    engine = std::make_unique<Engine>(options, comm::Mesh(group), toy.specs(), std::vector{toy_adamw()});
+    std::vector<engine::ParamSpec> specs = toy.specs();
+    for (engine::ParamSpec& spec : specs)
+      spec.group = spec.tensor.requires_grad() ? 0 : -1;
+    engine = std::make_unique<Engine>(options, comm::Mesh(group), specs, std::vector{toy_adamw()});
   }
 
   void step(int number) {

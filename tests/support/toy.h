@@ -38,6 +38,22 @@ struct Toy {
 
   // `engine`: its blocks run as modules, for partitioned parameters.
   at::Tensor outputs(const at::Tensor& x, engine::Engine* engine = nullptr) const {
+    if (engine == nullptr || !enclosed) return layers(x, engine);
+    if (!registered) whole = engine->modules().add({});
+    registered = true;
+    if (whole < 0) return layers(x, engine);
+    engine->modules().enter(whole);
+    at::Tensor output;
+    try {
+      output = layers(x, engine);
+    } catch (...) {
+      engine->modules().abort(whole);
+      throw;
+    }
+    engine->modules().leave(whole, {output});
+    return output;
+  }
+  at::Tensor layers(const at::Tensor& x, engine::Engine* engine) const {
     const at::Tensor input = x.to(tensors[0].scalar_type());
     const at::Tensor h = module(engine, 0, input, [&] { return at::tanh(at::matmul(input * tensors[2], tensors[3])); });
     const at::Tensor y = module(engine, 1, h, [&] { return at::matmul(h, tensors[4]) + tensors[1]; });
@@ -67,7 +83,10 @@ struct Toy {
     engine->modules().leave(id, {output});
     return output;
   }
-  mutable std::vector<int> modules;  // numbers in the engine, once registered
+  bool enclosed = false;  // its blocks, by a module without parameters, in which the next unit is gathered early
+  mutable bool registered = false;
+  mutable int whole = -1;            // the number of that one in the engine, once registered
+  mutable std::vector<int> modules;  // theirs
 };
 
 // The batch of one rank and micro-step: [4, 17], the same wherever it is asked for.

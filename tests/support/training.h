@@ -7,11 +7,12 @@
 
 namespace tessera::testing {
 
-// Of every parameter the master and its moments, whole. Collective.
+// Of every trained parameter the master and its moments, whole. Collective.
 inline std::vector<at::Tensor> all_states(engine::Engine& engine, int moments = 2) {
   using engine::Quantity;
   std::vector<at::Tensor> states;
   for (int i = 0; i < static_cast<int>(engine.params().size()); ++i) {
+    if (engine.params()[i].group < 0) continue;
     states.push_back(engine.states().get_full(i, Quantity::Master));
     if (moments > 0) states.push_back(engine.states().get_full(i, Quantity::State0));
     if (moments > 1) states.push_back(engine.states().get_full(i, Quantity::State1));

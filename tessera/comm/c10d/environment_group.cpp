@@ -106,9 +106,8 @@ auto among_others(const Place& place, std::chrono::milliseconds timeout, const F
   } catch (const c10::ValueError&) {
     throw;
   } catch (const std::exception& error) {
-    text = error.what();
+    text = what_happened(error, place.address, place.port);
     if (constexpr std::string_view origin = "[comm] "; text.starts_with(origin)) text.erase(0, origin.size());
-    text = text.substr(0, text.find('\n'));
     if (store) job_board(store, place.rank, place.size).report(c10::str("rank ", place.rank, ": ", text));
   }
   TESSERA_CHECK_DIST(false, "comm", "rank ", place.rank, " of ", place.size, " could not meet the others at ",

@@ -103,6 +103,10 @@ struct StoreHosts {
   }
 };
 
+std::string store_place(const std::string& address, int port) {
+  return address + ":" + std::to_string(port);
+}
+
 // The store at a place, which `host` hosts where that is known, or hosted: who listens there once it has ended is the new rank 0,
 // or what is left of it for a moment. So each try is short.
 StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, const Host& host, int rank, int size) {
@@ -214,6 +218,13 @@ void store_lost(int rank, int size, const std::exception& error) {
   fail(rank, size, unreachable(error));
 }
 
+std::string what_happened(const std::exception& error, const std::string& address, int port) {
+  const bool of_store = dynamic_cast<const c10::DistError*>(&error) != nullptr &&
+                        dynamic_cast<const c10::DistBackendError*>(&error) == nullptr;
+  const Host host = of_store ? StoreHosts::known().at(store_place(address, port)) : std::nullopt;
+  return host ? unreachable(error, host) : first_line(error);
+}
+
 FaultBoard job_board(const StorePtr& store, int rank, int size, const std::string& group) {
   return {store, rank, size, group, job_of(store, size)};
 }
@@ -251,7 +262,7 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
   options.waitWorkers = false;  // come_together() follows
   options.timeout = timeout;
   options.multiTenant = true;
-  const std::string place = address + ":" + std::to_string(port);
+  const std::string place = store_place(address, port);
   const auto open = [&] {
     const Host host = options.isServer ? std::nullopt : StoreHosts::known().at(place);
     StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, options, host, rank, size));

@@ -36,6 +36,9 @@ class WatchedStore final : public c10d::PrefixStore {
 // Throws the DistBackendError for an error of the store itself.
 [[noreturn]] void store_lost(int rank, int size, const std::exception& error);
 
+// What an error means that came while this process met others at address:port: rank 0, whose store was there, may have ended.
+std::string what_happened(const std::exception& error, const std::string& address, int port);
+
 // The board of a group whose ranks meet at `store`: "job", where they have nothing more in common yet.
 FaultBoard job_board(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                      const std::string& group = "job");
