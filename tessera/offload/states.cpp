@@ -176,7 +176,7 @@ class Homes {
  private:
   // Buffers of a quantity come in one order for all quantities, so all of a unit's live at one place.
   bool takes(Quantity what, int64_t size) {
-    auto& [taken, seen] = counts_[what];
+    auto& [taken, seen] = counts_[std::this_thread::get_id()][what];
     seen += size;
     const bool goes = static_cast<double>(taken + size) <= options_.ratio * static_cast<double>(seen);
     if (goes) taken += size;
@@ -201,15 +201,16 @@ class Homes {
                                         pinned ? MemoryMaker(&pinned_bytes) : MemoryMaker());
       known = file;
     }
-    file->keep_buffers(kPipeline * static_cast<int64_t>(counts_.size()));
+    file->keep_buffers(kPipeline * static_cast<int64_t>(counts_[std::this_thread::get_id()].size()));
     return file;
   }
 
   const StateOptions options_;
   std::mutex mutex_;
   bool said_ = false;
+  // By thread, of which each is a rank: what one asks for is no other's matter.
   std::map<std::thread::id, int64_t> in_memory_;  // elements that live there instead
-  std::map<Quantity, std::pair<int64_t, int64_t>> counts_;
+  std::map<std::thread::id, std::map<Quantity, std::pair<int64_t, int64_t>>> counts_;
   std::map<std::thread::id, std::weak_ptr<NvmeFile>> files_;
   std::map<std::thread::id, std::weak_ptr<shard::HostSlabs>> slabs_;
 };

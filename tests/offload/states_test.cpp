@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <latch>
 #include <thread>
 
 #include "tests/io/temp_folder.h"
@@ -89,6 +90,18 @@ TEST(States, AShareOfThemStaysOnTheDevice) {
       away += home(what, size, kFloats) ? '1' : '0';
     EXPECT_EQ(away, "010110") << "the same units for each quantity";
   }
+  // Ranks that are threads: what one asks for changes nothing of what another gets.
+  const auto shared = state_homes(options);
+  std::latch done(2);  // threads have names of their own while both are there
+  const auto ask = [&] {
+    std::string away;
+    for (const int64_t size : {10, 10, 30, 20, 10, 10})
+      away += shared(Quantity::Master, size, kFloats) ? '1' : '0';
+    EXPECT_EQ(away, "010110");
+    done.arrive_and_wait();
+  };
+  std::thread first(ask), second(ask);
+  first.join(), second.join();
   options.ratio = 1.5;
   EXPECT_HAS(testing::error_of([&] { state_homes(options); }), "ratio");
 }
