@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tessera.errors import ConfigError
@@ -320,8 +320,9 @@ def _show_last(rank: int, code: int, logs: str, named: bool) -> None:
 # ---------------------------------------------------------------- several hosts
 
 
-def _exports(read: Callable[[], Mapping[str, str]] = lambda: os.environ) -> dict[str, str]:
-    found = {name: value for name, value in read().items() if name.startswith(EXPORTED)}
+def exports(slots: Slots, node: int) -> str:
+    """What a shell on host number `node` reads: lines `export NAME=value`."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), found.get("PYTHONPATH"))))
     name = os.environ.get("DS_ENV_FILE", ENVIRONMENT_NAME)
     for folder in (Path.home(), Path.cwd()):
@@ -330,11 +331,12 @@ def _exports(read: Callable[[], Mapping[str, str]] = lambda: os.environ) -> dict
             key, equals, value = line.partition("=")
             if equals and key.strip().isidentifier():
                 found[key.strip()] = value.strip()
-    return found
+    found[VISIBLE] = ",".join(map(str, list(slots.values())[node]))
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in found.items())
 
 
-def remote_command(options: argparse.Namespace, slots: Slots, node: int) -> str:
-    """What ssh runs on host number `node`."""
+def remote_command(options: argparse.Namespace, slots: Slots, node: int, environment: str) -> str:
+    """What ssh runs on host number `node`, where the file `environment` has the exports, and goes."""
     host = list(slots)[node]
     own = ["-m", "tessera.launch", "--no_ssh", "--node_rank", str(node), "--num_nodes", str(len(slots))]
     own += ["--num_gpus", str(len(slots[host])), "--hostfile", ""]
@@ -342,13 +344,25 @@ def remote_command(options: argparse.Namespace, slots: Slots, node: int) -> str:
     own += [f"--{name}" for name in ("module", "no_python", "with_local_rank", "quiet") if getattr(options, name)]
     for name in ("enable_each_rank_log", "log_level"):
         own += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
-    exports = {**_exports(), VISIBLE: ",".join(map(str, slots[host]))}
     parts = [f"cd {shlex.quote(os.getcwd())}"]
     if options.venv_script:
         parts.append(f". {shlex.quote(options.venv_script)}")
-    parts += [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    parts += [f". {shlex.quote(environment)}", f"rm -f {shlex.quote(environment)}"]
     parts.append(shlex.join([sys.executable, *own, options.program, *options.arguments]))
     return " && ".join(parts)
+
+
+def _send_exports(ssh: Sequence[str], slots: Slots) -> list[str]:
+    """Into a file on each host that this user alone can read; returns the files. By ssh's input: every user of both
+    hosts sees its command line, and a terminal would show what is typed into it."""
+    keep = 'umask 077 && f=$(mktemp) && cat > "$f" && echo "$f"'
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    children = [subprocess.Popen([*ssh, host, keep], **pipes) for host in slots]  # type: ignore[call-overload]
+    said = [child.communicate(exports(slots, node))[0].split() for node, child in enumerate(children)]
+    for host, child, words in zip(slots, children, said, strict=True):
+        if child.returncode != 0 or not words:
+            raise ConfigError(f"[launch] ssh {host} could not write a file for temporary use (code {child.returncode})")
+    return [words[-1] for words in said]
 
 
 def run_hosts(options: argparse.Namespace, slots: Slots) -> int:
@@ -359,8 +373,10 @@ def run_hosts(options: argparse.Namespace, slots: Slots) -> int:
     check = [*ssh, "-oBatchMode=yes", first, "hostname"]
     if not options.no_ssh_check and subprocess.run(check, capture_output=True).returncode != 0:
         raise ConfigError(f"[launch] ssh {first} does not work without a password; set it up, or pass --no_ssh_check")
+    files = _send_exports(ssh, slots)
     children = [
-        subprocess.Popen([*ssh, "-tt", host, remote_command(options, slots, n)]) for n, host in enumerate(slots)
+        subprocess.Popen([*ssh, "-tt", host, remote_command(options, slots, node, file)])
+        for node, (host, file) in enumerate(zip(slots, files, strict=True))
     ]
 
     def forward(number: int, _frame: object) -> None:
@@ -399,8 +415,10 @@ def _wait(children: dict[str, subprocess.Popen[bytes]]) -> int:
 @contextlib.contextmanager
 def _pid_file(wanted: bool) -> Iterator[None]:
     file = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
-    if wanted:
-        file.write_text(str(os.getpid()))
+    if wanted:  # others know the name, and may have put something there
+        file.unlink(missing_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(str(os.getpid()))
     try:
         yield
     finally:

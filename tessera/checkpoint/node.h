@@ -75,9 +75,17 @@ struct Node {
   }
 };
 
-// Of a text that may be no JSON: then it is of no kind.
+// Of a text that may be no JSON, or one nested deeper than any of ours: then it is of no kind.
 inline Node::Json parsed(const std::string& text) {
-  return Node::Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  // What copies, compares or writes a value calls itself once a level.
+  constexpr int kDeepest = 500;
+  bool deeper = false;
+  const auto look = [&](int depth, Node::Json::parse_event_t, Node::Json&) {
+    deeper = deeper || depth > kDeepest;
+    return depth <= kDeepest;
+  };
+  Node::Json json = Node::Json::parse(text, look, /*allow_exceptions=*/false);
+  return deeper ? Node::Json(Node::Json::value_t::discarded) : std::move(json);
 }
 
 }  // namespace tessera::checkpoint

@@ -13,7 +13,9 @@
 #include <numeric>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/writer.h"
 #include "tessera/io/file.h"
+#include "tessera/io/lock.h"
 #include "tessera/io/safetensors.h"
 
 namespace tessera::checkpoint {
@@ -23,6 +25,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kPart = ".part";
+constexpr const char* kLock = ".lock";
 constexpr const char* kSafeTensors = ".safetensors";
 constexpr const char* kTorch = ".bin";
 constexpr const char* kIndex = ".index.json";
@@ -88,22 +91,40 @@ std::vector<size_t> plan_files(const std::vector<WeightTensor>& tensors, int64_t
 
 WeightFiles::WeightFiles(std::string folder, const std::string& name, std::vector<WeightTensor> tensors,
                          int64_t max_bytes)
-    : folder_(std::move(folder)), tensors_(std::move(tensors)), counts_(plan_files(tensors_, max_bytes)) {
+    : folder_(std::move(folder)),
+      id_(new_id()),
+      tensors_(std::move(tensors)),
+      counts_(plan_files(tensors_, max_bytes)) {
   extension_ = name.ends_with(kSafeTensors) ? kSafeTensors : kTorch;
   TESSERA_CHECK_VALUE(name.ends_with(extension_) && name.size() > extension_.size() && name[0] != '.' &&
                           name.find('/') == std::string::npos,
                       "export", "a file of weights is named like 'model.safetensors' or 'pytorch_model.bin', not '",
                       name, "'");
   stem_ = name.substr(0, name.size() - extension_.size());
-  io::make_folder(folder_);
-  for (const std::string& old : earlier(kPart))
-    ::unlink(path(old).c_str());  // of one that was cut off
+  mark_ = std::make_unique<SaveMark>(folder_, id_);
+  remove_left();
   begin();
 }
 
 WeightFiles::~WeightFiles() {
   for (size_t i = 0; i < counts_.size(); ++i)
-    ::unlink((path(name_of(i)) + kPart).c_str());
+    ::unlink(part_of(name_of(i)).c_str());
+}
+
+std::string WeightFiles::part_of(const std::string& name) const {
+  return path(name) + "." + id_ + kPart;
+}
+
+// Unfinished files of exports that nobody holds any more.
+void WeightFiles::remove_left() const {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(folder_, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(stem_) || !name.ends_with(kPart)) continue;
+    const std::string rest = name.substr(0, name.size() - std::strlen(kPart));
+    const std::string id = rest.substr(rest.rfind('.') + 1);
+    if (is_id(id) && !is_held(folder_, id)) ::unlink(entry.path().c_str());
+  }
 }
 
 std::string WeightFiles::path(const std::string& name) const {
@@ -117,14 +138,15 @@ std::string WeightFiles::name_of(size_t file) const {
   return stem_ + number + extension_;
 }
 
-// Files in the folder that an export of this name made, with `ending` after their names.
-std::vector<std::string> WeightFiles::earlier(const std::string& ending) const {
+// Files in the folder that an export of this name made.
+std::vector<std::string> WeightFiles::earlier() const {
   std::vector<std::string> found;
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder_, ignored)) {
-    const std::string name = entry.path().filename().string(), after = extension_ + ending;
-    if (!name.starts_with(stem_) || !name.ends_with(after) || name.size() < stem_.size() + after.size()) continue;
-    std::string number = name.substr(stem_.size(), name.size() - stem_.size() - after.size());
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(stem_) || !name.ends_with(extension_) || name.size() < stem_.size() + extension_.size())
+      continue;
+    std::string number = name.substr(stem_.size(), name.size() - stem_.size() - extension_.size());
     std::replace_if(number.begin(), number.end(), [](char c) { return c >= '0' && c <= '9'; }, '0');
     if (number.empty() || number == "-00000-of-00000") found.push_back(name);
   }
@@ -133,7 +155,7 @@ std::vector<std::string> WeightFiles::earlier(const std::string& ending) const {
 
 void WeightFiles::begin() {
   left_ = counts_[file_];
-  open_ = std::make_unique<Open>(io::File::create(path(name_of(file_)) + kPart));
+  open_ = std::make_unique<Open>(io::File::create(part_of(name_of(file_))));
   if (extension_ == kSafeTensors) {
     // The larger elements first: without gaps between tensors each is aligned to its own then.
     io::SafeTensors header{{}, {{"format", "pt"}}};
@@ -188,6 +210,7 @@ void WeightFiles::end() {
 std::vector<std::string> WeightFiles::finish() {
   TESSERA_ASSERT(next_ == tensors_.size() && file_ == counts_.size());
   const std::string index_name = stem_ + extension_ + kIndex;
+  io::Lock alone = io::Lock::wait(path(stem_ + extension_ + kLock));  // two would mix their files
   const bool several = counts_.size() > 1;
   if (several) ::unlink(path(index_name).c_str());
   std::vector<std::string> names;
@@ -195,7 +218,7 @@ std::vector<std::string> WeightFiles::finish() {
   int64_t total = 0;
   size_t at = 0;
   for (size_t i = 0; i < counts_.size(); ++i) {
-    const std::string to = path(name_of(i)), from = to + kPart;
+    const std::string to = path(name_of(i)), from = part_of(name_of(i));
     TESSERA_CHECK_IO(::rename(from.c_str(), to.c_str()) == 0, "export", "cannot rename '", from, "' to '", to,
                      "': ", std::strerror(errno));
     names.push_back(name_of(i));
@@ -210,9 +233,11 @@ std::vector<std::string> WeightFiles::finish() {
   index["metadata"]["total_size"] = total;
   if (several) io::replace_text(path(index_name), index.dump(2) + "\n");
   if (!several) ::unlink(path(index_name).c_str());
-  for (const std::string& old : earlier(""))
+  for (const std::string& old : earlier())
     if (std::find(names.begin(), names.end(), old) == names.end()) ::unlink(path(old).c_str());
   if (several) names.push_back(index_name);
+  alone.remove();
+  mark_.reset();
   return names;
 }
 

@@ -10,6 +10,8 @@
 
 namespace tessera::checkpoint {
 
+class SaveMark;
+
 struct WeightTensor {
   std::vector<std::string> names;  // its own first, then those of parameters that are tied to it
   at::ScalarType dtype = at::kFloat;
@@ -23,7 +25,8 @@ std::vector<size_t> plan_files(const std::vector<WeightTensor>& tensors, int64_t
 
 // Writes `folder`/`name`, or files "stem-00001-of-00002.ext" and "name.index.json", the names of Transformers. The
 // extension says the format: ".bin" is what torch.load() reads, with all names on one tensor; ".safetensors" has the first
-// name, and the others in the metadata. Memory: one tensor of safetensors, one file of ".bin".
+// name, and the others in the metadata. Memory: one tensor of safetensors, one file of ".bin". Several may write the same name
+// at once: what is finished last holds. What one that was cut off has left goes.
 class WeightFiles {
  public:
   // Value error for a name of another form, or of a folder.
@@ -41,11 +44,15 @@ class WeightFiles {
   struct Open;
   std::string path(const std::string& name) const;
   std::string name_of(size_t file) const;
-  std::vector<std::string> earlier(const std::string& ending) const;
+  std::string part_of(const std::string& name) const;
+  std::vector<std::string> earlier() const;
+  void remove_left() const;
   void begin();
   void end();
 
   std::string folder_, stem_, extension_;
+  const std::string id_;  // of this export's unfinished files, beside which others may write their own
+  std::unique_ptr<SaveMark> mark_;
   std::vector<WeightTensor> tensors_;
   std::vector<size_t> counts_;
   size_t file_ = 0, next_ = 0, left_ = 0;  // the file that is written, the next tensor, how many the file still gets

@@ -136,10 +136,6 @@ class Stream {
   std::unique_ptr<io::Queue> queue_;  // first to go: it waits for what is in flight
 };
 
-bool is_id(const std::string& text) {
-  return text.size() == kIdDigits && text.find_first_not_of("0123456789abcdef") == std::string::npos;
-}
-
 std::string mark_name(const std::string& id) {
   return id + ".saving";
 }
@@ -261,6 +257,10 @@ std::string new_id() {
   return id;
 }
 
+bool is_id(const std::string& text) {
+  return text.size() == kIdDigits && text.find_first_not_of("0123456789abcdef") == std::string::npos;
+}
+
 void commit(const std::string& folder, const Manifest& manifest) {
   io::sync_folder(folder);  // the files' names first
   io::replace_text((fs::path(folder) / kManifestName).string(), to_text(manifest));
@@ -275,9 +275,9 @@ std::string complete_id(const std::string& folder) {
   }
 }
 
-void set_latest(const std::string& dir, const std::string& tag) {
+void set_latest(const std::string& dir, const std::string& tag, const std::string& file) {
   io::sync_folder(dir);
-  io::replace_text((fs::path(dir) / "latest").string(), tag);
+  io::replace_text((fs::path(dir) / file).string(), tag);
 }
 
 void put_in_place(const std::string& from, const std::string& folder) {
@@ -288,8 +288,15 @@ void put_in_place(const std::string& from, const std::string& folder) {
     // A file system that cannot exchange: for a moment there is none of that name, but the former one is beside.
     const std::string former = from + ".former";
     failed = ::rename(folder.c_str(), former.c_str());
-    if (failed == 0) failed = ::rename(from.c_str(), folder.c_str());
-    if (failed == 0) fs::rename(former, from);
+    if (failed == 0 && ::rename(from.c_str(), folder.c_str()) != 0) {
+      failed = errno;
+      TESSERA_CHECK_IO(::rename(former.c_str(), folder.c_str()) == 0, "checkpoint", "'", folder,
+                       "' cannot be put in place: ", std::strerror(failed), "; what was there is '", former,
+                       "' now, because moving it back failed as well: ", std::strerror(errno));
+      errno = failed;
+    } else if (failed == 0) {
+      fs::rename(former, from);
+    }
   } else if (failed != 0 && !replaces) {
     failed = ::rename(from.c_str(), folder.c_str());
   }
@@ -314,6 +321,14 @@ SaveMark::SaveMark(const std::string& folder, const std::string& id) {
 
 SaveMark::~SaveMark() {
   lock_->remove();
+}
+
+bool is_held(const std::string& folder, const std::string& id) {
+  std::error_code ignored;
+  const std::string path = (fs::path(folder) / mark_name(id)).string();
+  std::optional<io::Lock> left = io::Lock::take_left(path);
+  if (left) left->remove();
+  return !left && fs::exists(path, ignored);
 }
 
 void clean(const std::string& dir, const std::string& tag, int keep_last) {

@@ -41,6 +41,7 @@ std::string folder_of(const std::string& dir, const std::string& tag);
 std::string file_name(const std::string& id, int rank);
 std::string blob_name(const std::string& id, const std::string& name);
 std::string new_id();
+bool is_id(const std::string& text);  // of that form
 
 // Note [Saves at the same time]
 //   Engines, threads, processes may save into one folder at the same time, under one tag too. While a save lasts, its first
@@ -57,11 +58,15 @@ class SaveMark {
   std::optional<io::Lock> lock_;
 };
 
+// Whether the save of that id in `folder` may still be on its way. The mark of one that was cut off goes.
+bool is_held(const std::string& folder, const std::string& id);
+
 // Puts the manifest in place: from here on the checkpoint is complete, before it what was there is.
 void commit(const std::string& folder, const Manifest& manifest);
 // The id of the complete checkpoint in `folder`; empty where there is none that can be read.
 std::string complete_id(const std::string& folder);
-void set_latest(const std::string& dir, const std::string& tag);
+// `file`: another name for it, of another layout.
+void set_latest(const std::string& dir, const std::string& tag, const std::string& file = "latest");
 // The folder `from` is `folder` afterwards, in one step: what was there before is whole until then and gone after.
 void put_in_place(const std::string& from, const std::string& folder);
 // Removes what saves that were cut off have left in `dir`, and with keep_last > 0 all checkpoints but the newest ones,

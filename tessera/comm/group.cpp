@@ -30,6 +30,20 @@ void Pending::wait() {
   work->wait();
 }
 
+void Pending::release() noexcept {
+  if (!work_) return;
+  try {
+    Work& work = *work_;
+    if (work.wait_for(std::chrono::milliseconds(0)))
+      wait();
+    else
+      work.release(std::move(work_));
+  } catch (...) {
+    // As of the destructor.
+  }
+  work_.reset();
+}
+
 namespace {
 
 const char* first_byte(const at::Tensor& t) {

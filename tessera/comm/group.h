@@ -32,7 +32,7 @@ using Label = std::string_view;
 // A collective in flight. wait() makes the result usable by the caller (CPU: blocks; accelerator:
 // orders the current stream) and throws DistBackendError naming this rank, the operation and its
 // label when the collective failed or timed out. Dropping a Pending waits and swallows the error,
-// so that buffers never outlive their use.
+// so that buffers never outlive their use; release() does not wait.
 class Pending {
  public:
   class Work {
@@ -41,6 +41,8 @@ class Pending {
     virtual void wait() = 0;
     // Waits so long at most; true when wait() would wait for no other rank. False as well where that cannot be known.
     virtual bool wait_for(std::chrono::milliseconds limit) = 0;
+    // As of Pending. `self`: this. Without a way to keep what others may still use, it waits.
+    virtual void release(std::unique_ptr<Work> self) { self->wait(); }
   };
 
   Pending() = default;  // already complete
@@ -54,6 +56,11 @@ class Pending {
   // well where that cannot be known (small messages of a torch process group). Throws as wait() does.
   bool wait_for(std::chrono::milliseconds limit) { return !work_ || work_->wait_for(limit); }
   bool done() const { return work_ == nullptr; }
+  // For who leaves while another rank may never make its call: waits for none, and is complete without an error. CPU: what
+  // is in the tensors is undefined from here on, their memory lives as long as somebody uses it, and a part of the collective
+  // that only this rank could do is not done, which the others learn when its process or group ends. Accelerator: as
+  // wait(), which blocks no host.
+  void release() noexcept;
 
  private:
   std::unique_ptr<Work> work_;

@@ -12,6 +12,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <array>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -39,6 +40,7 @@ struct RankCall {
   char* out = nullptr;
   const char* in = nullptr;
   std::vector<int64_t> out_splits, in_splits;  // bytes, all_to_all only
+  std::array<at::Tensor, 2> keeps{};           // alive, as long as other ranks may use it
 };
 
 // One collective: slots for the calls of all ranks. Guarded by World::mutex, but calls are constant
@@ -374,17 +376,17 @@ void World::all_to_all_share(const Op& op, int share) const {
 
 class ThreadWork final : public Pending::Work {
  public:
-  ThreadWork(std::shared_ptr<World> world, std::shared_ptr<Op> op, int rank, at::Tensor out, at::Tensor in)
-      : world_(std::move(world)), op_(std::move(op)), rank_(rank), out_(std::move(out)), in_(std::move(in)) {}
+  ThreadWork(std::shared_ptr<World> world, std::shared_ptr<Op> op, int rank)
+      : world_(std::move(world)), op_(std::move(op)), rank_(rank) {}
 
   void wait() override { world_->wait(rank_, *op_, launched_); }
   bool wait_for(std::chrono::milliseconds limit) override { return world_->wait_for(*op_, limit); }
+  void release(std::unique_ptr<Work>) override {}  // whoever waits for it does all of it
 
  private:
   std::shared_ptr<World> world_;
   std::shared_ptr<Op> op_;
   int rank_;
-  at::Tensor out_, in_;  // keeps the memory alive that other ranks read
   Clock::time_point launched_ = Clock::now();
 };
 
@@ -462,8 +464,9 @@ class ThreadGroup final : public Group {
   }
 
   Pending send(RankCall call, const at::Tensor& out, const at::Tensor& in) {
+    call.keeps = {out, in};
     auto op = world_->launch(channel_, rank_, std::move(call));
-    return Pending(std::make_unique<ThreadWork>(world_, std::move(op), rank_, out, in));
+    return Pending(std::make_unique<ThreadWork>(world_, std::move(op), rank_));
   }
 
   std::shared_ptr<World> world_;

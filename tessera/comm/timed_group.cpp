@@ -23,6 +23,7 @@ class TimedWork final : public Pending::Work {
     record_->add(std::move(call_));
   }
   bool wait_for(std::chrono::milliseconds limit) override { return pending_.wait_for(limit); }
+  void release(std::unique_ptr<Work>) override { pending_.release(); }
 
  private:
   Pending pending_;

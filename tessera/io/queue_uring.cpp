@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -50,7 +52,7 @@ __attribute__((no_sanitize("thread"))) int64_t moved_by(const io_uring_cqe* comp
 class UringQueue final : public Queue {
  public:
   explicit UringQueue(int depth) : depth_(depth) {
-    const int result = ::io_uring_queue_init(static_cast<unsigned>(depth) + 1, &ring_, 0);  // one to wake the thread
+    const int result = ::io_uring_queue_init(static_cast<unsigned>(depth), &ring_, 0);
     TESSERA_CHECK_IO(result == 0, "io", "cannot make a ring: ", std::strerror(-result));
     thread_ = std::thread([this] { take_completed(); });
   }
@@ -58,11 +60,8 @@ class UringQueue final : public Queue {
     {
       const std::lock_guard lock(mutex_);
       over_ = true;
-      io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
-      ::io_uring_prep_nop(entry);
-      ::io_uring_sqe_set_data(entry, nullptr);
-      submit();
     }
+    news_.notify_one();
     thread_.join();
     ::io_uring_queue_exit(&ring_);
   }
@@ -86,52 +85,80 @@ class UringQueue final : public Queue {
 
   // With the lock held.
   void start_waiting() {
-    const int before = flying_;
-    for (; flying_ < depth_ && !waiting_.empty(); ++flying_) {
-      Transfer& t = *waiting_.front().release();  // comes back by the completion
+    while (flying_ < depth_ && !waiting_.empty()) {
+      std::unique_ptr<Transfer> transfer = std::move(waiting_.front());
       waiting_.pop_front();
-      io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
-      const int fd = t.file->descriptor(t.memory, t.part(), t.offset);
-      const auto bytes = static_cast<unsigned>(t.part());
-      if (t.writes)
-        ::io_uring_prep_write(entry, fd, t.memory, bytes, static_cast<uint64_t>(t.offset));
-      else
-        ::io_uring_prep_read(entry, fd, t.memory, bytes, static_cast<uint64_t>(t.offset));
-      ::io_uring_sqe_set_data(entry, &t);
+      if (refusal_ == 0) refusal_ = submit(*transfer);
+      if (refusal_ != 0) {
+        refuse(*transfer);
+        continue;
+      }
+      transfer.release();  // comes back by the completion
+      ++flying_;
     }
-    if (flying_ > before) submit();
+    if (flying_ > 0) news_.notify_one();
   }
 
-  // The kernel may lack memory for a moment; the entries stay in the ring.
-  void submit() {
-    while (::io_uring_submit(&ring_) < 0)
-      std::this_thread::yield();
+  // Returns when the kernel has taken it, or why it will take none.
+  int submit(Transfer& t) {
+    io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
+    const int fd = t.file->descriptor(t.memory, t.part(), t.offset);
+    const auto bytes = static_cast<unsigned>(t.part());
+    if (t.writes)
+      ::io_uring_prep_write(entry, fd, t.memory, bytes, static_cast<uint64_t>(t.offset));
+    else
+      ::io_uring_prep_read(entry, fd, t.memory, bytes, static_cast<uint64_t>(t.offset));
+    ::io_uring_sqe_set_data(entry, &t);
+    while (::io_uring_sq_ready(&ring_) > 0) {
+      const int result = ::io_uring_submit(&ring_);
+      if (result < 0 && result != -EAGAIN && result != -EBUSY && result != -EINTR) return -result;
+      if (result <= 0) std::this_thread::yield();  // it may lack memory for a moment
+    }
+    return 0;
+  }
+
+  void refuse(Transfer& t) const {
+    try {
+      TESSERA_FAIL(IoError, "io", "cannot ", t.writes ? "write" : "read", " ", t.bytes, " bytes at ", t.offset,
+                   t.writes ? " of" : " from", " '", t.file->path(),
+                   "': io_uring takes no transfers: ", std::strerror(refusal_));
+    } catch (...) {
+      t.done.set_exception(std::current_exception());
+    }
   }
 
   void take_completed() {
     for (;;) {
+      {
+        std::unique_lock lock(mutex_);
+        news_.wait(lock, [this] { return flying_ > 0 || over_; });
+        if (flying_ == 0) return;
+      }
       io_uring_cqe* completion = nullptr;
-      if (::io_uring_wait_cqe(&ring_, &completion) < 0) continue;  // a signal
+      if (const int result = ::io_uring_wait_cqe(&ring_, &completion); result < 0) {
+        // A signal; or waiting is refused for good, and what is on its way comes all the same.
+        if (result != -EINTR) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        continue;
+      }
       const int64_t moved = moved_by(completion);
-      std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(::io_uring_cqe_get_data(completion)));
+      const std::unique_ptr<Transfer> transfer(static_cast<Transfer*>(::io_uring_cqe_get_data(completion)));
       ::io_uring_cqe_seen(&ring_, completion);
-      bool last = false;
       {
         const std::lock_guard lock(mutex_);
-        if (transfer) --flying_;
+        --flying_;
         start_waiting();
-        last = over_ && flying_ == 0;
       }
-      if (transfer) transfer->finish(moved);
-      if (last) return;
+      transfer->finish(moved);
     }
   }
 
   const int depth_;
   io_uring ring_{};
   std::mutex mutex_;  // of what follows, and of the ring's submissions
+  std::condition_variable news_;
   std::deque<std::unique_ptr<Transfer>> waiting_;
   int flying_ = 0;
+  int refusal_ = 0;  // errno of the kernel, for good
   bool over_ = false;
   std::thread thread_;
 };

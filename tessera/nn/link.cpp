@@ -157,12 +157,20 @@ bool LinkEnd::is_own(int place) const {
   return parts_.rank_of(sends_ ? link_.target : link_.source, place) == parts_.everyone->rank();
 }
 
-void LinkEnd::pair_with(LinkEnd& other) {
-  TESSERA_CHECK(joined_ == nullptr || joined_ == &other, "hybrid", me_, ": hand_over() has joined it to another end");
+template <class End>
+End& LinkEnd::there(const std::weak_ptr<LinkEnd>& end) {
+  const std::shared_ptr<LinkEnd> found = end.lock();
+  TESSERA_CHECK(found != nullptr, "hybrid", "an end of hand_over() is gone; keep both until the last backward");
+  return static_cast<End&>(*found);
+}
+
+void LinkEnd::pair_with(const LinkEnd& other) {
+  TESSERA_CHECK(!joined_ || joined_->lock() == other.self_, "hybrid", me_,
+                ": hand_over() has joined it to another end");
   TESSERA_CHECK_VALUE(parts_.overlaid && other.parts_.overlaid && parts_.everyone == other.parts_.everyone, "hybrid",
                       me_,
                       ": hand_over() takes the two ends of a process that is of both sides (comm::overlaid parts)");
-  joined_ = &other;
+  joined_ = other.self_;
 }
 
 std::string LinkEnd::name_of(bool source, int place) const {
@@ -189,11 +197,12 @@ void LinkEnd::put(int taker, const Header& header, const Tensors& pieces) {
   Tensors tensors{at::tensor(header, at::kLong)};
   tensors.insert(tensors.end(), pieces.begin(), pieces.end());
   if (is_own(taker)) {
-    TESSERA_CHECK(joined_ != nullptr, "hybrid", me_, ": a process that is of both sides hands over by hand_over()");
+    TESSERA_CHECK(joined_, "hybrid", me_, ": a process that is of both sides hands over by hand_over()");
+    LinkEnd& other = there<LinkEnd>(*joined_);
     Tensors copies;  // the two engines may change theirs
     for (const at::Tensor& piece : pieces)
       copies.push_back(piece.clone(at::MemoryFormat::Contiguous));
-    joined_->from_joined_.push_back({header, std::move(copies)});
+    other.from_joined_.push_back({header, std::move(copies)});
     return;
   }
   out_.at(taker)->send(tensors, sent_[taker]++);
@@ -220,7 +229,7 @@ LinkEnd::Message LinkEnd::read(int giver, const std::string& what) {
 }
 
 void LinkEnd::end_step(const std::vector<int64_t>& left, const char* call) {
-  TESSERA_CHECK(joined_ == nullptr, "hybrid", me_, ": ends of hand_over() have no step(); leave it out");
+  TESSERA_CHECK(!joined_, "hybrid", me_, ": ends of hand_over() have no step(); leave it out");
   TESSERA_CHECK(left.empty(), "hybrid", me_, ": step ", step_, " ends, but the gradients of samples ",
                 at::IntArrayRef(left), " are still out; call ", call, "() for each before step()");
   for (const int taker : takers())
@@ -468,8 +477,7 @@ struct HandOver {
 
   // What a forward leaves for its backward.
   struct Kept {
-    LinkSender* sender;
-    LinkReceiver* receiver;
+    std::weak_ptr<LinkEnd> sender, receiver;
     int64_t sample;
     LinkSender::Sent sent;
     LinkReceiver::Received received;
@@ -479,7 +487,7 @@ struct HandOver {
   struct Function : torch::autograd::Function<Function> {
     static Tensors forward(torch::autograd::AutogradContext* ctx, at::TensorList outputs, const HandOver& call) {
       call.sender.pair_with(call.receiver), call.receiver.pair_with(call.sender);
-      Kept kept{&call.sender, &call.receiver, call.sample, {}, {}, {}};
+      Kept kept{call.sender.self_, call.receiver.self_, call.sample, {}, {}, {}};
       kept.sent = call.sender.announce(outputs.vec(), call.sample, call.samples);
       auto [tensors, received] = call.receiver.take_in(call.sample);
       kept.sent.trained.clear();
@@ -499,11 +507,13 @@ struct HandOver {
 
     static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& gradients) {
       const auto& kept = parallel::held<Kept>(ctx);
+      auto& receiver = LinkReceiver::there<LinkReceiver>(kept.receiver);
+      auto& sender = LinkSender::there<LinkSender>(kept.sender);
       Tensors given;
       for (size_t i = 0; i < gradients.size(); ++i)
         if (kept.trained[i]) given.push_back(gradients[i]);
-      kept.receiver->send_back(kept.received, kept.sample, given);
-      const Tensors found = kept.sender->gradients_of(kept.sent, kept.sample);
+      receiver.send_back(kept.received, kept.sample, given);
+      const Tensors found = sender.gradients_of(kept.sent, kept.sample);
       Tensors results;
       auto next = found.begin();
       for (const bool trained : kept.trained)

@@ -64,7 +64,10 @@ class LinkEnd {
 
   LinkEnd(const Link& link, const comm::Parts& parts, engine::Engine* engine, bool sends);
   // The other end of this very process.
-  void pair_with(LinkEnd& other);
+  void pair_with(const LinkEnd& other);
+  // UsageError where it is gone.
+  template <class End>
+  static End& there(const std::weak_ptr<LinkEnd>& end);
   std::string name_of(bool source, int place) const;
   // Places of the other side's ranks: those that this rank gives to, and by part those that give to it.
   std::vector<int> takers() const;
@@ -85,12 +88,13 @@ class LinkEnd {
   int64_t number_ = 0;    // of the next message
   int64_t since_ = 0;     // messages since the last step()
   int64_t step_ = 0;
+  const std::shared_ptr<LinkEnd> self_{this, [](LinkEnd*) {}};  // owns nothing: for those who may outlive it
 
  private:
   bool is_own(int place) const;  // a place on the other side is this process, too
 
   std::map<int, std::unique_ptr<pipeline::Wire>> out_, in_;  // by place on the other side
-  LinkEnd* joined_ = nullptr;
+  std::optional<std::weak_ptr<LinkEnd>> joined_;
   std::deque<Message> from_joined_;
   std::map<int, int64_t> sent_, read_;  // messages of each wire
 };

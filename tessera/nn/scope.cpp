@@ -88,16 +88,21 @@ GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector
 
 GatheredParameters::~GatheredParameters() {
   try {
-    close();
+    end(/*keeps_writes=*/std::uncaught_exceptions() == passing_);
   } catch (const std::exception&) {
     // close() is there for whoever wants to know.
   }
 }
 
 void GatheredParameters::close() {
+  end(/*keeps_writes=*/true);
+}
+
+void GatheredParameters::end(bool keeps_writes) {
   if (!std::exchange(open_, false) || engine_.destroyed()) return;
   using Writes = zero::Writes;
-  engine_.regions().close(params_, writer_ < 0 ? Writes::None : Writes::FromRank, std::max(writer_, 0));
+  engine_.regions().close(params_, keeps_writes && writer_ >= 0 ? Writes::FromRank : Writes::None,
+                          std::max(writer_, 0));
 }
 
 }  // namespace tessera::nn

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -57,7 +58,8 @@ ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine
 
 // Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `writer` >= 0, for
 // writing on that rank of the data-parallel group. Collective, at the begin and at the end. Tensors that the engine does
-// not partition pass through. close() ends it and reports errors; the destructor ends it silently.
+// not partition pass through. close() ends it and reports errors; the destructor ends it silently, and where an exception
+// passes without what was written.
 class GatheredParameters {
  public:
   GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int writer = -1);
@@ -67,10 +69,13 @@ class GatheredParameters {
   void close();
 
  private:
+  void end(bool keeps_writes);
+
   engine::Engine& engine_;
   std::vector<int> params_;
   int writer_;
   bool open_ = false;
+  const int passing_ = std::uncaught_exceptions();  // when it began
 };
 
 }  // namespace tessera::nn

@@ -491,8 +491,8 @@ void FlatParams::abandon(const std::string& message) {
     return;
   }
   order_.end(options().device());  // what is in flight ends on the current stream
-  pending_ = {};
-  read_check_ = {};
+  pending_.release();
+  read_check_.release();
   ahead_.clear();
   copying_.clear();
   for (size_t i = 0; i < items_.size(); ++i) {

@@ -102,4 +102,11 @@ std::vector<PlannedUnit> plan_units(const std::vector<PlanItem>& items, int64_t 
   return units;
 }
 
+bool ShareTaken::take(int64_t size, double share) {
+  seen += size;
+  const bool takes = static_cast<double>(taken + size) <= share * static_cast<double>(seen);
+  if (takes) taken += size;
+  return takes;
+}
+
 }  // namespace tessera::zero

@@ -32,4 +32,10 @@ struct PlannedUnit {
 // Ordering by group makes one fused update per group and unit, however the groups interleave in the model.
 std::vector<PlannedUnit> plan_units(const std::vector<PlanItem>& items, int64_t min_elements, int64_t max_elements);
 
+// Takes units one after the other, so that of the elements seen so far no more than a share were taken.
+struct ShareTaken {
+  int64_t taken = 0, seen = 0;
+  bool take(int64_t size, double share);
+};
+
 }  // namespace tessera::zero

@@ -521,17 +521,17 @@ void Reducer::drain() {
     finish_oldest();
 }
 
-// Dropping a collective has the current stream wait for it; memory goes back after that.
+// Letting go of a collective has the current stream wait for it, and no host; memory goes back after that.
 void Reducer::abandon() {
   shard::StreamOrder here;
   here.end(ranks_.device);
-  agreement_ = {};
+  agreement_.release();
   here.keep(late_);
   for (auto* works : {&replicas_in_flight_, &in_flight_}) {
     for (InFlight& work : *works) {
       work.unit->order.end(ranks_.device);
-      work.pending = {};
-      work.presence = {};
+      work.pending.release();
+      work.presence.release();
       for (const at::Tensor* memory : {&work.sent, &work.sum, &work.bucket, &work.present, &work.before})
         work.unit->order.keep(*memory, work.came.get());
     }

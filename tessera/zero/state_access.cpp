@@ -329,12 +329,15 @@ at::Tensor StateAccess::gather_flat(const Place& place, const at::Tensor& part) 
 at::Tensor StateAccess::whole_of(const Place& place, const at::Tensor& flat) const {
   const Param& p = *place.param;
   if (p.cut == nullptr) return shard::view_as_param(flat, {0, p.range.size()}, p.form);
-  // Elements that several slices hold are the same in all of them: the largest of all is exact.
-  at::Tensor whole = at::full({p.cut->numel()}, -std::numeric_limits<double>::infinity(), flat.options());
+  // Elements that several slices hold are the same in all of them: the largest of all is exact. As integers, whose order every
+  // back end knows, which of a NaN it does not.
+  TESSERA_ASSERT(flat.scalar_type() == at::kFloat);
+  at::Tensor bits = at::full({p.cut->numel()}, std::numeric_limits<int32_t>::min(), flat.options().dtype(at::kInt));
+  const at::Tensor whole = bits.view(at::kFloat);
   shard::for_stretches(p.cut, {0, flat.numel()}, [&](shard::Range piece, int64_t number) {
     whole.narrow(0, number, piece.size()).copy_(flat.narrow(0, piece.begin, piece.size()));
   });
-  place.unit->ranks.model->all_reduce(whole, comm::ReduceOp::Max, "whole of '" + p.name + "'").wait();
+  place.unit->ranks.model->all_reduce(bits, comm::ReduceOp::Max, "whole of '" + p.name + "'").wait();
   return whole.view(p.cut->sizes);
 }
 

@@ -344,13 +344,6 @@ void Units::check_client(const std::vector<ParamSpec>& params) const {
                       "offload_optimizer out");
 }
 
-bool Units::Taken::take(int64_t size, double share) {
-  seen += size;
-  const bool takes = static_cast<double>(taken + size) <= share * static_cast<double>(seen);
-  if (takes) taken += size;
-  return takes;
-}
-
 // The same on all ranks that exchange gradients or weights: their sizes are, and the order in which units are built.
 StatePlace Units::state_place_of(const std::vector<const ParamSpec*>& members) {
   int64_t size = 0;

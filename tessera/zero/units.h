@@ -162,12 +162,6 @@ class Units {
   std::vector<PlannedUnit> leave_frozen(const std::vector<ParamId>& ids);
   std::vector<PlannedUnit> plan_of(const std::vector<PlanItem>& items, const std::vector<ParamId>& ids) const;
 
-  // By units: of those seen so far no more elements than a share were taken.
-  struct Taken {
-    int64_t taken = 0, seen = 0;
-    bool take(int64_t size, double share);
-  };
-
   Options options_;
   Phases phases_;
   shard::StagePlacements placements_;
@@ -184,7 +178,7 @@ class Units {
   std::vector<ParamId> trained_ids_, may_join_, left_out_;
   std::vector<std::unique_ptr<FlatParams>> left_;  // of frozen_, empty: the unsharder has their numbers
   bool built_ = false;                             // what comes now joins
-  Taken away_states_, of_device_;                  // Options::ratio and device_share
+  ShareTaken away_states_, of_device_;             // Options::ratio and device_share
   std::vector<Unit*> unit_of_number_;
   std::unique_ptr<Unsharder> unsharder_;
   std::string broken_, ended_;

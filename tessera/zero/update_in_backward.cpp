@@ -37,9 +37,12 @@ UpdateInBackward::UpdateInBackward(Units& units, BackwardDriver& driver, Updater
 }
 
 UpdateInBackward::~UpdateInBackward() {
+  comparison_.release();
   forget(bounds_, comparison_);
-  for (Waiting& left : waiting_)
+  for (Waiting& left : waiting_) {
+    left.pending.release();
     forget(left.squares, left.pending);
+  }
 }
 
 void UpdateInBackward::compare_by(std::function<Terms()> terms, std::function<void(const Ranks&)> refuse) {

@@ -320,7 +320,8 @@ void Updater::finish_gathers() {
 }
 
 void Updater::abandon() {
-  gathers_.clear();
+  for (comm::Pending& gather : std::exchange(gathers_, {}))
+    gather.release();
   pipeline_.reset();
   lanes_.on_device.clear();
   lanes_.on_host.clear();

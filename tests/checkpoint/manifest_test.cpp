@@ -101,16 +101,33 @@ TEST(Manifest, NoNumberWraps) {
   nlohmann::ordered_json good = nlohmann::ordered_json::parse(text);
   good.erase("crc32c");
   int refused = 0;
-  testing::each_wrong_number(good, [&](const std::string& pointer, const nlohmann::ordered_json& json) {
+  const auto check = [&](const std::string& pointer, const nlohmann::ordered_json& json, bool same) {
     const std::string wrong = sealed(json.dump(1));
     try {
-      EXPECT_EQ(to_text(parse_manifest(wrong, "m")), wrong) << pointer;
+      const std::string back = to_text(parse_manifest(wrong, "m"));
+      EXPECT_EQ(same ? back : to_text(parse_manifest(back, "m")), same ? wrong : back) << pointer;
     } catch (const IoError& error) {
       ++refused;
       EXPECT_NE(std::string(error.what()).find("'m'"), std::string::npos) << pointer;
     }
-  });
+  };
+  testing::each_wrong_number(good, [&](const auto& pointer, const auto& json) { check(pointer, json, true); });
   EXPECT_GT(refused, 500);
+  // An empty list of what may be left out is left out.
+  testing::each_wrong_kind(good, [&](const auto& pointer, const auto& json) { check(pointer, json, false); });
+  EXPECT_GT(refused, 2000);
+}
+
+TEST(Manifest, WhatIsNestedTooDeepIsRefused) {
+  nlohmann::ordered_json good = nlohmann::ordered_json::parse(to_text(some()));
+  good.erase("crc32c");
+  const auto refused = [&](const std::string& json) {
+    EXPECT_THROW(parse_manifest(sealed(json), "m"), IoError);
+  };
+  refused(testing::with_nested(good.dump(), "more"));
+  const std::string run = good["run"].dump();
+  std::string text = good.dump();
+  refused(text.replace(text.find(run), run.size(), testing::with_nested(run, "more")));
 }
 
 TEST(Manifest, NoMorePartsThanCanBe) {

@@ -10,6 +10,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/writer.h"
 #include "tessera/io/safetensors.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
@@ -87,7 +88,9 @@ TEST(WeightFiles, HaveTheTensorsAndNothingElseStays) {
     const io::TempFolder folder;
     const std::string stem = name.substr(0, name.rfind('.')), extension = name.substr(name.rfind('.'));
     io::File::create(folder / "other-model.bin");
-    io::File::create(folder / (stem + "-00001-of-00009" + extension + ".part"));  // of one that was cut off
+    const std::string id = new_id();  // of one that was cut off
+    io::File::create(folder / (stem + "-00001-of-00009" + extension + "." + id + ".part"));
+    io::File::create(folder / (id + ".saving"));
     const Names two{stem + "-00001-of-00002" + extension, stem + "-00002-of-00002" + extension, name + ".index.json"};
     for (const int64_t max_bytes : {1000, 60, 1, 1000, 60}) {
       const Names names = model.write(folder.path(), name, max_bytes);
@@ -120,6 +123,27 @@ TEST(WeightFiles, WhatIsNotFinishedLeavesTheFormerFiles) {
     }
     model.expect_in(folder.path(), names);
     EXPECT_EQ(files_in(folder.path()), std::set<std::string>(names.begin(), names.end()));
+  }
+}
+
+// Two at a time into one folder: the one that is finished last holds, and neither takes the other's files.
+TEST(WeightFiles, ExportsOfOneNameAtOnce) {
+  const Model model;
+  for (const std::string name : {"model.safetensors", "pytorch_model.bin"}) {
+    for (const int64_t max_bytes : {1000, 60}) {
+      const io::TempFolder folder;
+      WeightFiles first(folder.path(), name, model.tensors, max_bytes);
+      first.write(model.values[0]);
+      WeightFiles second(folder.path(), name, model.tensors, max_bytes);
+      for (size_t i = 0; i < model.values.size(); ++i) {
+        second.write(model.values[i]);
+        if (i > 0) first.write(model.values[i]);
+      }
+      const Names names = first.finish();
+      model.expect_in(folder.path(), names);
+      EXPECT_EQ(second.finish(), names);
+      model.expect_in(folder.path(), names);
+    }
   }
 }
 

@@ -117,6 +117,22 @@ TEST(Writer, CleanKeepsWhatLatestNames) {
   open_folder(folder / latest_tag(folder.path())).verify_all();
 }
 
+// Neither exchanged nor, by name, moved there: what was there is there still.
+TEST(Writer, WhatCannotBePutInPlaceLeavesTheFormerOne) {
+  const io::TempFolder folder;
+  const std::string from = folder / "new", to = folder / "new/checkpoint";  // no folder goes into itself
+  fs::create_directories(to);
+  std::ofstream(to + "/former") << "x";
+  try {
+    put_in_place(from, to);
+    ADD_FAILURE();
+  } catch (const IoError& error) {
+    EXPECT_NE(std::string(error.what()).find("'" + to + "' cannot be put in place"), std::string::npos) << error.what();
+  }
+  EXPECT_TRUE(fs::exists(to + "/former"));
+  EXPECT_FALSE(fs::exists(from + ".former"));
+}
+
 // Threads that replace one file: it is always one of theirs, whole.
 TEST(Writer, LatestOfSeveralSavesAtOnce) {
   const io::TempFolder folder;

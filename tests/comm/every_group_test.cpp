@@ -1,4 +1,5 @@
 // What every back end does alike, over ranks that are threads.
+#include <future>
 #include <latch>
 
 #include "tessera/comm/shm/group.h"
@@ -221,6 +222,37 @@ TEST_P(EveryGroup, HandlesMayOutliveTheGroupAndMayBeDropped) {
     pending.wait();
     EXPECT_TRUE(t.eq(2).all().item<bool>());
     EXPECT_TRUE(u.eq(2).all().item<bool>());
+  });
+}
+
+// What a rank lets go of waits for nobody, and the others' calls of the same need nothing more of it.
+TEST_P(EveryGroup, ReleasedHandlesWaitForNoOther) {
+  std::promise<void> released;
+  run(2, [&](int rank, GroupPtr group) {
+    const auto sibling = group->sibling();
+    const auto gather = [&](int64_t count) {
+      return sibling->all_gather(at::zeros({2 * count}), at::full({count}, 1.0f + rank), "left");
+    };
+    if (rank == 0) {
+      for (const int64_t count : {1000, 60000}) {
+        Pending pending = gather(count);
+        pending.release();
+        EXPECT_TRUE(pending.done());
+      }
+      Pending().release();
+      released.set_value();
+    } else {
+      const bool in_time = released.get_future().wait_for(20s) == std::future_status::ready;
+      EXPECT_TRUE(in_time);
+      for (const int64_t count : {1000, 60000}) {
+        const at::Tensor all = at::zeros({2 * count});
+        sibling->all_gather(all, at::full({count}, 2.0f), "left").wait();
+        EXPECT_EQ(all.sum().item<float>(), 3.0f * count);
+      }
+    }
+    at::Tensor t = at::ones({5});
+    group->all_reduce(t, ReduceOp::Sum, "afterwards").wait();
+    EXPECT_TRUE(t.eq(2).all().item<bool>());
   });
 }
 

@@ -2,7 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <random>
@@ -20,6 +28,20 @@ class Word {
   explicit Word(const char* word) { ::setenv("TESSERA_IO", word, 1); }
   ~Word() { ::unsetenv("TESSERA_IO"); }
 };
+
+// From now on the system refuses all threads of this process what io_uring needs for a transfer.
+void refuse_transfers() {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENXIO),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{std::size(program), program};
+  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+      ::syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &filter) != 0)
+    std::exit(2);
+}
 
 }  // namespace
 
@@ -98,6 +120,33 @@ TEST_P(Queues, ItsEndWaits) {
   }
   EXPECT_EQ(out.size(), 4'000'000);
   EXPECT_EQ(read_text(folder / "a", 4'000'000), std::string(4'000'000, 'x'));
+}
+
+// An error of the system that lasts is one of every transfer, and the queue ends.
+TEST(UringQueue, WhatTheSystemRefusesForGoodIsAnError) {
+  if (!test_uring().empty()) GTEST_SKIP() << "io_uring: " << test_uring();
+  const TempFolder folder;
+  File::create(folder / "a").write("abc", 3, 0);
+  const auto try_all = [&] {
+    ::alarm(20);  // it waits for ever otherwise
+    const File in = File::open(folder / "a");
+    char bytes[3];
+    {
+      const auto queue = make_queue(2, QueueKind::Uring);
+      queue->read(in, bytes, 3, 0).get();
+      refuse_transfers();
+      for (int i = 0; i < 5; ++i) {
+        try {
+          queue->read(in, bytes, 3, 0).get();
+          std::exit(3);
+        } catch (const IoError& error) {
+          if (std::string(error.what()).find(in.path()) == std::string::npos) std::exit(4);
+        }
+      }
+    }
+    std::exit(0);
+  };
+  EXPECT_EXIT(try_all(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST(QueueKinds, TheEnvironmentChooses) {

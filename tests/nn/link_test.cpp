@@ -312,4 +312,22 @@ TEST(Link, BadUsesAreNamed) {
              "this rank is of part 0; the target of the link is part 1");
 }
 
+// A graph may live longer than the ends that it goes through; an end longer than the other.
+TEST(Link, AnEndThatIsGoneIsNamed) {
+  const auto parts = comm::thread_overlaid_parts({comm::mesh_shape(1), comm::mesh_shape(1)});
+  const auto x = [] { return Tensors{at::ones({2, 2, 2}).requires_grad_()}; };
+  for (const bool of_source : {true, false}) {
+    auto sender = std::make_unique<LinkSender>(kLink, parts[0][0]);
+    auto receiver = std::make_unique<LinkReceiver>(kLink, parts[0][1]);
+    const Tensors got = hand_over(*sender, *receiver, x(), 0);
+    of_source ? sender.reset() : receiver.reset();
+    EXPECT_HAS(error_of([&] { got[0].sum().backward(); }), "an end of hand_over() is gone");
+    if (of_source) {
+      EXPECT_HAS(error_of([&] { receiver->step(); }), "ends of hand_over() have no step()");
+    } else {
+      EXPECT_HAS(error_of([&] { sender->send(x(), 1); }), "an end of hand_over() is gone");
+    }
+  }
+}
+
 }  // namespace tessera::nn

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 
+#include <functional>
+
 #include "tessera/nn/engine.h"
 #include "tessera/nn/hooked.h"
 #include "tests/support/ranks.h"
@@ -159,6 +161,44 @@ TEST(Scope, RegionsTakeTheWritersValues) {
     GatheredParameters region(engine.core(), {weight});
     EXPECT_TRUE(weight.equal(torch::ones({2, 6})));
     EXPECT_THROW(GatheredParameters(engine.core(), {weight}), c10::Error);
+  });
+}
+
+// As in Python: what an exception leaves half written does not hold.
+TEST(Scope, RegionsThatAnExceptionLeavesChangeNothing) {
+  testing::run_ranks(2, [](int rank, const comm::GroupPtr& group) {
+    auto net = std::make_shared<BlockNet>();
+    auto engine = initialize(net, config(2), comm::Mesh(group));
+    const at::Tensor weight = net->head->weight;
+    at::Tensor before;
+    {
+      const GatheredParameters region(engine.core(), {weight});
+      before = weight.detach().clone();
+    }
+    const auto write_and_throw = [&] {
+      const GatheredParameters region(engine.core(), {weight}, /*writer=*/1);
+      const torch::NoGradGuard no_grad;
+      at::Tensor(weight).narrow(0, 0, 1).fill_(rank);
+      throw std::runtime_error("half way");
+    };
+    EXPECT_THROW(write_and_throw(), std::runtime_error);
+    // One that begins and ends while another exception passes is whole.
+    struct Cleaner {
+      std::function<void()> f;
+      ~Cleaner() { f(); }
+    };
+    const auto in_passing = [&] {
+      const Cleaner cleaner{[&] {
+        const GatheredParameters region(engine.core(), {weight}, /*writer=*/1);
+        const torch::NoGradGuard no_grad;
+        EXPECT_TRUE(weight.equal(before));
+        at::Tensor(weight).fill_(rank);
+      }};
+      throw std::runtime_error("passes");
+    };
+    EXPECT_THROW(in_passing(), std::runtime_error);
+    const GatheredParameters region(engine.core(), {weight});
+    EXPECT_TRUE(weight.equal(torch::ones({2, 6})));
   });
 }
 

@@ -116,6 +116,22 @@ def test_which_ranks_a_host_starts(
     assert found == [expected]
 
 
+def test_a_file_of_the_pid_is_no_one_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may write into the folder for temporary files, and know the name."""
+    victim, file = tmp_path / "victim", tmp_path / f"{os.getpid()}.deepspeed"
+    victim.write_text("precious")
+    file.symlink_to(victim)
+
+    def run_here(*_: Any) -> int:
+        assert file.read_text() == str(os.getpid()) and not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600
+        return 0
+
+    monkeypatch.setattr(launch, "run_here", run_here)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert launch.main(["-H", "", "--num_gpus", "1", "--save_pid", "program.py"]) == 0
+    assert victim.read_text() == "precious" and not file.is_symlink() and not file.exists()
+
+
 # What a launcher over ssh does itself, once for all hosts; all else reaches the hosts or is refused.
 OWN = (
     "hostfile include exclude num_nodes num_gpus master_addr node_rank no_ssh no_ssh_check force_multi save_pid "
@@ -138,7 +154,7 @@ def test_every_option_reaches_the_hosts_or_is_refused() -> None:
     assert known == {action.dest for action in made._actions}
     for name, arguments in PASSED.items():
         options = made.parse_args([*arguments, "program.py", "--module"])
-        words = shlex.split(launch.remote_command(options, {"a": [0], "b": [1, 2]}, 1).rpartition(" && ")[2])
+        words = shlex.split(launch.remote_command(options, {"a": [0], "b": [1, 2]}, 1, "/f").rpartition(" && ")[2])
         there = made.parse_args(words[words.index("tessera.launch") + 1 :])
         assert getattr(there, name) == getattr(options, name) != made.get_default(name)
         assert (there.num_nodes, there.node_rank, there.num_gpus, there.hostfile) == (2, 1, 2, "")
@@ -152,6 +168,8 @@ sys.argv = [argument for argument in sys.argv if argument not in local]
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_PORT")
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     file.write(" ".join(os.environ[name] for name in names) + "|" + "|".join(sys.argv[2:] + local))
+if "SECRET" in os.environ:
+    print("secret", os.environ["SECRET"])
 if "visible" in sys.argv:
     print("devices", os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OF_SCRIPT"])
 if "fail" in sys.argv:
@@ -229,17 +247,21 @@ def test_signals_reach_the_ranks(program: Path, tmp_path: Path) -> None:
 
 
 SSH = """#!/bin/sh
-# A host of its own: drop the options and the name, run the rest here.
+# A host of its own: drop the options and the name, run the rest here, in an environment of its own.
+echo "$@" >> "$(dirname "$0")/command lines"
 while [ "${1#-}" != "$1" ]; do [ "$1" = -p ] && shift; shift; done
 shift
-exec sh -c "$*"
+exec env -i PATH="$PATH" TMPDIR="$(dirname "$0")/tmp" sh -c "$*"
 """
 
 
 def test_hosts_over_ssh(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bin"
-    folder.mkdir()
+    (folder / "tmp").mkdir(parents=True)
     (folder / "ssh").write_text(SSH)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text("SECRET=it's hidden\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (folder / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     hosts = tmp_path / "hosts"
@@ -250,7 +272,10 @@ def test_hosts_over_ssh(program: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert child.wait(timeout=180) == 0
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|a b|--local_rank=0"
-    assert len(list(tmp_path.glob("logs/**/stdout.log"))) == 2
+    assert [file.read_text() for file in tmp_path.glob("logs/**/stdout.log")] == ["secret it's hidden\n"] * 2
+    # Every user of both hosts sees command lines; no file stays.
+    assert "hidden" not in (folder / "command lines").read_text()
+    assert not list((folder / "tmp").iterdir())
     child = start(
         "-H", hosts, "--num_gpus", 1, "--no_ssh_check", "--master_port", free_port(), program, tmp_path, "seven"
     )
@@ -265,9 +290,11 @@ def test_what_other_hosts_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("PYTHONPATH", "/own")
     options = launch.parser("launch").parse_args(["--venv_script", "env.sh", "p.py", "it's"])
-    command = launch.remote_command(options, {"a": [0, 1], "b": [2]}, 1)
-    parts = ["export SPECIAL='from the file'", "export NCCL_DEBUG=INFO", f". {tmp_path}/env.sh", f"{tmp_path}:/own"]
-    for part in (*parts, "CUDA_VISIBLE_DEVICES=2"):
-        assert part in command
+    exports = launch.exports({"a": [0, 1], "b": [2]}, 1).splitlines()
+    for part in ("SPECIAL='from the file'", "NCCL_DEBUG=INFO", f"PYTHONPATH={tmp_path}:/own", "CUDA_VISIBLE_DEVICES=2"):
+        assert f"export {part}" in exports
+    assert not any("not a line" in line or "comment" in line for line in exports)
+    command = launch.remote_command(options, {"a": [0, 1], "b": [2]}, 1, "/tmp/a file")
+    assert f". {tmp_path}/env.sh && . '/tmp/a file' && rm -f '/tmp/a file' && " in command
     assert "--node_rank 1 --num_nodes 2 --num_gpus 1" in command and "--master_addr a" in command
-    assert "not a line" not in command and "comment" not in command
+    assert "NCCL" not in command and "SPECIAL" not in command

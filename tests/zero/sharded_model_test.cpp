@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
+#include <memory>
+
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
 
@@ -70,6 +74,35 @@ TEST(ShardedModel, AThrowingRankEndsTheOthersWithItsReason) {
     }
     EXPECT_NE(survivor.find("rank 1"), std::string::npos) << survivor;
     EXPECT_NE(survivor.find("bad batch"), std::string::npos) << survivor;
+  }
+}
+
+// One rank's backward fails amid its reductions and the engine goes, while the other is somewhere else: it must not wait for
+// that one's calls.
+TEST(ShardedModel, TheEndOfOneRanksEngineWaitsForNoOther) {
+  for (const int stage : {1, 2}) {
+    for (const bool destroys : {false, true}) {
+      std::promise<void> gone;
+      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        const Toy toy;
+        auto engine = std::make_unique<Engine>(toy_options({.stage = stage, .bucket = 1, .min_unit = 1}),
+                                               comm::Mesh(group), toy.specs(), std::vector{toy_adamw()});
+        const at::Tensor loss = toy_forward(*engine, toy, toy_batch(rank, 0));
+        if (rank == 1) {  // it keeps its groups, and makes no call
+          const auto done = gone.get_future();
+          EXPECT_EQ(done.wait_for(std::chrono::seconds(10)), std::future_status::ready) << stage << destroys;
+          return;
+        }
+        group->reset_stats();
+        toy.tensors[2].register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("bad gradient"); });
+        EXPECT_THROW(loss.backward(), std::runtime_error);
+        const auto stats = group->stats();
+        EXPECT_GT(stats.all_reduce.calls + stats.reduce_scatter.calls, 0) << stage;
+        if (destroys) engine->destroy();
+        engine.reset();
+        gone.set_value();
+      });
+    }
   }
 }
 

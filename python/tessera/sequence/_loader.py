@@ -49,18 +49,28 @@ class UlyssesSPDataLoaderAdapter:
         return self._ready.popleft()
 
     def _deal(self) -> list[Batch]:
-        """This rank's parts of the next batch of every rank; all ranks stop, or fail, with the first one that does."""
-        messages: list[Any]
+        """This rank's parts of the next batch of every rank. All ranks stop with the first one that does, and fail with
+        one that fails: it with its own error, whatever that is, the others with what it says."""
+        problem: Exception | None = None
         try:
-            messages = list(cut_batch(next(self._iterator), self.sp_world_size))
+            messages = [pickle.dumps(part) for part in cut_batch(next(self._iterator), self.sp_world_size)]
         except StopIteration:
-            messages = [None] * self.sp_world_size
-        except ConfigError as error:
-            messages = [str(error)] * self.sp_world_size
-        received = self._exchange([pickle.dumps(message) for message in messages])
-        errors = [message for message in received if isinstance(message, str)]
-        if errors:
-            raise ConfigError(errors[0])
+            messages = [pickle.dumps(None)] * self.sp_world_size
+        except Exception as error:
+            problem = error
+            text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            messages = [pickle.dumps((isinstance(error, ConfigError), text))] * self.sp_world_size
+        received = self._exchange(messages)
+        if problem is not None:
+            raise problem
+        for rank, message in enumerate(received):
+            if isinstance(message, tuple):
+                of_configuration, text = message
+                if of_configuration:
+                    raise ConfigError(text)
+                raise RuntimeError(
+                    f"[UlyssesSPDataLoaderAdapter] the batch of rank {rank} of the sequence could not be had: {text}"
+                )
         if any(message is None for message in received):
             self._iterator = iter(self.dl)
             raise StopIteration

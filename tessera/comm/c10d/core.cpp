@@ -263,4 +263,21 @@ void C10dCore::give_buffer(at::Tensor buffer) {
   if (buffers_.size() > kBuffersKept) buffers_.erase(buffers_.begin());
 }
 
+std::optional<bool> C10dCore::have_come(const std::vector<Transfer>& transfers) const {
+  int marks = 0;
+  for (const Transfer& transfer : transfers) {
+    if (!transfer.mark.defined()) break;
+    if (__atomic_load_n(static_cast<const char*>(transfer.mark.const_data_ptr()), __ATOMIC_ACQUIRE) == 0) return false;
+    ++marks;
+  }
+  if (marks < size_ - 1) return std::nullopt;
+  return true;
+}
+
+void C10dCore::keep(Left left) {
+  const std::scoped_lock lock(mutex_);
+  std::erase_if(left_, [&](const Left& one) { return have_come(one.transfers).value_or(false); });
+  left_.push_back(std::move(left));
+}
+
 }  // namespace tessera::comm

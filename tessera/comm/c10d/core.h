@@ -71,6 +71,14 @@ class C10dCore {
   // A byte tensor of at least `bytes`, from the cache where possible; give it back when done. At most two are kept.
   at::Tensor take_buffer(int64_t bytes);
   void give_buffer(at::Tensor buffer);
+  // Whether the marks of all peers are there. Nothing where a message has none: it is small, or a native collective.
+  std::optional<bool> have_come(const std::vector<Transfer>& transfers) const;
+  // Transfers that nobody waits for, and the memory they use: until all have come, or with the core.
+  struct Left {
+    std::vector<at::Tensor> memory;
+    std::vector<Transfer> transfers;
+  };
+  void keep(Left left);
 
  private:
   void check_owner(const OpInfo& info) const;
@@ -99,6 +107,7 @@ class C10dCore {
   std::vector<Transfer>* current_ = nullptr;  // what a wait blocks on
   std::chrono::steady_clock::time_point waiting_since_;
   std::vector<at::Tensor> buffers_;
+  std::vector<Left> left_;
   std::thread watcher_;
 };
 

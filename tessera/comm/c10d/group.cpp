@@ -109,22 +109,22 @@ class C10dWork final : public Pending::Work {
     return false;
   }
 
+  void release(std::unique_ptr<Work> self) override {
+    if (!held_.front().is_cpu()) return Work::release(std::move(self));
+    core_->calls().done(call_.instance, call_.number);
+    held_.push_back(std::move(buffer_));
+    core_->keep({std::move(held_), std::move(transfers_)});
+  }
+
  private:
   // A transfer cannot be asked whether it is through (a Gloo wait with a limit ends the connection), but the byte of a
   // mark tells: it is sent behind the data. What all peers have sent, they have launched: ours gets through, too.
   bool arrived(Clock::time_point end) const {
     if (!held_.front().is_cpu()) return true;  // waiting orders streams
-    int marks = 0;
-    for (const Transfer& transfer : transfers_) {
-      if (!transfer.mark.defined()) break;
-      const auto* byte = static_cast<const char*>(transfer.mark.const_data_ptr());
-      while (__atomic_load_n(byte, __ATOMIC_ACQUIRE) == 0) {
-        if (Clock::now() >= end) return false;
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
-      }
-      ++marks;
+    for (;; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
+      const std::optional<bool> come = core_->have_come(transfers_);
+      if (!come || *come || Clock::now() >= end) return come.value_or(false);
     }
-    return marks == core_->size() - 1;
   }
 
   std::shared_ptr<C10dCore> core_;

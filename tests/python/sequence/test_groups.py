@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def batches(rank: int) -> list[dict[str, torch.Tensor]]:
     """Every rank's own; those of the second have half of the length."""
     whole = [text_batch(2 * rank + number, PACKED) for number in range(2)]
     return [{k: v[:, :16].contiguous() for k, v in b.items()} for b in whole] if rank == 1 else whole
+
+
+def broken_data() -> Iterator[Any]:
+    raise KeyError("a file that cannot be decoded")
+    yield
 
 
 def worker(rank: int, port: int, folder: str) -> None:
@@ -62,6 +68,11 @@ def worker(rank: int, port: int, folder: str) -> None:
     wrong = {k: v for k, v in text_batch(0).items() if k != "position_ids" or rank % SP == 0}
     with pytest.raises(ValueError, match="the batch has no position_ids"):
         next(UlyssesSPDataLoaderAdapter([wrong], rank % SP, group, SP, "cpu"))
+    # So does any other error of its data, or what cannot be sent.
+    for bad, kind in ((broken_data(), KeyError), ([{**text_batch(0), "f": lambda: 0}], Exception)):
+        data = bad if rank % SP else batches(rank)
+        with pytest.raises(kind if rank % SP else RuntimeError, match="" if rank % SP else "rank 1 of the sequence"):
+            next(UlyssesSPDataLoaderAdapter(data, rank % SP, group, SP, "cpu"))
     uneven = UlyssesSPDataLoaderAdapter(batches(rank)[: 1 + rank % SP], rank % SP, group, SP, "cpu")
     assert [len(list(uneven)) for _ in range(2)] == [2, 2]
     engine.destroy()
