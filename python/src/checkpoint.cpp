@@ -167,15 +167,21 @@ void bind_checkpoint(py::module_& m) {
          bool frozen) { return checkpoint::export_weights(reader, folder, name, {dtype, max_shard_bytes, frozen}); },
       py::arg("reader"), py::arg("folder"), py::arg("name"), py::arg("dtype"), py::arg("max_shard_bytes"),
       py::arg("frozen"), NoGil());
-  using checkpoint::ExportTensor;  // its record is the reader's: whoever keeps one keeps that, too
+  using checkpoint::ExportTensor;
   py::class_<ExportTensor>(m, "ExportTensor")
       .def_readonly("names", &ExportTensor::names)
       .def_readonly("dtype", &ExportTensor::dtype)
       .def_readonly("shape", &ExportTensor::shape);
   m.def(
       "list_export",
-      [](const Reader& reader, std::optional<at::ScalarType> dtype, bool frozen) {
-        return checkpoint::list_export(reader, {dtype, 0, frozen});
+      [](const py::object& reader, std::optional<at::ScalarType> dtype, bool frozen) {
+        py::list tensors;
+        for (const ExportTensor& tensor : checkpoint::list_export(reader.cast<const Reader&>(), {dtype, 0, frozen})) {
+          const py::object one = py::cast(tensor);
+          py::detail::keep_alive_impl(one, reader);  // its record is the reader's
+          tensors.append(one);
+        }
+        return tensors;
       },
       py::arg("reader"), py::arg("dtype"), py::arg("frozen"));
   m.def("read_export", &checkpoint::read_export, py::arg("reader"), py::arg("tensor"), NoGil());
@@ -233,7 +239,7 @@ void bind_checkpoint(py::module_& m) {
       .def_static("take_left", &io::Lock::take_left, py::arg("path"))
       .def("remove", &io::Lock::remove);
   m.def("put_in_place", &checkpoint::put_in_place, py::arg("source"), py::arg("folder"));
-  m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"));
+  m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"), py::arg("file") = "latest");
   m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));
   m.def("wait_for_checkpoint", [](Engine& engine) { engine.checkpoints().wait(); }, py::arg("engine"), NoGil());
   m.def(

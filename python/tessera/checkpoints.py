@@ -61,6 +61,7 @@ def _open(
     tag = tag or _core.latest_tag(folder)
     if not tag:
         raise IoError(f"[checkpoints] there is no file 'latest' in '{folder}'; name a tag")
+    _core.check_tag(tag)
     path = os.path.join(folder, tag)
     if os.path.exists(os.path.join(path, "manifest.json")):
         return _core.CheckpointReader(path)
@@ -140,8 +141,7 @@ def to_universal(
 
     def finish(made: str) -> None:
         _core.put_in_place(made, os.path.join(out, name))
-        with open(os.path.join(out, "latest_universal"), "w") as file:
-            file.write(name)
+        _core.set_latest(os.fspath(out), name, "latest_universal")
 
     _put(out, name, lambda made: write_universal(source, made), finish)
     return name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from support import Net, batch, config, engines, make, masters, weights
 from torch import nn
 
 import tessera
-from tessera import checkpoints
+from tessera import _core, checkpoints
 
 
 class Tied(Net):
@@ -57,6 +59,24 @@ def test_weights_for_other_tools(saved: Any, tmp_path: Path) -> None:
         value = torch.load(tmp_path / "bin" / file)[name]
         assert torch.equal(value, state[name].to(value.dtype))
         assert value.dtype in (torch.bfloat16, torch.int64)
+
+
+def test_a_list_of_weights_keeps_what_they_are_read_from(saved: Any) -> None:
+    reader = checkpoints.open_checkpoint(saved[0])
+    alive = weakref.ref(reader)
+    tensors = _core.list_export(reader, None, True)
+    del reader
+    gc.collect()
+    assert alive() is not None
+    del tensors
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("tag", ["../run/global_step1", "a/b", "."])
+def test_a_tag_is_a_name(tag: str, saved: Any) -> None:
+    with pytest.raises(ValueError, match="a tag is the name of one folder"):
+        checkpoints.open_checkpoint(saved[0], tag)
 
 
 def test_safetensors_open_in_the_library_of_that_name(saved: Any, tmp_path: Path) -> None:

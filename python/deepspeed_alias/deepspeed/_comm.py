@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from deepspeed import _groups
 from deepspeed._logging import logger
+from deepspeed._small import timeout_of_environment
 from tessera import _core, distributed
 
 _DEFAULTS = {
@@ -115,9 +116,8 @@ def _coalesced(works: Sequence[Any], async_op: bool) -> _Works | None:
 def init_distributed(*args: Any, **kwargs: Any) -> None:
     # DEEPSPEED_TIMEOUT (minutes) holds where no time-out is given.
     given = inspect.signature(distributed.init_distributed).bind(*args, **kwargs).arguments
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    if given.get("timeout") is None and minutes:
-        given["timeout"] = datetime.timedelta(minutes=float(minutes))
+    if given.get("timeout") is None:
+        given["timeout"] = timeout_of_environment()
     distributed.init_distributed(**given)
 
 

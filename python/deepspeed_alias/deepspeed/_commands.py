@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tessera import checkpoints
+from tessera import _core, checkpoints
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
@@ -74,8 +74,7 @@ def universal(args: argparse.Namespace | Sequence[str] | None = None) -> None:
     made = checkpoints.to_universal(folder, parent, tag)
     if made != wanted:
         os.replace(os.path.join(parent, made), os.path.join(parent, wanted))
-        with open(os.path.join(parent, "latest_universal"), "w") as file:
-            file.write(wanted)
+        _core.set_latest(parent, wanted, "latest_universal")
 
 
 def _universal_parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from deepspeed import _groups, _optimizers, _params, _schedules, _sequence_state
 from deepspeed._config import DeepSpeedConfig, Section, read, translated, users_dict
 from deepspeed._getters import ConfigGetters, refusal
 from deepspeed._lazy import NotServed
-from deepspeed._logging import logger, warning_once
+from deepspeed._logging import log_dist_once, logger, warning_once
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed._zero import DeepSpeedZeRoOffload
 from tessera import _core
@@ -106,9 +107,16 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
         _params.settle_engine(self)
         steps = self.global_steps
-        if not self._averages and self.is_gradient_accumulation_boundary():
-            self._sum_gradients()
-        super().step(lr_kwargs, global_norm=global_norm)
+        sums = not self._averages and self.is_gradient_accumulation_boundary()
+        if sums:
+            self.core.grad_norm()  # they have come
+            self._times(self.seq_dp_world_size)
+        try:
+            super().step(lr_kwargs, global_norm=global_norm)
+        except Exception:
+            if sums and self.global_steps == steps:  # step() may be called again
+                self._times(1 / self.seq_dp_world_size)
+            raise
         if self.wall_clock_breakdown() and self.global_steps != steps:
             self.timers.take(self._watch.step_seconds)
         self.tput_timer.stop(global_step=self.global_steps != steps)
@@ -136,12 +144,12 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
             )
         self._averages = averages
 
-    def _sum_gradients(self) -> None:
-        self.core.grad_norm()  # they have come
+    def _times(self, factor: float) -> None:
+        """All gradients that are there."""
         for number in self._optimized:
             view = self.core.local_view(number, _core.Quantity.Gradient)
             if view is not None:
-                view.detach().mul_(self.seq_dp_world_size)
+                view.detach().mul_(factor)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -250,9 +258,16 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     save_checkpoint.__signature__ = inspect.signature(tessera.Engine.save_checkpoint)  # type: ignore[attr-defined]
 
-    def load_checkpoint(self, *args: Any, trusted: bool = True, **kwargs: Any) -> Any:
+    def load_checkpoint(self, *args: Any, trusted: bool | None = None, **kwargs: Any) -> Any:
         """As tessera.Engine's; the client_state may hold any objects, as DeepSpeed's does: load what you trust."""
-        return super().load_checkpoint(*args, trusted=trusted, **kwargs)
+        if trusted is None:
+            log_dist_once(
+                "[engine.load_checkpoint] objects in a checkpoint are unpickled, as DeepSpeed does it, which can run "
+                "code: load files that you trust, with trusted=True, or refuse objects with trusted=False",
+                [0],
+                logging.WARNING,
+            )
+        return super().load_checkpoint(*args, trusted=trusted is not False, **kwargs)
 
     load_checkpoint.__signature__ = inspect.signature(tessera.Engine.load_checkpoint)  # type: ignore[attr-defined]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import functools
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
+from tessera.distributed import DEFAULT_TIMEOUT
+from tessera.errors import ConfigError
 
 from deepspeed._accelerator import get_accelerator
 from deepspeed._logging import logger
@@ -17,7 +20,27 @@ from deepspeed._logging import logger
 F = TypeVar("F", bound=Callable[..., Any])
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-default_pg_timeout = datetime.timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", 10)))
+
+
+def timeout_of_environment() -> datetime.timedelta | None:
+    """DEEPSPEED_TIMEOUT, in minutes. ConfigError for what is no number of minutes."""
+    text = os.environ.get("DEEPSPEED_TIMEOUT")
+    if not text:
+        return None
+    with contextlib.suppress(ValueError, OverflowError):
+        found = datetime.timedelta(minutes=float(text))
+        if found > datetime.timedelta():
+            return found
+    raise ConfigError(f"[init_distributed] DEEPSPEED_TIMEOUT must be a number of minutes, more than 0, got {text!r}")
+
+
+def _default_timeout() -> datetime.timedelta:
+    with contextlib.suppress(ConfigError):  # init_distributed() says it, an import nothing
+        return timeout_of_environment() or DEFAULT_TIMEOUT
+    return DEFAULT_TIMEOUT
+
+
+default_pg_timeout = _default_timeout()
 
 
 class OnDevice:

@@ -106,10 +106,12 @@ class Program:
         """Loads what save() saved (None: what folder/latest names) into all engines, which may have other numbers of
         ranks by now. Returns its state."""
         root = self._whole_folder("load")
+        if tag is not None:
+            _core.check_tag(tag)
+        folder = root / (tag or _core.latest_tag(str(root)))
         try:
-            folder = root / (tag or (root / "latest").read_text().strip())
             manifest = json.loads((folder / _MANIFEST).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise IoError(f"[hybrid] there is no complete checkpoint to load in {root}: {error}") from None
         if not _is_manifest(manifest):
             raise IoError(f"[hybrid] {folder / _MANIFEST} is damaged: it is no manifest of a program's checkpoint")

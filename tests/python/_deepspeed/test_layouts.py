@@ -361,7 +361,7 @@ def test_optim_states_that_are_all_missing(stage: int, tmp_path: Path) -> None:
         checkpoints.to_deepspeed(tmp_path, tmp_path / "out", stage=1, world_size=1)
 
 
-@pytest.mark.parametrize("number", [2**31, 2**50, 2**53, 2**64, -1, 0, 1.5e300, "2", None])
+@pytest.mark.parametrize("number", [2**31, 2**50, 2**53, 2**64, -1, 0, 1.5e300, "2", None, float("nan"), [2]])
 @pytest.mark.parametrize("key", ["dp_world_size", "global_steps", "skipped_steps", "global_samples"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_numbers_that_cannot_be(stage: int, key: str, number: Any, tmp_path: Path) -> None:

@@ -139,3 +139,13 @@ def test_the_first_save_says_which_layout(tmp_path: Path, caplog: pytest.LogCapt
             engine.save_checkpoint(str(tmp_path), tag="again")
             engine.destroy()
     assert caplog.text.count('"checkpoint": {"format": "deepspeed"}') == 1
+
+
+def test_trust_by_default_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine, *_ = deepspeed.initialize(model=make(), config=config(1, optimizer=ADAM))
+    trained(engine, 0)
+    engine.save_checkpoint(tmp_path, client_state={"any": Path("object")})
+    with caplog.at_level(logging.WARNING, logger="tessera"):
+        for trusted in ({"trusted": True}, {}, {}):
+            assert engine.load_checkpoint(str(tmp_path), **trusted)[1] == {"any": Path("object")}
+            assert len([r for r in caplog.records if "can run code" in r.getMessage()]) == (0 if trusted else 1)

@@ -347,7 +347,11 @@ def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     engine.save_checkpoint(tmp_path, tag="global_step2")  # objects are not carried over
-    ds_to_universal.main(["--input_folder", f"{tmp_path}/global_step2", "--output_folder", f"{tmp_path}/new"])
+    latest = tmp_path / "latest_universal"
+    latest.write_text("former")
+    with latest.open() as former:  # who reads it meanwhile has it whole
+        ds_to_universal.main(["--input_folder", f"{tmp_path}/global_step2", "--output_folder", f"{tmp_path}/new"])
+        assert former.read() == "former"
     assert (tmp_path / "latest_universal").read_text() == "new" and (tmp_path / "new" / "zero" / "gain").is_dir()
     with pytest.raises(ValueError, match="latest"):
         get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "global_step2"))

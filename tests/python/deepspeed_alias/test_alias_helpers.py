@@ -6,6 +6,9 @@ import argparse
 import collections
 import importlib
 import logging
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -516,3 +519,16 @@ def test_schedules_by_hand_and_by_configuration(kind: str) -> None:
         engine.backward(engine(*batch(0)))
         engine.step()
         assert engine.get_mom()[0][1] == 0.99
+
+
+@pytest.mark.parametrize(("minutes", "seconds"), [("0.5", 30), ("20", 1200), ("soon", 600), ("nan", 600), ("-1", 600)])
+def test_minutes_of_the_environment(minutes: str, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import fails for none of them; who starts a process group is told."""
+    program = "import deepspeed; print(deepspeed.constants.default_pg_timeout.total_seconds())"
+    environment = os.environ | {"DEEPSPEED_TIMEOUT": minutes, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) == seconds
+    if seconds == 600:
+        monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+        with pytest.raises(ValueError, match=f"DEEPSPEED_TIMEOUT must be a number of minutes.*'{minutes}'"):
+            deepspeed.init_distributed(dist_backend="gloo")

@@ -135,6 +135,34 @@ def test_gradients_are_summed_where_gradient_average_is_switched_off(bf16: bool)
             torch.testing.assert_close(switched[name], value)
 
 
+def test_a_step_that_fails_sums_no_gradients_twice() -> None:
+    models = [[make() for _ in range(2)] for _ in range(2)]
+
+    def refuse(*_: Any) -> None:
+        raise ArithmeticError("not now")
+
+    def body(rank: int, group: Any) -> Any:
+        found = []
+        for model, fails in zip(models[rank], (False, True), strict=True):
+            engine = deepspeed.DeepSpeedEngine(model, config(0), group=group)
+            engine.gradient_average = False
+            x, y = batch(rank)
+            engine.backward(((engine(x) - y) ** 2).mean())
+            if fails:
+                handle = engine.optimizer.register_step_pre_hook(refuse)
+                with pytest.raises(ArithmeticError, match="not now"):
+                    engine.step()
+                handle.remove()
+            engine.step()
+            found.append(weights(engine.module))
+            engine.destroy()
+        return found
+
+    for usual, again in run_ranks(2, body):
+        for name, value in usual.items():
+            torch.testing.assert_close(again[name], value)
+
+
 def test_gradient_average_is_changed_at_stage_0_only() -> None:
     engine = built(1, ADAM, away=False)
     engine.gradient_average = True

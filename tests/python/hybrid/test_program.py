@@ -131,6 +131,16 @@ def test_checkpoints_that_are_not_there(ray_cluster, tmp_path):
         program.save("a")
     with pytest.raises(ConfigError, match=r"of the groups .'others'."):
         program.load("a")  # as it was
+    for tag in ("../a", str(tmp_path / "a")):
+        with pytest.raises(ConfigError, match="a tag is the name of one folder"):
+            program.load(tag)
+    (tmp_path / "latest").write_text("../b")
+    with pytest.raises(IoError, match=r"latest' holds \"../b\", which is no tag"):
+        program.load()
+    for text in ("[" * 100_000 + "]" * 100_000, "nan", "{"):
+        (tmp_path / "a" / "program.json").write_text(text)
+        with pytest.raises(IoError, match=r"no complete checkpoint|is damaged"):
+            program.load("a")
     for text in ("[]", '{"groups": 3, "state": 0}', '{"groups": {"numbers": 1}, "state": 0, "parts": "../b"}'):
         (tmp_path / "a" / "program.json").write_text(text)
         with pytest.raises(IoError, match=r"program\.json is damaged"):
