@@ -20,12 +20,14 @@ struct Limited {
   Residence states = Residence::Device, weights = Residence::Device;
   bool timed = false, pin = true;
   std::string folder{};  // of what lives on a disk
+  double share = 0;      // of states that live elsewhere, the device's
 };
 
 inline std::string text_of(const Limited& row) {
   return "stage " + std::to_string(row.run.stage) + (row.run.in_backward ? ", in the backward" : "") + ", states " +
          std::to_string(static_cast<int>(row.states)) + ", weights " + std::to_string(static_cast<int>(row.weights)) +
-         ", " + c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param);
+         (row.share > 0 ? ", shared" : "") + ", " +
+         c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param);
 }
 
 // `modes`: numbers of all_modes(). `small`: in stage 3 small parameters stay whole.
@@ -41,6 +43,7 @@ inline std::vector<Limited> limited_rows(const std::vector<size_t>& modes = {0, 
         if (in_backward && stage == 0) continue;
         all.push_back({run});
         if (stage > 0) all.push_back({run, Residence::Host});
+        if (stage > 0 && mode < 4) all.push_back({.run = run, .states = Residence::Host, .share = 0.5});  // of 32 bits
         if (stage == 3) all.push_back({run, Residence::Host, Residence::Host});
         if (stage == 3) all.push_back({run, Residence::Device, Residence::Host});
       }
@@ -63,6 +66,7 @@ struct Trainee {
       return offload::state_homes({.residence = where, .folder = row.folder, .pin_memory = row.pin});
     };
     if (row.states != Residence::Device) options.zero.home = home(row.states);
+    options.zero.device_share = row.share;
     if (row.weights != Residence::Device) options.zero.weight_home = home(row.weights);
     if (group->size() > 1) group = std::make_shared<StagedGroup>(group, std::move(fails));
     engine = std::make_unique<Engine>(options, comm::Mesh(group), toy.specs(), std::vector{toy_adamw()});
