@@ -21,12 +21,14 @@ struct Limited {
   bool timed = false, pin = true;
   std::string folder{};  // of what lives on a disk
   bool frozen = false;   // the toy's "a", which is all of a unit, and "c"
+  double share = 0;      // of states that live elsewhere, the device's
 };
 
 inline std::string text_of(const Limited& row) {
   return "stage " + std::to_string(row.run.stage) + (row.run.in_backward ? ", in the backward" : "") + ", states " +
          std::to_string(static_cast<int>(row.states)) + ", weights " + std::to_string(static_cast<int>(row.weights)) +
-         ", " + c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param) +
+         (row.share > 0 ? ", shared" : "") + ", " +
+         c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param) +
          (row.frozen ? ", frozen" : "");
 }
 
@@ -52,6 +54,8 @@ inline std::vector<Limited> limited_rows(const std::vector<size_t>& modes = {0, 
         if (disk && stage == 3) places.insert(places.end(), {{Nvme, Nvme}, {Device, Nvme}});
         for (const auto& [states, weights] : places) {
           all.push_back({.run = run, .states = states, .weights = weights, .folder = folder});
+          const bool shares = states == Host && weights == Device && mode < 4;  // states of 32 bits
+          if (shares) all.push_back({.run = run, .states = Host, .share = 0.5});
           if (mode != modes.back() || states == Nvme) continue;
           all.push_back(all.back());
           all.back().frozen = true;
@@ -79,6 +83,7 @@ struct Trainee {
       return offload::state_homes({.residence = where, .folder = row.folder, .pin_memory = row.pin});
     };
     if (row.states != Residence::Device) options.zero.home = home(row.states);
+    options.zero.device_share = row.share;
     if (row.weights != Residence::Device) options.zero.weight_home = home(row.weights);
     if (group->size() > 1) group = std::make_shared<StagedGroup>(group, std::move(fails));
     std::vector<engine::ParamSpec> specs = toy.specs();
