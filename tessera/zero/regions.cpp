@@ -17,7 +17,7 @@ Regions::Regions(Units& units, BackwardDriver& driver)
 bool Regions::is_gathered(ParamId param) const {
   const Place& place = units_.at(param, "is_gathered");
   if (!place.held()) return true;
-  return place.flat->state() == ParamState::Ready && (!place.trained() || units_.lane().is_there(*place.unit));
+  return place.flat->state() == ParamState::Ready && (!place.trained() || units_.lane().is_awaited(*place.unit));
 }
 
 ParamPartition Regions::partition_of(ParamId param) const {

@@ -89,8 +89,10 @@ void TilePipeline::update_next() {
   });
   while (returning_.size() > kReturning)
     arrive();
-  if (next_->is_last() && done_) done_(next_->unit());
-  next_.reset();
+  Unit& unit = next_->unit();
+  const bool last = next_->is_last();
+  next_.reset();  // what did not become of it waits for its way there, before others write
+  if (last && done_) done_(unit);
 }
 
 void TilePipeline::arrive() {

@@ -63,7 +63,7 @@ void UpdateLane::arrive(Coming& coming) {
   wait_for([&] { return coming.there; });
   for (const auto& event : coming.events)
     shard::come_after(*event, units_.ranks().device);
-  if (!std::exchange(coming.noted, true)) coming.unit->note_updated(present_);
+  if (!std::exchange(coming.awaited, true)) coming.unit->note_updated(present_);
 }
 
 bool UpdateLane::is_there(const Unit& unit) const {
@@ -73,6 +73,11 @@ bool UpdateLane::is_there(const Unit& unit) const {
   if (coming.gathers && gathered_ <= found->second) return false;
   const std::lock_guard lock(mutex_);
   return coming.there;
+}
+
+bool UpdateLane::is_awaited(const Unit& unit) const {
+  const auto found = numbers_.find(&unit);
+  return found == numbers_.end() || (coming_[found->second].awaited && is_there(unit));
 }
 
 void UpdateLane::await(const Unit& unit) {

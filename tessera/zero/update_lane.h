@@ -61,8 +61,10 @@ class UpdateLane {
 
   // The current stream may read the weights of `unit`. Collective where they are gathered: Note [Updates that run on].
   void await(const Unit& unit);
-  // That would not wait for the thread, nor gather.
+  // The host would not wait for the thread, nor gather.
   bool is_there(const Unit& unit) const;
+  // Nothing of it runs on, or await() was called since.
+  bool is_awaited(const Unit& unit) const;
   // All states of this rank are those after the update, for what the current stream is given from here on. On one rank IoError
   // or OutOfMemoryError where the update failed. Local.
   void settle();
@@ -77,9 +79,9 @@ class UpdateLane {
  private:
   // A unit whose update has run on.
   struct Coming {
-    Unit* unit;
-    bool gathers;
-    bool noted = false;
+    Unit* unit = nullptr;
+    bool gathers = false;
+    bool awaited = false;
     // The thread's, under mutex_.
     bool there = false;
     std::vector<std::shared_ptr<c10::Event>> events;  // of its weights
