@@ -2,8 +2,8 @@
 
 KIND:STATES[+WORD...]: STATES are bytes a parameter, of weights and of what the optimizer keeps (fp32 and bf16: plain
 PyTorch's); words say what else is on: autocast, early (the update in the backward), previous (the same, clipped by the
-norm of the step before), host (optimizer states there), on (their update runs on into the next forward), share (the device updates as many of them as is fastest),
-params (they too), graphs (layers compiled, as CUDA graphs)."""
+norm of the step before), host (optimizer states there), on (their update runs on into the next forward), share (the
+device updates as many of them as is fastest), params (they too), graphs (layers compiled, as CUDA graphs)."""
 
 from __future__ import annotations
 
