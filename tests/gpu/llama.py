@@ -129,7 +129,8 @@ def of_engine(engine: Any) -> dict[str, Any]:
     memory = engine.core.memory()
     parts = ("params", "grads", "master", "states", "buckets", "peak_buckets", "host")
     phases = {k: v[0] / max(v[1], 1) * 1e3 for k, v in engine.core.phases().items()}
-    return {"memory": {k: getattr(memory, k) for k in parts}, "phases_ms": phases}
+    plan = engine.core.offload_plan().text()
+    return {"memory": {k: getattr(memory, k) for k in parts}, "phases_ms": phases, "plan": plan}
 
 
 def contender(name: str, size: models.Sizes) -> dict[str, Any]:
