@@ -411,6 +411,7 @@ void Updater::agree_on_disks(RankGuard& disks) {
 }
 
 void Updater::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
+  units_.lane().finish();  // it has had the lanes
   units_.check_whole();
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);

@@ -35,9 +35,10 @@ struct Row {
 std::string name(const Row& row) {
   const ToyRun& run = row.run;
   return "stage " + std::to_string(run.stage) + ", world " + std::to_string(row.world) + ", accumulation " +
-         std::to_string(run.accumulation) + (run.in_backward ? ", in the backward" : "") + (run.runs_on ? ", running on" : "") + ", states " +
-         std::to_string(static_cast<int>(row.states)) + ", weights " + std::to_string(static_cast<int>(row.weights)) +
-         ", beside " + std::to_string(static_cast<int>(row.beside));
+         std::to_string(run.accumulation) + (run.in_backward ? ", in the backward" : "") +
+         (run.runs_on ? ", running on" : "") + ", states " + std::to_string(static_cast<int>(row.states)) +
+         ", weights " + std::to_string(static_cast<int>(row.weights)) + ", beside " +
+         std::to_string(static_cast<int>(row.beside));
 }
 
 // f() on a stream of its own, between what the current one was given before and what it is given then.
