@@ -13,6 +13,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr int64_t kLargestHeader = 100'000'000;  // the format's own limit
+constexpr int kDeepest = 8;                      // levels of the header, which has 3
 constexpr size_t kAlignment = 64;                // of the first tensor's bytes
 
 struct DtypeRow {
@@ -120,8 +121,14 @@ SafeTensors read_safetensors(const File& file) {
                    kLargestHeader, ")");
   std::string text(length, '\0');
   file.read(text.data(), static_cast<int64_t>(length), 8);
-  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  TESSERA_CHECK_IO(json.is_object(), "safetensors", "'", file.path(), "': the header is not a JSON object");
+  bool deeper = false;  // than any header is; values that call themselves once a level would find no stack left
+  const auto look = [&](int depth, Json::parse_event_t, Json&) {
+    deeper = deeper || depth > kDeepest;
+    return depth <= kDeepest;
+  };
+  const Json json = Json::parse(text, look, /*allow_exceptions=*/false);
+  TESSERA_CHECK_IO(json.is_object() && !deeper, "safetensors", "'", file.path(),
+                   "': the header is not a JSON object, or nested too deep");
   SafeTensors result;
   const auto start = static_cast<int64_t>(length) + 8;
   for (const auto& [name, value] : json.items()) {

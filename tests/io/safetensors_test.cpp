@@ -6,6 +6,7 @@
 
 #include "tessera/base/error.h"
 #include "tests/io/temp_folder.h"
+#include "tests/support/numbers.h"
 
 namespace tessera::io {
 namespace {
@@ -65,6 +66,29 @@ TEST(SafeTensors, HostileHeadersAreRefused) {
   EXPECT_THROW(read_bytes(with_header("{" + a + "[0,8]}}", 7)), IoError);
   EXPECT_THROW(read_bytes("\xff\xff\xff\xff\xff\xff\xff\xff{}"), IoError);
   EXPECT_THROW(read_bytes("abc"), IoError);
+}
+
+// Numbers that wrap, values of every other kind, nesting without end: the same tensors inside the file, or an IoError.
+TEST(SafeTensors, NoValueOfAHeaderWraps) {
+  using Json = nlohmann::ordered_json;
+  SafeTensors file = some();
+  const Json good = Json::parse(layout_safetensors(file).substr(8));
+  int refused = 0;
+  const auto check = [&](const std::string& json) {
+    const std::string bytes = with_header(json, 26);
+    try {
+      for (const TensorEntry& entry : read_bytes(bytes).tensors)
+        EXPECT_TRUE(entry.begin >= 8 && entry.begin <= entry.end && entry.end <= static_cast<int64_t>(bytes.size()));
+    } catch (const IoError& error) {
+      ++refused;
+      EXPECT_NE(std::string(error.what()).find("/f'"), std::string::npos) << json;
+    }
+  };
+  testing::each_wrong_number(good, [&](const std::string&, const Json& json) { check(json.dump()); });
+  testing::each_wrong_kind(good, [&](const std::string&, const Json& json) { check(json.dump()); });
+  for (const char* key : {"more", "__metadata__"})
+    check(testing::with_nested(good.dump(), key));
+  EXPECT_GT(refused, 200);
 }
 
 // A thousand headers with one byte changed: the same tensors inside the file, or an IoError; never another outcome.
