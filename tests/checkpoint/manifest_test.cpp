@@ -121,9 +121,7 @@ TEST(Manifest, NoNumberWraps) {
 TEST(Manifest, WhatIsNestedTooDeepIsRefused) {
   nlohmann::ordered_json good = nlohmann::ordered_json::parse(to_text(some()));
   good.erase("crc32c");
-  const auto refused = [&](const std::string& json) {
-    EXPECT_THROW(parse_manifest(sealed(json), "m"), IoError);
-  };
+  const auto refused = [&](const std::string& json) { EXPECT_THROW(parse_manifest(sealed(json), "m"), IoError); };
   refused(testing::with_nested(good.dump(), "more"));
   const std::string run = good["run"].dump();
   std::string text = good.dump();

@@ -28,8 +28,7 @@ inline std::string text_of(const Limited& row) {
   return "stage " + std::to_string(row.run.stage) + (row.run.in_backward ? ", in the backward" : "") + ", states " +
          std::to_string(static_cast<int>(row.states)) + ", weights " + std::to_string(static_cast<int>(row.weights)) +
          (row.share > 0 ? ", shared" : "") + ", " +
-         c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param) +
-         (row.frozen ? ", frozen" : "");
+         c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param) + (row.frozen ? ", frozen" : "");
 }
 
 // `modes`: numbers of all_modes(); the first one on the disk of `folder` too, the last one with frozen parameters too. `small`:

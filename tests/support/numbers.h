@@ -51,8 +51,8 @@ void each_wrong_kind(const nlohmann::ordered_json& good, const F& f) {
   for (const auto& [pointer, value] : flat.items())
     for (std::string at = pointer; !at.empty(); at.resize(at.rfind('/')))
       pointers.insert(at);
-  const std::vector<Json> others{nullptr,         true,          "text", "", 7, Json::array(), Json::object(),
-                                 Json::array({7}), {{"key", 7}}, 0.5};
+  const std::vector<Json> others{nullptr,       true,           "text",           "",           7,
+                                 Json::array(), Json::object(), Json::array({7}), {{"key", 7}}, 0.5};
   for (const std::string& pointer : pointers)
     for (const Json& other : others) {
       Json json = good;
