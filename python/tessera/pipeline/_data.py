@@ -10,9 +10,8 @@ from torch.utils._pytree import tree_map
 
 from tessera.data import RepeatingLoader
 from tessera.engine._together import Over
-from tessera.errors import ConfigError, UsageError
+from tessera.errors import ConfigError, StageFailed, UsageError
 from tessera.pipeline._grid import Grid
-from tessera.pipeline._wire import StageFailed
 
 if TYPE_CHECKING:
     from tessera.pipeline._engine import PipelineEngine

@@ -49,18 +49,23 @@ class UlyssesSPDataLoaderAdapter:
         return self._ready.popleft()
 
     def _deal(self) -> list[Batch]:
-        """This rank's parts of the next batch of every rank; all ranks stop, or fail, with the first one that does."""
+        """This rank's parts of the next batch of every rank; all ranks stop, or fail, with the first one that does. An
+        error of the data is raised where it came up, and told elsewhere."""
         messages: list[Any]
+        problem: Exception | None = None
         try:
             messages = list(cut_batch(next(self._iterator), self.sp_world_size))
         except StopIteration:
             messages = [None] * self.sp_world_size
-        except ConfigError as error:
-            messages = [str(error)] * self.sp_world_size
+        except Exception as error:
+            problem = error
+            messages = [_told(error, self.sp_rank)] * self.sp_world_size
         received = self._exchange([pickle.dumps(message) for message in messages])
-        errors = [message for message in received if isinstance(message, str)]
-        if errors:
-            raise ConfigError(errors[0])
+        if problem is not None:
+            raise problem
+        for message in received:
+            if isinstance(message, str):
+                raise ConfigError(message)
         if any(message is None for message in received):
             self._iterator = iter(self.dl)
             raise StopIteration
@@ -82,6 +87,13 @@ class UlyssesSPDataLoaderAdapter:
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         dist.all_to_all_single(buffer, payload, sizes, lengths, group=self.sp_group)
         return [pickle.loads(part.cpu().numpy().tobytes()) for part in buffer.split(sizes)]
+
+
+def _told(error: Exception, rank: int) -> str:
+    """For the other ranks."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    return f"[UlyssesSPDataLoaderAdapter] rank {rank} could not read its batch: {type(error).__name__}: {error}"
 
 
 def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:

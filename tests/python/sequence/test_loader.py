@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support import free_port, run_processes
 from tessera.sequence import UlyssesSPDataLoaderAdapter
 from tessera.sequence._loader import cut_batch
 
@@ -57,3 +59,24 @@ def test_one_rank() -> None:
     for _ in range(2):  # epochs
         assert [batch["shift_labels"].size(1) for batch in adapter] == [3, 5]
     assert len(adapter) == 2
+
+
+def damaged(rank: int) -> Any:
+    yield make(4)
+    if rank == 1:
+        raise OSError("a damaged sample")
+    yield make(4)
+
+
+def one_fails(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    adapter = UlyssesSPDataLoaderAdapter(damaged(rank), rank, None, 2, "cpu")
+    assert len([next(adapter) for _ in range(2)]) == 2
+    with pytest.raises(OSError if rank == 1 else ValueError, match="a damaged sample") as caught:
+        next(adapter)
+    assert rank == 1 or "rank 1 could not read its batch: OSError" in str(caught.value)
+    dist.destroy_process_group()
+
+
+def test_an_error_of_the_data_is_one_of_all_ranks_of_a_sequence() -> None:
+    run_processes(2, one_fails, free_port())
