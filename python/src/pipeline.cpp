@@ -52,13 +52,13 @@ void bind_boxes(py::module_& m) {
   m.def("route", &route, py::arg("held"), py::arg("part"), py::arg("wanted"));
 }
 
-// What others are to hear of an exception of Python. The interpreter's lock is held.
+// What others are to know of an exception of Python. The interpreter's lock is held.
 pipeline::Failure failure_of(const py::error_already_set& error) {
   const auto is = [&](const char* module, const char* name) {
     return error.matches(py::module_::import(module).attr(name));
   };
   const std::string text = py::str(error.value());
-  if (is("tessera.errors", "StageFailed")) return {.text = text, .told = true};
+  if (is("tessera.errors", "StageFailed")) return {.text = text, .announced = true};
   if (is("torch.distributed", "DistBackendError"))  // as the core has thrown it
     return pipeline::failure_of(std::make_exception_ptr(c10::DistBackendError({}, text)));
   const std::string name = py::str(error.type().attr("__name__"));
@@ -107,7 +107,7 @@ class Batch final : public pipeline::EngineStage<engine::Engine> {
       return failure_of(raised);
     } catch (...) {
       pipeline::Failure failure = pipeline::failure_of(error);
-      if (!failure.told && !failure.lost) failure.text = c10::str(class_of(error), ": ", failure.text);
+      if (!failure.announced && !failure.lost) failure.text = c10::str(class_of(error), ": ", failure.text);
       return failure;
     }
   }
@@ -166,6 +166,7 @@ void bind_runner(py::module_& m) {
            py::arg("stages"), py::arg("size"), py::arg("rank"), py::arg("everyone"), py::arg("device"),
            py::arg("forwards"), py::arg("backwards"), py::arg("peers"))
       .def("name", py::overload_cast<int>(&Ranks::name, py::const_), py::arg("rank"));
+  m.def("rows_of", &rows_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
   m.def("texts_of", &texts_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
 
   py::class_<Ties, std::shared_ptr<Ties>>(m, "Ties")
@@ -187,7 +188,8 @@ void bind_runner(py::module_& m) {
       .def("run", of_batch(&Runner::run), py::arg("engine"), py::arg("batch"), py::arg("table"), py::arg("shape"),
            py::arg("trains"))
       .def(
-          "tell_lost", [](Runner& runner, const std::string& text) { runner.tell({.text = text, .lost = true}); },
+          "announce_lost",
+          [](Runner& runner, const std::string& text) { runner.announce({.text = text, .lost = true}); },
           py::arg("text"), NoGil());
 }
 

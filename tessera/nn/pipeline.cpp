@@ -26,7 +26,7 @@ struct Named {
   double value;
 };
 
-// What every rank must have been told the same.
+// What all ranks must agree on.
 void check_alike(const comm::Parts& parts, const std::vector<Named>& values) {
   std::vector<double> own;
   for (const Named& each : values)
@@ -67,7 +67,7 @@ std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, c
        {"train_micro_batch_size_per_gpu", static_cast<double>(config.train_micro_batch_size_per_gpu.value_or(0))},
        {"the number of pipeline.schedule", static_cast<double>(schedule)},
        {"gradient_clipping", config.gradient_clipping}});
-  // Layers are of this rank's program: what goes wrong in one of them, the others hear of.
+  // Layers are of this rank's program: what goes wrong in one of them is announced to the others.
   std::shared_ptr<StageLayers> module;
   std::vector<int> bounds;
   std::exception_ptr problem;
@@ -106,7 +106,7 @@ std::shared_ptr<pipeline::Ties> ties_of(const comm::Parts& parts, const StageLay
 }
 
 // Stages are built each for themselves: an error of one is one of all. Collective.
-void tell_built(const comm::Parts& parts, bool built) {
+void agree_built(const comm::Parts& parts, bool built) {
   const auto rows = pipeline::rows_of(*parts.everyone, {built ? 0.0 : 1.0}, "whether engines are built");
   for (int rank = 0; rank < static_cast<int>(rows.size()) && built; ++rank)
     TESSERA_CHECK(rows[rank][0] == 0, "pipeline", ranks_of(parts).name(rank),
@@ -133,20 +133,20 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
     : Pipeline(config, parts, options, module, ties_of(parts, *module)) {}
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-                   std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool told) try
+                   std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool agreed) try
     : Session(module, config, parts.mesh, nullptr, units_of_layers, parts.part == 0),
       parts_(parts),
       options_(options),
       module_(std::move(module)),
       schedule_(config.pipeline.schedule),
       recompute_interval_(config.pipeline.activation_checkpoint_interval) {
-  told = true;
-  tell_built(parts, true);
+  agreed = true;
+  agree_built(parts, true);
   connect(std::move(ties));
 } catch (const c10::DistBackendError&) {
   throw;
 } catch (const std::exception&) {
-  if (!told) tell_built(parts, false);
+  if (!agreed) agree_built(parts, false);
   throw;
 }
 

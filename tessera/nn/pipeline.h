@@ -88,7 +88,7 @@ class Pipeline : private Session {
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
            std::shared_ptr<StageLayers> module);
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-           std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool told = false);
+           std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool agreed = false);
   void connect(std::shared_ptr<pipeline::Ties> ties);
   std::vector<MicroBatch> read(const BatchSource& data, int64_t micro_batches);
   Tensors forward(int chunk, const Tensors& inputs);

@@ -30,7 +30,7 @@ class Run {
 
   Tensors losses;              // by micro-batch, on the last stage
   int most_live = 0;           // micro-batches (times chunks) whose activations were held at one time
-  int64_t most_under_way = 0;  // messages of one wire that the other side had not said to have taken
+  int64_t most_under_way = 0;  // messages of one wire that the other side had not acknowledged
 
  private:
   using Place = std::pair<int, int>;  // chunk, micro-batch

@@ -15,8 +15,8 @@ std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
 }
 
-// What a rank that ended its groups has said with it.
-std::optional<std::string> told_by_abort(const std::string& text) {
+// The error with which another rank has ended a group.
+std::optional<std::string> announced_by_abort(const std::string& text) {
   const size_t failed = text.find(kFailed), begin = text.rfind("[pipeline] stage ", failed);
   if (failed == std::string::npos || begin == std::string::npos) return std::nullopt;
   return first_line(text.substr(begin));
@@ -28,10 +28,10 @@ Failure failure_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const StageFailed& failed) {
-    return {.text = failed.what_without_backtrace(), .told = true};
+    return {.text = failed.what_without_backtrace(), .announced = true};
   } catch (const c10::DistBackendError& lost) {
     const std::string text = lost.what_without_backtrace();
-    if (auto told = told_by_abort(text)) return {.text = *told, .told = true};
+    if (auto announced = announced_by_abort(text)) return {.text = *announced, .announced = true};
     return {.text = text, .lost = true};
   } catch (const c10::Error& known) {
     return {.text = known.what_without_backtrace()};
@@ -57,8 +57,9 @@ Runner::Result Runner::run(Stage& stage, const Table& table, const Shape& shape,
   } catch (...) {
     problem = std::current_exception();
     failure = stage.explain(problem);
-    if (!failure.told && !failure.lost) failure.text = c10::str("[pipeline] ", ranks_.name(), kFailed, failure.text);
-    tell(failure);
+    if (!failure.announced && !failure.lost)
+      failure.text = c10::str("[pipeline] ", ranks_.name(), kFailed, failure.text);
+    announce(failure);
     if (failure.lost) throw;
   }
   const bool has_loss = !problem && !run.losses.empty();
@@ -91,9 +92,9 @@ double Runner::mean_of(const Tensors& losses) const {
   return (total / static_cast<double>(losses.size())).item<double>();
 }
 
-// Some rank could not go on: its error there, and what it says on all others.
+// Some rank could not go on: its error there, and what it announces on all others.
 void Runner::end_failed(const std::exception_ptr& problem, const Failure& failure) const {
-  const bool own = problem && !failure.told;
+  const bool own = problem && !failure.announced;
   const auto texts = ranks_.texts(own ? failure.text : "", "why a batch has failed");
   if (problem && own) std::rethrow_exception(problem);
   const auto text = std::ranges::find_if(texts, [](const std::string& each) { return !each.empty(); });
@@ -101,7 +102,7 @@ void Runner::end_failed(const std::exception_ptr& problem, const Failure& failur
                "; this engine has ended with it, build a new one and load a checkpoint");
 }
 
-void Runner::tell(const Failure& failure) {
+void Runner::announce(const Failure& failure) {
   auto wires = wires_.all();
   for (Wire* wire : ties_->outgoing())
     wires.push_back(wire);

@@ -26,19 +26,19 @@ class Runner {
   // with its text, or as DistBackendError where ranks were lost. Collective over all ranks of all stages.
   Result run(Stage& stage, const Table& table, const Shape& shape, bool trains);
 
-  // A part of a batch beside run() that stages do together: where this rank loses another one in it, all others hear of it.
+  // A part of a batch beside run() that stages do together: where this rank loses another one in it, it announces that to all.
   template <class F>
   auto guarded(const Stage& stage, const F& body) {
     try {
       return body();
     } catch (...) {
       const Failure failure = stage.explain(std::current_exception());
-      if (failure.lost) tell(failure);
+      if (failure.lost) announce(failure);
       throw;
     }
   }
   // Everybody who may wait for this rank, now or later, gets this in place of what they wait for. Local.
-  void tell(const Failure& failure);
+  void announce(const Failure& failure);
 
   const Ranks& ranks() const { return ranks_; }
   Ties& ties() { return *ties_; }

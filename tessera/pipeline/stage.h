@@ -12,11 +12,11 @@
 
 namespace tessera::pipeline {
 
-// An error of this rank, as others hear of it.
+// An error, as this rank announces it to others.
 struct Failure {
   std::string text;
-  bool told = false;  // another rank's error: this rank has only heard of it
-  bool lost = false;  // a connection broke, or the program is to end: this rank comes to no meeting any more
+  bool announced = false;  // by another rank, whose error it is
+  bool lost = false;       // a connection broke, or the program is to end: this rank comes to no meeting any more
 };
 
 // What a C++ exception says.
@@ -42,7 +42,7 @@ class Stage {
   virtual void count_micro_batch() = 0;
   // What was thawed is trained from here on. Collective in the stage.
   virtual void join() = 0;
-  // What others are to hear of this error.
+  // What others are to know of this error.
   virtual Failure explain(const std::exception_ptr& error) const { return failure_of(error); }
 
   // ---- of the engine

@@ -39,7 +39,7 @@ class Ties {
   void sum_gradients(Stage& stage);
   // Numbers of the engine's parameters that an earlier stage has, too. Local.
   std::vector<int> copies(const Stage& stage) const;
-  // Who may wait for this stage hears of its failures over these.
+  // This stage announces its failures over these to those that may wait for it.
   std::vector<Wire*> outgoing() const;
 
  private:

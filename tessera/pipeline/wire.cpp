@@ -45,8 +45,8 @@ std::pair<Tensors, std::vector<bool>> empty_of(const std::vector<int64_t>& form,
 
 }  // namespace
 
-Wire::Wire(Peer peer, Line out, Line in, at::Device device)
-    : peer_(std::move(peer)), out_(std::move(out)), in_(std::move(in)), device_(device) {}
+Wire::Wire(Peer peer, Line outgoing, Line incoming, at::Device device)
+    : peer_(std::move(peer)), outgoing_(std::move(outgoing)), incoming_(std::move(incoming)), device_(device) {}
 
 template <class F>
 auto Wire::guarded(const Line& line, const F& body) const {
@@ -63,8 +63,9 @@ auto Wire::guarded(const Line& line, const F& body) const {
 // ---------------------------------------------------------------- sending
 
 void Wire::put(const at::Tensor& tensor) {
-  const at::Tensor there = tensor.detach().to(out_.p2p->device()).contiguous();
-  under_way_.back().push_back(guarded(out_, [&] { return out_.p2p->send(there, peer_.rank, out_.tag, out_.what); }));
+  const at::Tensor there = tensor.detach().to(outgoing_.p2p->device()).contiguous();
+  under_way_.back().push_back(
+      guarded(outgoing_, [&] { return outgoing_.p2p->send(there, peer_.rank, outgoing_.tag, outgoing_.what); }));
 }
 
 void Wire::put_bytes(const std::string& text) {
@@ -102,11 +103,11 @@ void Wire::acknowledge() {
 // ---------------------------------------------------------------- receiving
 
 void Wire::take(const at::Tensor& tensor) {
-  guarded(in_, [&] { in_.p2p->receive(tensor, peer_.rank, in_.tag, in_.what); });
+  guarded(incoming_, [&] { incoming_.p2p->receive(tensor, peer_.rank, incoming_.tag, incoming_.what); });
 }
 
 std::vector<int64_t> Wire::take_numbers(int64_t count) {
-  at::Tensor tensor = at::empty({count}, at::TensorOptions(at::kLong).device(in_.p2p->device()));
+  at::Tensor tensor = at::empty({count}, at::TensorOptions(at::kLong).device(incoming_.p2p->device()));
   take(tensor);
   tensor = tensor.cpu();
   const auto* data = tensor.const_data_ptr<int64_t>();
@@ -114,7 +115,7 @@ std::vector<int64_t> Wire::take_numbers(int64_t count) {
 }
 
 std::string Wire::take_bytes(int64_t count) {
-  at::Tensor tensor = at::empty({count}, at::TensorOptions(at::kByte).device(in_.p2p->device()));
+  at::Tensor tensor = at::empty({count}, at::TensorOptions(at::kByte).device(incoming_.p2p->device()));
   if (count > 0) take(tensor);
   tensor = tensor.cpu();
   return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<size_t>(count)};
@@ -124,9 +125,9 @@ std::string Wire::take_bytes(int64_t count) {
 Wire::Header Wire::take_header() {
   Header header = take_numbers(kFields);
   ++taken_;
-  for (; told_ < header[kSoFar] && !under_way_.empty(); ++told_) {
+  for (; acknowledged_ < header[kSoFar] && !under_way_.empty(); ++acknowledged_) {
     for (const int64_t sent : under_way_.front())
-      guarded(out_, [&] { out_.p2p->settle(sent); });
+      guarded(outgoing_, [&] { outgoing_.p2p->settle(sent); });
     under_way_.pop_front();
   }
   if (header[kWhat] == kFailure) TESSERA_FAIL(StageFailed, take_bytes(header[kForm]));
@@ -137,8 +138,8 @@ Message Wire::receive(int64_t number) {
   Header header = take_header();
   while (header[kWhat] == kTaken)
     header = take_header();
-  TESSERA_CHECK(header[kNumber] == number, "pipeline", peer_.name, " sent ", in_.what, " number ", header[kNumber],
-                " where this stage expects number ", number,
+  TESSERA_CHECK(header[kNumber] == number, "pipeline", peer_.name, " sent ", incoming_.what, " number ",
+                header[kNumber], " where this stage expects number ", number,
                 ": its schedule is another; build the engine with the same configuration on all ranks");
   return take_message(header);
 }
@@ -147,7 +148,7 @@ Message Wire::take_message(const Header& header) {
   if (header[kForm] > 0) taken_form_.tensors = take_numbers(header[kForm]);
   if (header[kNote] > 0) taken_form_.note = take_bytes(header[kNote] - 1);
   if (header[kForm] > 0 || header[kNote] > 0) ++forms_;
-  auto [tensors, trained] = empty_of(taken_form_.tensors, in_.p2p->device());
+  auto [tensors, trained] = empty_of(taken_form_.tensors, incoming_.p2p->device());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
     if (tensors[i].numel() > 0) take(tensors[i]);
@@ -159,7 +160,8 @@ Message Wire::take_message(const Header& header) {
 void Wire::await_taken(int64_t most) {
   while (under_way() > most) {
     const Header header = take_header();
-    TESSERA_CHECK(header[kWhat] == kTaken, "pipeline", peer_.name, " sent ", in_.what, " number ", header[kNumber],
+    TESSERA_CHECK(header[kWhat] == kTaken, "pipeline", peer_.name, " sent ", incoming_.what, " number ",
+                  header[kNumber],
                   " where it says what it has taken: its schedule is another; build the engine with the same "
                   "configuration on all ranks");
   }

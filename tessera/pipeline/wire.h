@@ -5,11 +5,11 @@
 //
 // Note [What is under way]
 //   A tensor that was sent is kept until it has been taken, and not every back end says when that is: Gloo does once it is asked
-//   to wait. So a sender asks only for what the receiver has said to have taken. Every header says it of the messages that came
-//   the other way: a gradient that comes back tells of activations, the next activation tells of gradients, and what is under
-//   way is bounded by what the schedule holds. Where nothing comes back (an evaluation) the receiver acknowledges each message,
-//   and the sender reads that before it runs too far ahead. All waits are for messages, so a failure of the other side is heard
-//   in each of them.
+//   to wait. So a sender asks only for what the receiver has acknowledged. Every header acknowledges the messages that came the
+//   other way: a gradient that comes back does so for activations, the next activation for gradients, and what is under
+//   way is bounded by what the schedule holds. Where nothing comes back (an evaluation) the receiver sends an acknowledgement of each
+//   message, and the sender reads that before it runs too far ahead. All waits are for messages, so each of them ends with a failure
+//   of the other side.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +31,7 @@ struct Message {
   std::string note = {};  // of the front end, which alone reads it: how values of its language hold the tensors
 };
 
-// Another rank could not go on; the text is its error, as that rank says it.
+// Another rank could not go on; the text is its error, as that rank announces it.
 class StageFailed final : public c10::DistBackendError {
   using c10::DistBackendError::DistBackendError;
 };
@@ -53,7 +53,7 @@ struct Line {
 class Wire {
  public:
   // Messages are received on `device`. Both lines have the peer's rank.
-  Wire(Peer peer, Line out, Line in, at::Device device);
+  Wire(Peer peer, Line outgoing, Line incoming, at::Device device);
 
   // Tensors of any dtype and layout; undefined ones arrive as such. `number` tells messages apart. Waits for nobody.
   void send(const Message& message, int64_t number);
@@ -64,12 +64,12 @@ class Wire {
   // when the other side could not go on; DistBackendError when it is lost, which names it.
   Message receive(int64_t number);
 
-  // Where nothing else goes this way: says what has been taken.
+  // Where nothing else goes this way: acknowledges what has been taken.
   void acknowledge();
   // Where nothing else comes this way: until so many messages are under way, at most. Errors as of receive().
   void await_taken(int64_t most);
 
-  // Messages that the other side has not said to have taken.
+  // Messages that the other side has not acknowledged.
   int64_t under_way() const { return static_cast<int64_t>(under_way_.size()); }
   int64_t forms() const { return forms_; }  // messages that had to say what form they have
 
@@ -88,7 +88,7 @@ class Wire {
   auto guarded(const Line& line, const F& body) const;
 
   const Peer peer_;
-  const Line out_, in_;
+  const Line outgoing_, incoming_;
   const at::Device device_;
   struct Form {
     std::vector<int64_t> tensors;
@@ -97,7 +97,7 @@ class Wire {
   };
   Form sent_form_, taken_form_;
   std::deque<std::vector<int64_t>> under_way_;  // by message: numbers of its tensors for settle()
-  int64_t told_ = 0;                            // messages of this side that the other one has said to have taken
+  int64_t acknowledged_ = 0;                    // messages of this side that the other one has taken
   int64_t taken_ = 0;                           // messages of the other side that came here
   int64_t forms_ = 0;
 };

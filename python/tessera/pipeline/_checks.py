@@ -33,7 +33,7 @@ def check(model: Any, config: _core.Config, group: Any) -> None:
 
 
 def check_alike(model: PipelineModule, config: _core.Config, everyone: Everyone) -> None:
-    """What every stage must have been told the same."""
+    """What all stages must have alike."""
     if model.num_stages == 1:
         return
     mine = {

@@ -13,7 +13,6 @@ from torch import nn
 from tessera import _core, _mesh
 from tessera._config import load_config
 from tessera.engine import Engine, step_together
-from tessera.engine._together import Over
 from tessera.errors import StageFailed, UsageError
 from tessera.pipeline._batch import Batch
 from tessera.pipeline._checks import Optimizer, check, check_alike, check_optimizers, check_ties
@@ -50,7 +49,7 @@ class PipelineEngine(Engine):
     ) -> None:
         loaded = load_config(config)
         self._everyone = Everyone()
-        with self._told():
+        with self._agreeing():
             check(model, loaded, group)
         assert isinstance(model, PipelineModule)
         sizes = _mesh.mesh_sizes(loaded) | {
@@ -62,12 +61,12 @@ class PipelineEngine(Engine):
         self._grid = Grid(self._everyone, model.num_stages, **sizes)
         try:
             check_alike(model, loaded, self._everyone)
-            with self._told():
+            with self._agreeing():
                 check_ties(model, loaded)
             self._ties = _core.Ties(self._grid.ranks, self._grid.tied(model))
             if not isinstance(self._grid.stage_ranks, (dist.ProcessGroup, type(None))) and self._grid.device:
                 model.to(self._grid.device)
-            with self._told():
+            with self._agreeing():
                 super().__init__(
                     model,
                     config,
@@ -83,7 +82,7 @@ class PipelineEngine(Engine):
             raise
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _agreeing(self) -> Iterator[None]:
         """A part of the construction that stages do each for themselves: an error of one is one of all. Collective."""
         try:
             yield
@@ -121,16 +120,15 @@ class PipelineEngine(Engine):
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
         self._casts_to = self._input_dtype
-        self._over = Over([self], self._everyone.processes)
-        self._feed = Feed(self, self._grid, self._over)
+        self._feed = Feed(self, self._grid, self._everyone)
         beside = [self._mesh.group(axes) for axes in self._grid.axes]
         chunks = self.module.num_chunks
         self._interpreter = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
         self._ties.attach(self.core, Batch(self, self._shape(1)))
         self._copies = self._grid.copies(self.module)
-        if self._over.group is not None:
+        if self._everyone.size > 1:
             copies = [self._index[id(param)] for param in self._copies if id(param) in self._index]
-            _core.span_checkpoints(self.core, self._over.group, copies)
+            _core.span_checkpoints(self.core, self._everyone.group, copies)
 
     # ---------------------------------------------------------------- what and where
 
@@ -254,7 +252,7 @@ class PipelineEngine(Engine):
         except BaseException as error:
             lost = isinstance(error, dist.DistBackendError)
             if lost:
-                self._interpreter.tell_lost(str(error))
+                self._interpreter.announce_lost(str(error))
             # Messages of the batch may be on their way still, and other stages have other gradients.
             if self._under_way or lost:
                 self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -329,9 +327,8 @@ class PipelineEngine(Engine):
 
     def destroy(self) -> None:
         super().destroy()
-        self.__dict__.pop("_over", None)
-        self.__dict__.pop("_feed", None)
-        self.__dict__.pop("_interpreter", None)
-        self.__dict__.pop("_ties", None)
+        if "_interpreter" in self.__dict__:  # else the construction has failed, and everyone is still to agree on that
+            for held in ("_feed", "_ties", "_everyone", "_interpreter"):  # process groups
+                del self.__dict__[held]
         self._grid.forget()
         _mesh.discard(self._grid.groups)

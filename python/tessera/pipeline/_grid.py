@@ -16,7 +16,7 @@ from tessera.pipeline._module import PipelineModule
 
 
 class Everyone:
-    """All processes, and what they tell each other. `processes`: of torch, None where there is one."""
+    """All processes, and what they agree on. `processes`: of torch, None where there is one."""
 
     def __init__(self) -> None:
         started = dist.is_available() and dist.is_initialized()
@@ -25,9 +25,13 @@ class Everyone:
         self.group = core_group(None)
         self.device = (group_device(self.processes) if self.processes is not None else None) or torch.device("cpu")
 
+    def rows(self, own: list[float]) -> list[list[float]]:
+        """The numbers that each rank passes, equally many, in the order of ranks. Collective."""
+        return _core.rows_of(self.group, own, "what stages agree on", self.device)
+
     def texts(self, own: str) -> list[str]:
         """What each rank passes, in the order of ranks. Collective."""
-        return _core.texts_of(self.group, own, "what stages tell each other", self.device)
+        return _core.texts_of(self.group, own, "what stages agree on", self.device)
 
     def values(self, own: Any) -> list[Any]:
         """The same of what JSON can say."""
