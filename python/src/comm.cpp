@@ -9,7 +9,9 @@
 #include <optional>
 
 #include "bindings.h"
+#include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
+#include "tessera/comm/c10d/point_to_point.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/mesh.h"
@@ -43,6 +45,28 @@ comm::GroupPtr group_by_name(const std::string& name) {
     return comm::c10d_group(name);  // says what is wrong
   }
   return comm::c10d_group(&hold, *group);
+}
+
+// Messages over the group's back end for tensors of `device`, where it has one that takes those; else over that of the CPU.
+comm::PointToPointPtr point_to_point(const std::string& name, c10::Device device) {
+  const auto group = c10d::resolve_process_group(name);
+  const auto backend = [&](c10::DeviceType type) -> c10::intrusive_ptr<c10d::Backend> {
+    try {
+      return group->getBackend(type);
+    } catch (const c10::Error&) {
+      return nullptr;
+    }
+  };
+  const auto own = backend(device.type()), host = backend(c10::kCPU);
+  TESSERA_CHECK_VALUE(own || host, "comm", "process group '", name, "' has no back end for the CPU or for ", device);
+  const bool on_device = own && (!host || own->getBackendName() != host->getBackendName());
+  auto made = on_device ? comm::c10d_point_to_point(own, device) : comm::c10d_point_to_point(host);
+  comm::PointToPoint* const held = made.get();
+  return {held, [made = std::move(made)](comm::PointToPoint*) mutable {  // as hold()
+            std::optional<py::gil_scoped_release> unlocked;
+            if (PyGILState_Check() != 0) unlocked.emplace();
+            made.reset();
+          }};
 }
 
 // From here on the other ranks of the group notice when this process ends.
@@ -144,6 +168,9 @@ void bind_comm(py::module_& m) {
   m.def("single_group", &single_group);
   m.def("thread_groups", &thread_groups, py::arg("size"), py::arg("timeout") = std::chrono::minutes(10));
   m.def("c10d_group", &group_by_name, py::arg("name"), NoGil());
+
+  py::class_<PointToPoint, PointToPointPtr>(m, "PointToPoint");
+  m.def("point_to_point", &point_to_point, py::arg("name"), py::arg("device"), NoGil());
 
   m.def("open_job_store", &open_job_store, py::arg("address"), py::arg("port"), py::arg("rank"), py::arg("size"),
         py::arg("timeout"), NoGil());

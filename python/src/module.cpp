@@ -3,6 +3,7 @@
 #include <torch/version.h>
 
 #include "tessera/base/error.h"
+#include "tessera/pipeline/wire.h"
 
 namespace {
 
@@ -18,6 +19,8 @@ void translate(std::exception_ptr error) {
     raise("UsageError", e);
   } catch (const tessera::IoError& e) {
     raise("IoError", e);
+  } catch (const tessera::pipeline::StageFailed& e) {
+    raise("StageFailed", e);
   } catch (const c10::ValueError& e) {
     raise("ConfigError", e);
   }

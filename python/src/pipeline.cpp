@@ -1,12 +1,18 @@
 #include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
 
 #include "bindings.h"
 #include "tessera/base/error.h"
+#include "tessera/engine/engine.h"
 #include "tessera/pipeline/boxes.h"
 #include "tessera/pipeline/partition.h"
+#include "tessera/pipeline/runner.h"
 #include "tessera/pipeline/schedule.h"
 
 namespace tessera::python {
@@ -46,6 +52,147 @@ void bind_boxes(py::module_& m) {
   m.def("route", &route, py::arg("held"), py::arg("part"), py::arg("wanted"));
 }
 
+// What others are to know of an exception of Python. The interpreter's lock is held.
+pipeline::Failure failure_of(const py::error_already_set& error) {
+  const auto is = [&](const char* module, const char* name) {
+    return error.matches(py::module_::import(module).attr(name));
+  };
+  const std::string text = py::str(error.value());
+  if (is("tessera.errors", "StageFailed")) return {.text = text, .announced = true};
+  if (is("torch.distributed", "DistBackendError"))  // as the core has thrown it
+    return pipeline::failure_of(std::make_exception_ptr(c10::DistBackendError({}, text)));
+  const std::string name = py::str(error.type().attr("__name__"));
+  return {.text = name + ": " + text, .lost = !error.matches(PyExc_Exception)};
+}
+
+// Errors of the core by the names of Python's classes.
+const char* class_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const UsageError&) {
+    return "UsageError";
+  } catch (const c10::ValueError&) {
+    return "ConfigError";
+  } catch (const c10::NotImplementedError&) {
+    return "NotImplementedError";
+  } catch (...) {
+    return "RuntimeError";
+  }
+}
+
+// A batch of a stage in Python: _batch.py. It lives for one call, so that no engine holds itself; the core runs without the
+// interpreter's lock, and each call here takes it. Backwards begin in Python, whose autograd engine has its rules for that.
+class Batch final : public pipeline::EngineStage<engine::Engine> {
+ public:
+  Batch(engine::Engine& engine, const py::object& batch) : EngineStage(engine), batch_(batch) {}
+
+  Made forward(int chunk, int micro, pipeline::Message inputs) override {
+    const py::gil_scoped_acquire locked;
+    auto [tensors, note, loss] = batch_.attr("forward")(chunk, micro, std::move(inputs.tensors), inputs.note)
+                                     .cast<std::tuple<pipeline::Tensors, std::string, std::optional<at::Tensor>>>();
+    return {{std::move(tensors), std::move(note)}, loss.value_or(at::Tensor())};
+  }
+  void backward(const at::Tensor& loss) override { call("backward_of_loss", loss); }
+  void backward(const pipeline::Tensors& outputs, const pipeline::Tensors& gradients) override {
+    call("backward", outputs, gradients);
+  }
+  void count_micro_batch() override { call("count_micro_batch"); }
+  void join() override { call("join"); }
+
+  pipeline::Failure explain(const std::exception_ptr& error) const override {
+    try {
+      std::rethrow_exception(error);
+    } catch (const py::error_already_set& raised) {
+      const py::gil_scoped_acquire locked;
+      return failure_of(raised);
+    } catch (...) {
+      pipeline::Failure failure = pipeline::failure_of(error);
+      if (!failure.announced && !failure.lost) failure.text = c10::str(class_of(error), ": ", failure.text);
+      return failure;
+    }
+  }
+
+ private:
+  template <class... A>
+  void call(const char* name, const A&... a) {
+    const py::gil_scoped_acquire locked;
+    batch_.attr(name)(a...);
+  }
+
+  const py::object& batch_;
+};
+
+// A call of the core about one batch.
+template <class Part, class R, class... A>
+auto of_batch(R (Part::*method)(pipeline::Stage&, A...)) {
+  return [method](Part& part, engine::Engine& engine, const py::object& batch, A... a) -> R {
+    Batch stage(engine, batch);
+    const py::gil_scoped_release unlocked;
+    return (part.*method)(stage, std::forward<A>(a)...);
+  };
+}
+
+// Process groups behind these wait for threads when they go: see hold() in comm.cpp.
+template <class T>
+struct Unlocked {
+  void operator()(T* object) const {
+    std::optional<py::gil_scoped_release> unlocked;
+    if (PyGILState_Check() != 0) unlocked.emplace();
+    delete object;
+  }
+};
+
+std::shared_ptr<pipeline::Ties> make_ties(
+    const pipeline::Ranks& ranks,
+    std::vector<std::tuple<std::string, std::vector<int>, std::vector<std::pair<std::string, at::Tensor>>>> tied) {
+  std::vector<pipeline::Tied> all;
+  for (auto& [key, stages, params] : tied)
+    all.push_back({key, std::move(stages), std::move(params)});
+  const py::gil_scoped_release unlocked;
+  return {new pipeline::Ties(ranks, all), Unlocked<pipeline::Ties>()};
+}
+
+void bind_runner(py::module_& m) {
+  using namespace pipeline;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<Ranks, std::shared_ptr<Ranks>>(m, "PipelineRanks")
+      .def(py::init([](int stages, int size, int rank, comm::GroupPtr everyone, c10::Device device,
+                       comm::PointToPointPtr forwards, comm::PointToPointPtr backwards, std::vector<int> peers) {
+             return std::shared_ptr<Ranks>(new Ranks{stages, size, rank, std::move(everyone), device,
+                                                     std::move(forwards), std::move(backwards), std::move(peers)},
+                                           Unlocked<Ranks>());
+           }),
+           py::arg("stages"), py::arg("size"), py::arg("rank"), py::arg("everyone"), py::arg("device"),
+           py::arg("forwards"), py::arg("backwards"), py::arg("peers"))
+      .def("name", py::overload_cast<int>(&Ranks::name, py::const_), py::arg("rank"));
+  m.def("rows_of", &rows_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
+  m.def("texts_of", &texts_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
+
+  py::class_<Ties, std::shared_ptr<Ties>>(m, "Ties")
+      .def(py::init(&make_ties), py::arg("ranks"), py::arg("tied"))
+      .def("attach", of_batch(&Ties::attach), py::arg("engine"), py::arg("batch"))
+      .def("follow", of_batch(&Ties::follow), py::arg("engine"), py::arg("batch"))
+      .def("sum_gradients", of_batch(&Ties::sum_gradients), py::arg("engine"), py::arg("batch"));
+
+  py::class_<Runner::Result>(m, "BatchResult")
+      .def_readonly("loss", &Runner::Result::loss)
+      .def_readonly("most_live", &Runner::Result::most_live);
+  py::class_<Runner, std::shared_ptr<Runner>>(m, "PipelineRunner")
+      .def(py::init([](const Ranks& ranks, std::shared_ptr<Ties> ties, int chunks, c10::Device device,
+                       std::vector<comm::GroupPtr> beside) {
+             return std::shared_ptr<Runner>(new Runner(ranks, std::move(ties), chunks, device, std::move(beside)),
+                                            Unlocked<Runner>());
+           }),
+           py::arg("ranks"), py::arg("ties"), py::arg("chunks"), py::arg("device"), py::arg("beside"))
+      .def("run", of_batch(&Runner::run), py::arg("engine"), py::arg("batch"), py::arg("table"), py::arg("shape"),
+           py::arg("trains"))
+      .def(
+          "announce_lost",
+          [](Runner& runner, const std::string& text) { runner.announce({.text = text, .lost = true}); },
+          py::arg("text"), NoGil());
+}
+
 }  // namespace
 
 void bind_pipeline(py::module_& m) {
@@ -79,6 +226,7 @@ void bind_pipeline(py::module_& m) {
   m.def("live_bound", &live_bound, py::arg("name"), py::arg("shape"), py::arg("stage"));
   m.def("split_weights", &split, py::arg("weights"), py::arg("parts"));
   bind_boxes(m);
+  bind_runner(m);
 }
 
 }  // namespace tessera::python

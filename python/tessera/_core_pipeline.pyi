@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
+
+import torch
+
+from tessera._core import Engine, Group, PointToPoint
 
 class StageAction:
     def __init__(self, kind: str, micro: int, chunk: int = 0) -> None: ...
@@ -30,6 +34,45 @@ def training_table(name: str, shape: PipelineShape, stage: int) -> list[StageAct
 def forward_table(shape: PipelineShape, stage: int) -> list[StageAction]: ...
 def live_bound(name: str, shape: PipelineShape, stage: int) -> int: ...
 def split_weights(weights: Sequence[float], parts: int) -> list[int]: ...
+
+class PipelineRanks:
+    def __init__(
+        self,
+        stages: int,
+        size: int,
+        rank: int,
+        everyone: Group,
+        device: torch.device,
+        forwards: PointToPoint | None,
+        backwards: PointToPoint | None,
+        peers: Sequence[int],
+    ) -> None: ...
+    def name(self, rank: int) -> str: ...
+
+def rows_of(everyone: Group, own: Sequence[float], label: str, device: torch.device) -> list[list[float]]: ...
+def texts_of(everyone: Group, own: str, label: str, device: torch.device) -> list[str]: ...
+
+# `batch`: what the core calls of it is in python/tessera/pipeline/_batch.py.
+class Ties:
+    def __init__(
+        self, ranks: PipelineRanks, tied: Sequence[tuple[str, list[int], Sequence[tuple[str, torch.Tensor]]]]
+    ) -> None: ...
+    def attach(self, engine: Engine, batch: Any) -> None: ...
+    def follow(self, engine: Engine, batch: Any) -> None: ...
+    def sum_gradients(self, engine: Engine, batch: Any) -> None: ...
+
+class BatchResult:
+    loss: Final[float | None]  # the mean; None where the last stage computes none
+    most_live: Final[int]  # activations held at one time
+
+class PipelineRunner:
+    def __init__(
+        self, ranks: PipelineRanks, ties: Ties, chunks: int, device: torch.device, beside: Sequence[Group]
+    ) -> None: ...
+    def run(
+        self, engine: Engine, batch: Any, table: Sequence[StageAction], shape: PipelineShape, trains: bool
+    ) -> BatchResult: ...
+    def announce_lost(self, text: str) -> None: ...
 
 # Of a link (tessera/pipeline/boxes.h); `layout` and `dims` are those of tessera/hybrid/_layout.py.
 def whole_boxes(

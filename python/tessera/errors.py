@@ -3,7 +3,7 @@ served as NotImplementedError, a lost peer as torch.distributed.DistBackendError
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "IoError", "UsageError"]
+__all__ = ["ConfigError", "IoError", "StageFailed", "UsageError"]
 
 
 class ConfigError(ValueError, AssertionError):
@@ -12,6 +12,10 @@ class ConfigError(ValueError, AssertionError):
 
 class IoError(OSError):
     """A file or disk that fails, or contents that are damaged; names the file, nothing was changed."""
+
+
+class StageFailed(RuntimeError):
+    """Another stage of a pipeline could not go on, in a batch or while it was built; the message is its error."""
 
 
 class UsageError(RuntimeError, AssertionError):

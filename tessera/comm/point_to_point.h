@@ -12,21 +12,27 @@
 
 namespace tessera::comm {
 
-// One rank's way to the others. Used by one thread at a time. Tensors are contiguous, on the CPU, of any dtype. Messages of
-// one tag (>= 0) between two ranks arrive in the order in which they were sent, those of different tags in any. Errors:
-// DistBackendError that names the ranks, `label` and bytes, where a peer is lost or silent for longer than the timeout.
+// One rank's way to the others. Used by one thread at a time. Tensors are contiguous, on device(), of any dtype. Messages of
+// one tag (>= 0) between two ranks arrive in the order in which they were sent, those of different tags in any; over a back end
+// without tags (NCCL) all in one order. Errors: DistBackendError that names the ranks, `label` and bytes, where a peer is lost
+// or silent for longer than the timeout.
 class PointToPoint {
  public:
   virtual ~PointToPoint() = default;  // waits for nobody: what is not taken by then may be lost
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  // The CPU, or the device of a back end that takes nothing else.
+  virtual at::Device device() const = 0;
 
-  // Returns at once: the tensor is kept, and must stay as it is, until it has been taken. It gets through whatever this rank
-  // does meanwhile.
-  virtual void send(const at::Tensor& tensor, int to, int tag, Label label = {}) = 0;
+  // Returns at once: the tensor is kept, and must stay as it is, until it has been taken and this rank has asked: by settle(),
+  // by flush(), or here, where the back end tells by itself (Gloo does not). It gets through whatever this rank does
+  // meanwhile. Returns its number, for settle().
+  virtual int64_t send(const at::Tensor& tensor, int to, int tag, Label label = {}) = 0;
   // Waits for the next message of `tag` from that rank, which must have as many bytes.
   virtual void receive(const at::Tensor& tensor, int from, int tag, Label label = {}) = 0;
-  // Waits until all that was sent is taken.
+  // Lets go of what was sent under this number, once it is taken: waits for that.
+  virtual void settle(int64_t number) = 0;
+  // The same of all that was sent.
   virtual void flush() = 0;
 };
 using PointToPointPtr = std::shared_ptr<PointToPoint>;

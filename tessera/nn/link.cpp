@@ -9,8 +9,8 @@
 #include <algorithm>
 
 #include "tessera/base/error.h"
-#include "tessera/nn/freed_graph.h"
 #include "tessera/parallel/held.h"
+#include "tessera/pipeline/freed_graph.h"
 
 namespace tessera::nn {
 namespace {
@@ -141,16 +141,16 @@ LinkEnd::LinkEnd(const Link& link, const comm::Parts& parts, engine::Engine* eng
   const int first = kFirstTag + kTags * ((link.number * count + link.source) * count + link.target);
   const at::Device device =
       engine != nullptr && !engine->params().empty() ? engine->params().front().tensor.device() : at::Device(at::kCPU);
-  const auto wire = [&](int place, bool out) {
-    const int rank = parts.rank_of(sends ? link.target : link.source, place);
-    const bool outputs = sends == out;
-    return std::make_unique<pipeline::Wire>(parts.p2p, pipeline::Peer{rank, name_of(!sends, place)},
-                                            first + (outputs ? 0 : 1), device, outputs ? "outputs" : "gradients");
-  };
-  for (const int place : takers())
-    if (!is_own(place)) out_[place] = wire(place, true);
+  std::vector<int> places = takers();
   for (const int place : givers())
-    if (!is_own(place)) in_[place] = wire(place, false);
+    if (std::find(places.begin(), places.end(), place) == places.end()) places.push_back(place);
+  for (const int place : places) {
+    if (is_own(place)) continue;
+    const pipeline::Line outputs{parts.p2p, first, "outputs"}, gradients{parts.p2p, first + 1, "gradients"};
+    const pipeline::Peer peer{parts.rank_of(sends ? link.target : link.source, place), name_of(!sends, place)};
+    wires_[place] =
+        std::make_unique<pipeline::Wire>(peer, sends ? outputs : gradients, sends ? gradients : outputs, device);
+  }
 }
 
 bool LinkEnd::is_own(int place) const {
@@ -205,7 +205,7 @@ void LinkEnd::put(int taker, const Header& header, const Tensors& pieces) {
     other.from_joined_.push_back({header, std::move(copies)});
     return;
   }
-  out_.at(taker)->send(tensors, sent_[taker]++);
+  wires_.at(taker)->send({tensors}, sent_[taker]++);
 }
 
 LinkEnd::Message LinkEnd::take(int giver) {
@@ -215,7 +215,7 @@ LinkEnd::Message LinkEnd::take(int giver) {
     from_joined_.pop_front();
     return message;
   }
-  Tensors tensors = in_.at(giver)->receive(read_[giver]++);
+  const Tensors tensors = wires_.at(giver)->receive(read_[giver]++).tensors;
   const at::Tensor said = tensors[0].cpu();
   const auto* header = said.const_data_ptr<int64_t>();
   return {{header, header + said.numel()}, {tensors.begin() + 1, tensors.end()}};
@@ -246,7 +246,7 @@ void LinkEnd::end_step(const std::vector<int64_t>& left, const char* call) {
 }
 
 void LinkEnd::abort(const std::string& reason) {
-  for (const auto& [place, wire] : out_) {
+  for (const auto& [place, wire] : wires_) {
     try {
       wire->send_failure(c10::str("[hybrid] ", me_, ": ", reason));
     } catch (const c10::DistBackendError&) {
@@ -258,26 +258,26 @@ void LinkEnd::abort(const std::string& reason) {
 // ---------------------------------------------------------------- the source
 
 LinkSender::LinkSender(const Link& link, const comm::Parts& parts, engine::Engine* engine)
-    : LinkEnd(link, parts, engine, true), beside_out_(source_.parts()), beside_in_(source_.parts()) {
+    : LinkEnd(link, parts, engine, true), beside_(source_.parts()) {
   const int count = static_cast<int>(parts.shapes.size()), mine = source_.part(parts.place());
   const int tag = kFirstTag + kTags * ((link.number * count + link.source) * count + link.target) + 2;
   for (int part = 0; part < source_.parts(); ++part) {
     if (part == mine) continue;
     const int place = part * source_.replicas + parts.place() % source_.replicas;
     const pipeline::Peer peer{parts.rank_of(link.source, place), name_of(true, place)};
-    beside_out_[part] = std::make_unique<pipeline::Wire>(parts.p2p, peer, tag, at::kCPU, "sizes");
-    beside_in_[part] = std::make_unique<pipeline::Wire>(parts.p2p, peer, tag, at::kCPU, "sizes");
+    const pipeline::Line sizes{parts.p2p, tag, "sizes"};
+    beside_[part] = std::make_unique<pipeline::Wire>(peer, sizes, sizes, at::kCPU);
   }
 }
 
 // The headers of all parts of the source.
 std::vector<LinkEnd::Header> LinkSender::exchange(const Header& mine) {
-  std::vector<Header> headers(beside_out_.size(), mine);
-  for (const auto& wire : beside_out_)
-    if (wire) wire->send({at::tensor(mine, at::kLong)}, number_);
+  std::vector<Header> headers(beside_.size(), mine);
+  for (const auto& wire : beside_)
+    if (wire) wire->send({{at::tensor(mine, at::kLong)}}, number_);
   for (size_t part = 0; part < headers.size(); ++part) {
-    if (!beside_in_[part]) continue;
-    const at::Tensor header = beside_in_[part]->receive(number_)[0];
+    if (!beside_[part]) continue;
+    const at::Tensor header = beside_[part]->receive(number_).tensors[0];
     headers[part].assign(header.const_data_ptr<int64_t>(), header.const_data_ptr<int64_t>() + header.numel());
     TESSERA_CHECK(headers[part][2] == mine[2], "hybrid", me_, " sends sample ", mine[2], ", but ",
                   name_of(true, static_cast<int>(part) * source_.replicas), " sends sample ", headers[part][2]);
@@ -341,7 +341,7 @@ void LinkSender::backward(int64_t sample) {
   try {
     torch::autograd::backward(roots, gradients);
   } catch (const std::exception& error) {
-    TESSERA_CHECK(!is_of_freed_graph(error), "hybrid", me_, ": the graph of sample ", sample,
+    TESSERA_CHECK(!pipeline::is_of_freed_graph(error), "hybrid", me_, ": the graph of sample ", sample,
                   " was freed before its gradient came: another backward went through it; let that keep the graph");
     throw;
   }

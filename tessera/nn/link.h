@@ -93,7 +93,7 @@ class LinkEnd {
  private:
   bool is_own(int place) const;  // a place on the other side is this process, too
 
-  std::map<int, std::unique_ptr<pipeline::Wire>> out_, in_;  // by place on the other side
+  std::map<int, std::unique_ptr<pipeline::Wire>> wires_;  // by place on the other side
   std::optional<std::weak_ptr<LinkEnd>> joined_;
   std::deque<Message> from_joined_;
   std::map<int, int64_t> sent_, read_;  // messages of each wire
@@ -127,8 +127,8 @@ class LinkSender : public LinkEnd {
   Tensors gradients_of(const Sent& sent, int64_t sample);
   Message gradient(int giver, int64_t number, int64_t sample);
 
-  std::vector<std::unique_ptr<pipeline::Wire>> beside_out_, beside_in_;  // by part of the source; null: this one
-  std::map<int64_t, Sent> open_;                                         // by sample: their gradients are to come
+  std::vector<std::unique_ptr<pipeline::Wire>> beside_;  // by part of the source; null: this one
+  std::map<int64_t, Sent> open_;                         // by sample: their gradients are to come
   std::map<std::pair<int, int64_t>, Message> early_;  // gradients of samples that nobody has asked for: giver, number
 };
 

@@ -1,25 +1,24 @@
 #include "tessera/nn/pipeline.h"
 
-#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "tessera/base/error.h"
 #include "tessera/config/resolve.h"
-#include "tessera/nn/pipeline_run.h"
 #include "tessera/nn/together.h"
 
 namespace tessera::nn {
 namespace {
 
-std::string own_name(const comm::Parts& parts) {
-  return stage_name(parts, parts.everyone->rank());
-}
-
-std::string text_of(const std::exception& error) {
-  const auto* known = dynamic_cast<const c10::Error*>(&error);
-  return known != nullptr ? known->what_without_backtrace() : error.what();
+pipeline::Ranks ranks_of(const comm::Parts& parts) {
+  const int stages = static_cast<int>(parts.shapes.size()), size = parts.shapes[0].size(comm::kAxes);
+  pipeline::Ranks ranks{stages, size, parts.everyone->rank(), parts.everyone};
+  ranks.forwards = ranks.backwards = parts.p2p;
+  for (int stage = 0; stage < stages; ++stage)
+    ranks.peers.push_back(parts.rank_of(stage, parts.place()));
+  return ranks;
 }
 
 struct Named {
@@ -27,12 +26,12 @@ struct Named {
   double value;
 };
 
-// What every rank must have been told the same.
+// What all ranks must agree on.
 void check_alike(const comm::Parts& parts, const std::vector<Named>& values) {
   std::vector<double> own;
   for (const Named& each : values)
     own.push_back(each.value);
-  const auto rows = rows_of(parts, own, "what stages must have alike");
+  const auto rows = pipeline::rows_of(*parts.everyone, own, "what stages must have alike");
   for (size_t rank = 0; rank < rows.size(); ++rank)
     for (size_t i = 0; i < own.size(); ++i)
       TESSERA_CHECK_VALUE(rows[rank][i] == own[i], "pipeline", values[i].name, " is ", own[i], " on rank ",
@@ -68,7 +67,7 @@ std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, c
        {"train_micro_batch_size_per_gpu", static_cast<double>(config.train_micro_batch_size_per_gpu.value_or(0))},
        {"the number of pipeline.schedule", static_cast<double>(schedule)},
        {"gradient_clipping", config.gradient_clipping}});
-  // Layers are of this rank's program: what goes wrong in one of them, the others hear of.
+  // Layers are of this rank's program: what goes wrong in one of them is announced to the others.
   std::shared_ptr<StageLayers> module;
   std::vector<int> bounds;
   std::exception_ptr problem;
@@ -78,10 +77,10 @@ std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, c
   } catch (...) {
     problem = std::current_exception();
   }
-  const auto rows = rows_of(parts, {problem ? 1.0 : 0.0}, "whether layers are built");
+  const auto rows = pipeline::rows_of(*parts.everyone, {problem ? 1.0 : 0.0}, "whether layers are built");
   if (problem) std::rethrow_exception(problem);
   for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank)
-    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", stage_name(parts, rank),
+    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", ranks_of(parts).name(rank),
                   " could not build its layers; see its error");
   std::vector<Named> same;
   for (const int bound : bounds)
@@ -95,11 +94,22 @@ std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, c
   return module;
 }
 
+std::shared_ptr<pipeline::Ties> ties_of(const comm::Parts& parts, const StageLayers& module) {
+  std::vector<pipeline::Tied> tied;
+  for (const auto& [key, stages] : module.ties()) {
+    pipeline::Tied each{key, stages};
+    for (const auto& param : module.named_parameters())
+      if (param.key().starts_with(pipeline::tied_prefix(key))) each.params.emplace_back(param.key(), param.value());
+    tied.push_back(std::move(each));
+  }
+  return std::make_shared<pipeline::Ties>(ranks_of(parts), tied);
+}
+
 // Stages are built each for themselves: an error of one is one of all. Collective.
-void tell_built(const comm::Parts& parts, bool built) {
-  const auto rows = rows_of(parts, {built ? 0.0 : 1.0}, "whether engines are built");
+void agree_built(const comm::Parts& parts, bool built) {
+  const auto rows = pipeline::rows_of(*parts.everyone, {built ? 0.0 : 1.0}, "whether engines are built");
   for (int rank = 0; rank < static_cast<int>(rows.size()) && built; ++rank)
-    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", stage_name(parts, rank),
+    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", ranks_of(parts).name(rank),
                   " could not build its engine; see its error");
 }
 
@@ -120,58 +130,79 @@ Pipeline::Pipeline(const Layers& layers, const Config& config, const comm::Parts
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
                    std::shared_ptr<StageLayers> module)
-    : Pipeline(config, parts, options, module, Ties(parts, *module)) {}
+    : Pipeline(config, parts, options, module, ties_of(parts, *module)) {}
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-                   std::shared_ptr<StageLayers> module, Ties ties, bool told) try
+                   std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool agreed) try
     : Session(module, config, parts.mesh, nullptr, units_of_layers, parts.part == 0),
       parts_(parts),
       options_(options),
       module_(std::move(module)),
       schedule_(config.pipeline.schedule),
-      recompute_interval_(config.pipeline.activation_checkpoint_interval),
-      ties_(std::move(ties)) {
-  told = true;
-  tell_built(parts, true);
-  connect();
+      recompute_interval_(config.pipeline.activation_checkpoint_interval) {
+  agreed = true;
+  agree_built(parts, true);
+  connect(std::move(ties));
 } catch (const c10::DistBackendError&) {
   throw;
 } catch (const std::exception&) {
-  if (!told) tell_built(parts, false);
+  if (!agreed) agree_built(parts, false);
   throw;
 }
 
-// Wires by the boundary between two parts of the model: one tag for the way there, one for the way back.
-void Pipeline::connect() {
-  const pipeline::Shape shape{stages(), 1, options_.chunks};
-  const at::Device device = core().params().empty() ? at::Device(at::kCPU) : core().params().front().tensor.device();
-  const auto wire = [&](int chunk, bool ahead, bool gradients) -> std::unique_ptr<pipeline::Wire> {
-    if (ahead ? shape.is_last(stage(), chunk) : shape.is_first(stage(), chunk)) return nullptr;
-    const int peer = parts_.rank_of((stage() + (ahead ? 1 : stages() - 1)) % stages(), parts_.place());
-    const int boundary = shape.part(stage(), chunk) - (ahead ? 0 : 1);
-    return std::make_unique<pipeline::Wire>(parts_.p2p, pipeline::Peer{peer, stage_name(parts_, peer)},
-                                            2 * boundary + (gradients ? 1 : 0), device,
-                                            gradients ? "gradients" : "activations");
-  };
-  for (int chunk = 0; chunk < options_.chunks; ++chunk) {
-    wires_.activations_in.push_back(wire(chunk, false, false));
-    wires_.activations_out.push_back(wire(chunk, true, false));
-    wires_.gradients_in.push_back(wire(chunk, true, true));
-    wires_.gradients_out.push_back(wire(chunk, false, true));
+// A batch of this stage, as the interpreter sees it.
+class Pipeline::Batch final : public pipeline::EngineStage<engine::Engine> {
+ public:
+  // `batches`: of every micro-batch, on the first and the last stage.
+  explicit Batch(Pipeline& pipeline, std::vector<MicroBatch> batches = {})
+      : EngineStage(pipeline.core()), pipeline_(pipeline), batches_(std::move(batches)) {}
+
+  Made forward(int chunk, int micro, pipeline::Message inputs) override {
+    const pipeline::Shape shape{pipeline_.stages(), 1, pipeline_.options_.chunks};
+    const bool first = shape.is_first(pipeline_.stage(), chunk), last = shape.is_last(pipeline_.stage(), chunk);
+    Tensors made = pipeline_.forward(chunk, first ? batches_[micro].inputs : inputs.tensors);
+    if (!last) return {{std::move(made)}};
+    const bool trains = at::GradMode::is_enabled();
+    if (!trains) outputs.push_back(made);
+    const bool is_loss = made.size() == 1 && made[0].defined() && made[0].numel() == 1;
+    if (!trains && !pipeline_.options_.loss && !is_loss) return {};
+    return {{}, loss_of(made, micro)};
   }
-  ties_.attach(core());
-  if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, ties_.copies());
-}
+  void backward(const at::Tensor& loss) override { engine_.backward(loss); }
+  void backward(const Tensors& outputs, const Tensors& gradients) override {
+    torch::autograd::backward(outputs, gradients);
+  }
+  void count_micro_batch() override { engine_.step(); }
+  void join() override { engine_.join(); }
 
-std::vector<pipeline::Wire*> Pipeline::Wires::outgoing() const {
-  std::vector<pipeline::Wire*> wires;
-  for (const auto* kind : {&activations_out, &gradients_out})
-    for (const auto& wire : *kind)
-      if (wire) wires.push_back(wire.get());
-  return wires;
-}
+  std::vector<Tensors> outputs;  // of the last layer, by micro-batch, of an evaluation
 
-// ---------------------------------------------------------------- failures
+ private:
+  at::Tensor loss_of(const Tensors& made, int micro) const {
+    const auto& loss_fn = pipeline_.options_.loss;
+    TESSERA_CHECK_VALUE(loss_fn || made.size() == 1, "pipeline",
+                        "without a loss function the last layer returns the loss; it returned ", made.size(),
+                        " tensors");
+    at::Tensor loss = loss_fn ? loss_fn(made, batches_[micro].labels) : made[0];
+    TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1, "pipeline", "the loss must be a tensor of one element, ",
+                        loss_fn ? "the loss function" : "the last layer", " returned ",
+                        loss.defined() ? "sizes " : "none", loss.defined() ? loss.sizes() : at::IntArrayRef());
+    return loss;
+  }
+
+  Pipeline& pipeline_;
+  const std::vector<MicroBatch> batches_;
+};
+
+void Pipeline::connect(std::shared_ptr<pipeline::Ties> ties) {
+  std::vector<comm::GroupPtr> beside;
+  for (const comm::Axes axes : parts_.shapes[stage()].groups())
+    beside.push_back(parts_.mesh.group(axes));
+  runner_ = std::make_unique<pipeline::Runner>(ranks_of(parts_), std::move(ties), options_.chunks, device(), beside);
+  Batch none(*this);
+  runner_->ties().attach(none);
+  if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, runner_->ties().copies(none));
+}
 
 void Pipeline::check_usable(const char* call) const {
   TESSERA_CHECK(broken_.empty(), "engine", call, ": a batch has failed before (", broken_,
@@ -180,35 +211,24 @@ void Pipeline::check_usable(const char* call) const {
 
 template <class F>
 auto Pipeline::in_batch(const F& body) {
-  under_way_ = true;
+  under_way_ = false;
   try {
-    return body();
-  } catch (const c10::DistBackendError& error) {
-    fail(text_of(error));
-    throw;
-  } catch (const std::exception& error) {
-    // Later all stages are at the same place.
-    if (under_way_) fail(c10::str("[pipeline] ", own_name(parts_), " failed in this batch: ", text_of(error)));
+    return runner_->guarded(Batch(*this), body);
+  } catch (...) {
+    // Where no messages are under way all stages are at the same place.
+    const pipeline::Failure failure = pipeline::failure_of(std::current_exception());
+    if (under_way_ || failure.lost) broken_ = failure.text.substr(0, failure.text.find('\n'));
     throw;
   }
 }
 
-// Tells everybody who may wait for this rank, now or later.
-void Pipeline::fail(const std::string& text) {
-  broken_ = text.substr(0, text.find('\n'));
-  auto wires = wires_.outgoing();
-  for (pipeline::Wire* wire : ties_.outgoing())
-    wires.push_back(wire);
-  for (pipeline::Wire* wire : wires) {
-    try {
-      wire->send_failure(text);
-    } catch (const c10::DistBackendError&) {
-      // It is lost: nobody waits there.
-    }
-  }
-  parts_.everyone->abort(text);
-  for (const comm::Axes axes : parts_.shapes[stage()].groups())
-    parts_.mesh.group(axes)->abort(text);
+pipeline::Runner::Result Pipeline::run(Batch& batch, const pipeline::Table& table, const pipeline::Shape& shape,
+                                       bool trains) {
+  under_way_ = true;
+  const pipeline::Runner::Result result = runner_->run(batch, table, shape, trains);
+  under_way_ = false;
+  most_live_ = std::max(most_live_, result.most_live);
+  return result;
 }
 
 // ---------------------------------------------------------------- batches
@@ -218,21 +238,21 @@ double Pipeline::train_batch(const BatchSource& data) {
   const auto micro_batches = static_cast<int>(core().options().gradient_accumulation_steps);
   const pipeline::Shape shape{stages(), micro_batches, options_.chunks};
   const pipeline::Table table = pipeline::training(schedule_, shape, stage());
-  ties_.follow();
-  PipelineRun run(*this, shape, read(data, micro_batches), /*trains=*/true);
-  module_->train();
+  pipeline::Ties& ties = runner_->ties();
   return in_batch([&] {
-    run.execute(table);
-    most_live_ = std::max(most_live_, run.most_live);
-    const double loss = mean_of(run.losses);
+    Batch none(*this);
+    ties.follow(none);
+    Batch batch(*this, read(data, micro_batches));
+    module_->train();
+    const auto loss = run(batch, table, shape, /*trains=*/true).loss;
     try {
-      ties_.sum_gradients();
-      step_together(*this, parts_, ties_.copies());
+      ties.sum_gradients(batch);
+      step_together(*this, parts_, ties.copies(batch));
     } catch (...) {
       core().zero_grad();  // the next batch is not added to this one
       throw;
     }
-    return loss;
+    return loss.value_or(std::numeric_limits<double>::quiet_NaN());
   });
 }
 
@@ -268,15 +288,13 @@ Evaluation Pipeline::eval_batch(const BatchSource& data, int64_t micro_batches) 
   check_usable("eval_batch");
   if (micro_batches <= 0) micro_batches = core().options().gradient_accumulation_steps;
   const pipeline::Shape shape{stages(), static_cast<int>(micro_batches), options_.chunks};
-  PipelineRun run(*this, shape, read(data, micro_batches), /*trains=*/false);
-  const EvalMode evaluates(*module_);
-  Evaluation result = in_batch([&] {
+  return in_batch([&] {
+    Batch batch(*this, read(data, micro_batches));
+    const EvalMode evaluates(*module_);
     const at::NoGradGuard no_grad;
-    run.execute(pipeline::forward_only(shape, stage()));
-    return Evaluation{mean_of(run.losses), {}};
+    const auto result = run(batch, pipeline::forward_only(shape, stage()), shape, /*trains=*/false);
+    return Evaluation{result.loss.value_or(std::numeric_limits<double>::quiet_NaN()), std::move(batch.outputs)};
   });
-  result.outputs = std::move(run.outputs);
-  return result;
 }
 
 // The micro-batches where they are needed, once all ranks have theirs.
@@ -284,20 +302,22 @@ std::vector<MicroBatch> Pipeline::read(const BatchSource& data, int64_t micro_ba
   std::vector<MicroBatch> batches;
   std::exception_ptr problem;
   try {
-    TESSERA_CHECK_VALUE(data || !(is_first_stage() || is_last_stage()), "pipeline", own_name(parts_),
+    TESSERA_CHECK_VALUE(data || !(is_first_stage() || is_last_stage()), "pipeline", runner_->ranks().name(),
                         " reads data and has none");
     for (int64_t micro = 0; micro < micro_batches && (is_first_stage() || is_last_stage()); ++micro)
       batches.push_back(data(micro));
   } catch (...) {
     problem = std::current_exception();
   }
-  const auto rows = rows_of(parts_, {static_cast<double>(micro_batches), problem ? 1.0 : 0.0}, "the data of a batch");
+  const auto rows =
+      runner_->ranks().rows({static_cast<double>(micro_batches), problem ? 1.0 : 0.0}, "the data of a batch");
   if (problem) std::rethrow_exception(problem);
   for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank) {
-    TESSERA_CHECK(rows[rank][1] == 0, "pipeline", stage_name(parts_, rank), " could not read its data; see its error");
-    TESSERA_CHECK(static_cast<int64_t>(rows[rank][0]) == micro_batches, "pipeline", stage_name(parts_, rank), " has ",
-                  rows[rank][0], " micro-batches for this batch, ", own_name(parts_), " has ", micro_batches,
-                  "; they must be the same on all stages");
+    TESSERA_CHECK(rows[rank][1] == 0, "pipeline", runner_->ranks().name(rank),
+                  " could not read its data; see its error");
+    TESSERA_CHECK(static_cast<int64_t>(rows[rank][0]) == micro_batches, "pipeline", runner_->ranks().name(rank),
+                  " has ", rows[rank][0], " micro-batches for this batch, ", runner_->ranks().name(), " has ",
+                  micro_batches, "; they must be the same on all stages");
   }
   return batches;
 }
@@ -313,23 +333,6 @@ Tensors Pipeline::forward(int chunk, const Tensors& inputs) {
   }
   core().post_forward(made);
   return made;
-}
-
-// Over all ranks of the last stage; NaN where they compute none. From here on all ranks have come to the end of their tables.
-double Pipeline::mean_of(const std::vector<at::Tensor>& losses) {
-  at::Tensor total = at::zeros({}, at::kFloat);
-  for (const at::Tensor& loss : losses)
-    total = total + loss.reshape({}).cpu();
-  const double count = static_cast<double>(std::max<size_t>(1, losses.size()));
-  const double mean = (total / count).item<double>();
-  double sum = 0, ranks = 0;
-  for (const auto& row : rows_of(parts_, {losses.empty() ? 0.0 : 1.0, mean}, "the loss of a batch")) {
-    sum += row[0] != 0 ? row[1] : 0;
-    ranks += row[0];
-  }
-  if (parts_.p2p) parts_.p2p->flush();
-  under_way_ = false;
-  return ranks > 0 ? sum / ranks : std::numeric_limits<double>::quiet_NaN();
 }
 
 }  // namespace tessera::nn

@@ -16,9 +16,8 @@
 #include "tessera/comm/parts.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/session.h"
-#include "tessera/nn/ties.h"
+#include "tessera/pipeline/runner.h"
 #include "tessera/pipeline/schedule.h"
-#include "tessera/pipeline/wire.h"
 
 namespace tessera::nn {
 
@@ -47,11 +46,13 @@ struct Evaluation {
 };
 
 // All calls are collective over all ranks of all stages. An error of one rank in a batch ends the batch on all: there it is
-// thrown as it is, elsewhere as DistBackendError with its text; after that the engine is refused (UsageError).
+// thrown as it is, elsewhere as pipeline::StageFailed, a DistBackendError, with its text; after that the engine is refused
+// (UsageError).
 class Pipeline : private Session {
  public:
   // Value error for a configuration that is not the same on all ranks, or that a schedule cannot do; not-implemented error for
-  // stage 3, weights of two stages that are not Layers::tied(), and tied ones where updates round at random.
+  // stage 3, weights of two stages that are not Layers::tied(), and tied ones where updates round at random. Value error where
+  // tied layers of two stages have other parameters.
   Pipeline(const Layers& layers, const Config& config, const comm::Parts& parts, const PipelineOptions& options);
 
   // One optimizer step: gradient_accumulation_steps micro-batches forward and backward, one norm of all stages that clips, and
@@ -82,32 +83,26 @@ class Pipeline : private Session {
   using Session::size;
 
  private:
-  friend class PipelineRun;
-  struct Wires {  // by chunk; null where a chunk has no neighbour
-    std::vector<std::unique_ptr<pipeline::Wire>> activations_in, activations_out, gradients_in, gradients_out;
-    std::vector<pipeline::Wire*> outgoing() const;
-  };
+  class Batch;  // one, of this stage
 
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
            std::shared_ptr<StageLayers> module);
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-           std::shared_ptr<StageLayers> module, Ties ties, bool told = false);
-  void connect();
+           std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool agreed = false);
+  void connect(std::shared_ptr<pipeline::Ties> ties);
   std::vector<MicroBatch> read(const BatchSource& data, int64_t micro_batches);
   Tensors forward(int chunk, const Tensors& inputs);
-  double mean_of(const std::vector<at::Tensor>& losses);
+  pipeline::Runner::Result run(Batch& batch, const pipeline::Table& table, const pipeline::Shape& shape, bool trains);
   void check_usable(const char* call) const;
   template <class F>
   auto in_batch(const F& body);
-  void fail(const std::string& text);
 
   comm::Parts parts_;
   PipelineOptions options_;
   std::shared_ptr<StageLayers> module_;
   std::string schedule_;
   int64_t recompute_interval_;
-  Ties ties_;
-  Wires wires_;
+  std::unique_ptr<pipeline::Runner> runner_;
   std::string broken_;      // why the engine is refused
   bool under_way_ = false;  // messages of a batch
   int most_live_ = 0;

@@ -1,8 +1,5 @@
 #include "tessera/nn/together.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <exception>
@@ -10,27 +7,9 @@
 #include <optional>
 
 #include "tessera/base/error.h"
+#include "tessera/pipeline/ranks.h"
 
 namespace tessera::nn {
-
-std::vector<std::vector<double>> rows_of(const comm::Parts& parts, const std::vector<double>& own, comm::Label label) {
-  const auto count = static_cast<int64_t>(own.size());
-  const at::Tensor mine = at::tensor(own, at::kDouble);
-  const at::Tensor all = at::empty({parts.everyone->size() * count}, at::kDouble);
-  parts.everyone->all_gather(all, mine, label).wait();
-  const auto* data = all.const_data_ptr<double>();
-  std::vector<std::vector<double>> rows;
-  for (int rank = 0; rank < parts.everyone->size(); ++rank, data += count)
-    rows.emplace_back(data, data + count);
-  return rows;
-}
-
-std::string stage_name(const comm::Parts& parts, int rank) {
-  int part = 0;
-  while (parts.rank_of(part + 1, 0) <= rank)
-    ++part;
-  return c10::str("stage ", part, " (rank ", rank, ")");
-}
 
 namespace {
 
@@ -50,7 +29,7 @@ double common_norm(const std::vector<Session*>& engines, const comm::Parts& part
       if (!problem) problem = std::current_exception();
     }
   }
-  const auto rows = rows_of(parts, {own, problem ? 1.0 : 0.0}, "the norm of several engines");
+  const auto rows = pipeline::rows_of(*parts.everyone, {own, problem ? 1.0 : 0.0}, "the norm of several engines");
   if (problem) std::rethrow_exception(problem);
   for (size_t rank = 0; rank < rows.size(); ++rank) {
     TESSERA_CHECK(rows[rank][1] == 0, "engine.step", "no engine was stepped: the norm failed on rank ", rank,
@@ -82,7 +61,7 @@ bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, co
     if (!problem) problem = problem_of(*engine, at_boundary);
   }
   const std::vector<double> own{boundary ? 1.0 : 0.0, between ? 1.0 : 0.0, problem ? 1.0 : 0.0};
-  const auto rows = rows_of(parts, own, "engines that step together");
+  const auto rows = pipeline::rows_of(*parts.everyone, own, "engines that step together");
   for (const auto& row : rows)
     TESSERA_CHECK(boundary != between && (row[0] != 0) == boundary && (row[1] != 0) == between, "engine.step",
                   "the engines were stepped apart: some are at an accumulation boundary, others between two; give them "

@@ -1,19 +1,12 @@
 // What the ranks of several engines (comm/parts.h) agree on.
 #pragma once
 
-#include <string>
 #include <vector>
 
 #include "tessera/comm/parts.h"
 #include "tessera/nn/session.h"
 
 namespace tessera::nn {
-
-// The numbers of all ranks of all parts, equally many each, a row for each rank. Collective.
-std::vector<std::vector<double>> rows_of(const comm::Parts& parts, const std::vector<double>& own, comm::Label label);
-
-// "stage 1 (rank 2)": a rank of a part that is a stage.
-std::string stage_name(const comm::Parts& parts, int rank);
 
 // The step of an engine that is one of several, on all ranks of all parts: one norm of all to clip by, one decision to skip.
 // `copies`: see norm_contribution(). True when weights were updated. UsageError, on every rank and with nothing stepped, where

@@ -44,7 +44,9 @@ const std::vector<std::string>& schedules();
 // The table of one stage for one optimizer step. With several chunks "1f1b" is "interleaved". Value error for what the
 // schedule cannot do.
 Table training(const std::string& name, const Shape& shape, int stage);
-// The table of one stage for an evaluation.
+// The table of one stage for an evaluation. Of a boundary between two parts kAhead messages are under way at most: a sender waits
+// until the receiver has taken those before. Two keep both busy; tables of all stages come to their ends with it.
+inline constexpr int kAhead = 2;
 Table forward_only(const Shape& shape, int stage);
 // The most micro-batches (times chunks) whose activations a stage holds at one time.
 int live_bound(const std::string& name, const Shape& shape, int stage);

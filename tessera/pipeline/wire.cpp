@@ -3,18 +3,13 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
-#include "tessera/base/error.h"
-
 namespace tessera::pipeline {
 namespace {
 
-enum What : int64_t { kTensors, kFailure };
-constexpr int64_t kHeader =
-    3;  // What, number of the message, length of what follows (0: the form of the message before)
-
-at::Tensor numbers(const std::vector<int64_t>& values) {
-  return at::tensor(values, at::kLong);
-}
+enum What : int64_t { kTensors, kFailure, kTaken };
+// Of a header: What; number of the message; length of the form, and length of the note + 1, that follow (0: those of the message
+// before); messages that came the other way so far.
+enum Field : size_t { kWhat, kNumber, kForm, kNote, kSoFar, kFields };
 
 // For each tensor: dims (-1: undefined), dtype, whether it requires a gradient, sizes.
 std::vector<int64_t> form_of(const Tensors& tensors) {
@@ -29,8 +24,8 @@ std::vector<int64_t> form_of(const Tensors& tensors) {
   return form;
 }
 
-// Tensors of that form, not filled, on the CPU; and which of them require a gradient.
-std::pair<Tensors, std::vector<bool>> empty_of(const std::vector<int64_t>& form) {
+// Tensors of that form, not filled; and which of them require a gradient.
+std::pair<Tensors, std::vector<bool>> empty_of(const std::vector<int64_t>& form, at::Device device) {
   std::pair<Tensors, std::vector<bool>> made;
   auto next = form.begin();
   for (int64_t left = *next++; left > 0; --left) {
@@ -40,9 +35,9 @@ std::pair<Tensors, std::vector<bool>> empty_of(const std::vector<int64_t>& form)
       made.second.push_back(false);
       continue;
     }
-    const auto dtype = static_cast<at::ScalarType>(*next++);
+    const auto options = at::TensorOptions(static_cast<at::ScalarType>(*next++)).device(device);
     made.second.push_back(*next++ != 0);
-    made.first.push_back(at::empty(std::vector<int64_t>(next, next + dims), at::TensorOptions(dtype)));
+    made.first.push_back(at::empty(std::vector<int64_t>(next, next + dims), options));
     next += dims;
   }
   return made;
@@ -50,78 +45,126 @@ std::pair<Tensors, std::vector<bool>> empty_of(const std::vector<int64_t>& form)
 
 }  // namespace
 
-Wire::Wire(comm::PointToPointPtr p2p, Peer peer, int tag, at::Device device, std::string what)
-    : p2p_(std::move(p2p)), peer_(std::move(peer)), tag_(tag), device_(device), what_(std::move(what)) {}
+Wire::Wire(Peer peer, Line outgoing, Line incoming, at::Device device)
+    : peer_(std::move(peer)), outgoing_(std::move(outgoing)), incoming_(std::move(incoming)), device_(device) {}
 
 template <class F>
-void Wire::guarded(const F& body) const {
+auto Wire::guarded(const Line& line, const F& body) const {
   std::string text;
   try {
-    body();
-    return;
+    return body();
   } catch (const c10::DistBackendError& error) {
     text = error.what_without_backtrace();
   }
-  TESSERA_CHECK_DIST(false, "pipeline", peer_.name, " is lost, or did not answer in time, while ", what_,
+  TESSERA_CHECK_DIST(false, "pipeline", peer_.name, " is lost, or did not answer in time, while ", line.what,
                      " were under way; see its own output for the reason (", text.substr(0, text.find('\n')), ")");
 }
 
+// ---------------------------------------------------------------- sending
+
 void Wire::put(const at::Tensor& tensor) {
-  guarded([&] { p2p_->send(tensor, peer_.rank, tag_, what_); });
+  const at::Tensor there = tensor.detach().to(outgoing_.p2p->device()).contiguous();
+  under_way_.back().push_back(
+      guarded(outgoing_, [&] { return outgoing_.p2p->send(there, peer_.rank, outgoing_.tag, outgoing_.what); }));
 }
 
+void Wire::put_bytes(const std::string& text) {
+  if (!text.empty())
+    put(at::tensor(at::ArrayRef(reinterpret_cast<const uint8_t*>(text.data()), text.size()), at::kByte));
+}
+
+void Wire::begin(int64_t what, int64_t number, int64_t form, int64_t note) {
+  under_way_.emplace_back();
+  put(at::tensor({what, number, form, note, taken_}, at::kLong));
+}
+
+void Wire::send(const Message& message, int64_t number) {
+  Form form{form_of(message.tensors), message.note};
+  const bool changed = form.tensors != sent_form_.tensors, noted = form.note != sent_form_.note;
+  begin(kTensors, number, changed ? static_cast<int64_t>(form.tensors.size()) : 0,
+        noted ? static_cast<int64_t>(form.note.size()) + 1 : 0);
+  if (changed) put(at::tensor(form.tensors, at::kLong));
+  if (noted) put_bytes(form.note);
+  if (changed || noted) ++forms_;
+  sent_form_ = std::move(form);
+  for (const at::Tensor& t : message.tensors)
+    if (t.defined() && t.numel() > 0) put(t);
+}
+
+void Wire::send_failure(const std::string& text) {
+  begin(kFailure, 0, static_cast<int64_t>(text.size()), 0);
+  put_bytes(text);
+}
+
+void Wire::acknowledge() {
+  begin(kTaken, 0, 0, 0);
+}
+
+// ---------------------------------------------------------------- receiving
+
 void Wire::take(const at::Tensor& tensor) {
-  guarded([&] { p2p_->receive(tensor, peer_.rank, tag_, what_); });
+  guarded(incoming_, [&] { incoming_.p2p->receive(tensor, peer_.rank, incoming_.tag, incoming_.what); });
 }
 
 std::vector<int64_t> Wire::take_numbers(int64_t count) {
-  const at::Tensor tensor = at::empty({count}, at::kLong);
+  at::Tensor tensor = at::empty({count}, at::TensorOptions(at::kLong).device(incoming_.p2p->device()));
   take(tensor);
+  tensor = tensor.cpu();
   const auto* data = tensor.const_data_ptr<int64_t>();
   return {data, data + count};
 }
 
-void Wire::send(const Tensors& tensors, int64_t number) {
-  std::vector<int64_t> form = form_of(tensors);
-  const bool changed = form != form_;
-  put(numbers({kTensors, number, changed ? static_cast<int64_t>(form.size()) : 0}));
-  if (changed) {
-    put(numbers(form));
-    form_ = std::move(form);
-    ++forms_;
-  }
-  for (const at::Tensor& t : tensors)
-    if (t.defined() && t.numel() > 0) put(t.detach().cpu().contiguous());
+std::string Wire::take_bytes(int64_t count) {
+  at::Tensor tensor = at::empty({count}, at::TensorOptions(at::kByte).device(incoming_.p2p->device()));
+  if (count > 0) take(tensor);
+  tensor = tensor.cpu();
+  return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<size_t>(count)};
 }
 
-void Wire::send_failure(const std::string& text) {
-  put(numbers({kFailure, 0, static_cast<int64_t>(text.size())}));
-  put(at::tensor(at::ArrayRef<uint8_t>(reinterpret_cast<const uint8_t*>(text.data()), text.size()), at::kByte));
+// Of the next message; what the other side says to have taken is let go of.
+Wire::Header Wire::take_header() {
+  Header header = take_numbers(kFields);
+  ++taken_;
+  for (; acknowledged_ < header[kSoFar] && !under_way_.empty(); ++acknowledged_) {
+    for (const int64_t sent : under_way_.front())
+      guarded(outgoing_, [&] { outgoing_.p2p->settle(sent); });
+    under_way_.pop_front();
+  }
+  if (header[kWhat] == kFailure) TESSERA_FAIL(StageFailed, take_bytes(header[kForm]));
+  return header;
 }
 
-Tensors Wire::receive(int64_t number) {
-  const auto header = take_numbers(kHeader);
-  const int64_t length = header[2];
-  if (header[0] == kFailure) {
-    const at::Tensor text = at::empty({length}, at::kByte);
-    take(text);
-    const std::string said(static_cast<const char*>(text.const_data_ptr()), static_cast<size_t>(length));
-    TORCH_CHECK_WITH(DistBackendError, false, said);
-  }
-  TESSERA_CHECK(header[1] == number, "pipeline", peer_.name, " sent ", what_, " number ", header[1],
-                " where this rank expects number ", number,
+Message Wire::receive(int64_t number) {
+  Header header = take_header();
+  while (header[kWhat] == kTaken)
+    header = take_header();
+  TESSERA_CHECK(header[kNumber] == number, "pipeline", peer_.name, " sent ", incoming_.what, " number ",
+                header[kNumber], " where this stage expects number ", number,
                 ": its schedule is another; build the engine with the same configuration on all ranks");
-  if (length > 0) {
-    form_ = take_numbers(length);
-    ++forms_;
-  }
-  auto [tensors, trained] = empty_of(form_);
+  return take_message(header);
+}
+
+Message Wire::take_message(const Header& header) {
+  if (header[kForm] > 0) taken_form_.tensors = take_numbers(header[kForm]);
+  if (header[kNote] > 0) taken_form_.note = take_bytes(header[kNote] - 1);
+  if (header[kForm] > 0 || header[kNote] > 0) ++forms_;
+  auto [tensors, trained] = empty_of(taken_form_.tensors, incoming_.p2p->device());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
     if (tensors[i].numel() > 0) take(tensors[i]);
     tensors[i] = tensors[i].to(device_).requires_grad_(trained[i]);
   }
-  return std::move(tensors);
+  return {std::move(tensors), taken_form_.note};
+}
+
+void Wire::await_taken(int64_t most) {
+  while (under_way() > most) {
+    const Header header = take_header();
+    TESSERA_CHECK(header[kWhat] == kTaken, "pipeline", peer_.name, " sent ", incoming_.what, " number ",
+                  header[kNumber],
+                  " where it says what it has taken: its schedule is another; build the engine with the same "
+                  "configuration on all ranks");
+  }
 }
 
 }  // namespace tessera::pipeline

@@ -1,20 +1,40 @@
 // What stages send each other: lists of tensors, in messages that say of themselves what they are.
 //
-// A message is a header, the form of the tensors where it is another than that of the message before, and the tensors. So their
-// number, shapes and dtypes may change from one message to the next, and cost nothing where they do not.
+// A message is a header, the form of the tensors and the note where they are others than those of the message before, and the
+// tensors. So their number, shapes and dtypes may change from one message to the next, and cost nothing where they do not.
+//
+// Note [What is under way]
+//   A tensor that was sent is kept until it has been taken, and not every back end says when that is: Gloo does once it is asked
+//   to wait. So a sender asks only for what the receiver has acknowledged. Every header acknowledges the messages that came the
+//   other way: a gradient that comes back does so for activations, the next activation for gradients, and what is under
+//   way is bounded by what the schedule holds. Where nothing comes back (an evaluation) the receiver sends an acknowledgement of each
+//   message, and the sender reads that before it runs too far ahead. All waits are for messages, so each of them ends with a failure
+//   of the other side.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <vector>
 
+#include "tessera/base/error.h"
 #include "tessera/comm/point_to_point.h"
 
 namespace tessera::pipeline {
 
 using Tensors = std::vector<at::Tensor>;
+
+struct Message {
+  Tensors tensors;
+  std::string note = {};  // of the front end, which alone reads it: how values of its language hold the tensors
+};
+
+// Another rank could not go on; the text is its error, as that rank announces it.
+class StageFailed final : public c10::DistBackendError {
+  using c10::DistBackendError::DistBackendError;
+};
 
 // The other end of a wire.
 struct Peer {
@@ -22,37 +42,63 @@ struct Peer {
   std::string name;  // in errors, as "stage 1 (rank 2)"
 };
 
-// One direction of messages, from this rank to another or from another to this. Both ends use one tag, and no other wire
-// between them does.
+// One direction of a wire. Both ends use one tag, and no other wire does so in this direction.
+struct Line {
+  comm::PointToPointPtr p2p;
+  int tag = 0;
+  std::string what;  // in words, for errors, as "activations"
+};
+
+// Messages between this rank and another, both ways.
 class Wire {
  public:
-  // `what`: in words, for errors, as "activations". Messages are received on `device`.
-  Wire(comm::PointToPointPtr p2p, Peer peer, int tag, at::Device device, std::string what);
+  // Messages are received on `device`. Both lines have the peer's rank.
+  Wire(Peer peer, Line outgoing, Line incoming, at::Device device);
 
   // Tensors of any dtype and layout; undefined ones arrive as such. `number` tells messages apart. Waits for nobody.
-  void send(const Tensors& tensors, int64_t number);
+  void send(const Message& message, int64_t number);
   // In place of the next message: this side cannot go on.
   void send_failure(const std::string& text);
 
-  // The next message: leaves that require a gradient where the sender's do. UsageError when it has another number;
-  // DistBackendError with the other side's text when it could not go on, or when it is lost, which names it.
-  Tensors receive(int64_t number);
+  // The next message: leaves that require a gradient where the sender's do. UsageError when it has another number; StageFailed
+  // when the other side could not go on; DistBackendError when it is lost, which names it.
+  Message receive(int64_t number);
 
+  // Where nothing else goes this way: acknowledges what has been taken.
+  void acknowledge();
+  // Where nothing else comes this way: until so many messages are under way, at most. Errors as of receive().
+  void await_taken(int64_t most);
+
+  // Messages that the other side has not acknowledged.
+  int64_t under_way() const { return static_cast<int64_t>(under_way_.size()); }
   int64_t forms() const { return forms_; }  // messages that had to say what form they have
 
  private:
+  using Header = std::vector<int64_t>;
+
+  void begin(int64_t what, int64_t number, int64_t form, int64_t note);
   void put(const at::Tensor& tensor);
+  void put_bytes(const std::string& text);
   void take(const at::Tensor& tensor);
   std::vector<int64_t> take_numbers(int64_t count);
+  std::string take_bytes(int64_t count);
+  Header take_header();
+  Message take_message(const Header& header);
   template <class F>
-  void guarded(const F& body) const;
+  auto guarded(const Line& line, const F& body) const;
 
-  const comm::PointToPointPtr p2p_;
   const Peer peer_;
-  const int tag_;
+  const Line outgoing_, incoming_;
   const at::Device device_;
-  const std::string what_;
-  std::vector<int64_t> form_;
+  struct Form {
+    std::vector<int64_t> tensors;
+    std::string note;
+    bool operator==(const Form&) const = default;
+  };
+  Form sent_form_, taken_form_;
+  std::deque<std::vector<int64_t>> under_way_;  // by message: numbers of its tensors for settle()
+  int64_t acknowledged_ = 0;                    // messages of this side that the other one has taken
+  int64_t taken_ = 0;                           // messages of the other side that came here
   int64_t forms_ = 0;
 };
 

@@ -398,6 +398,29 @@ TEST(Pipeline, NamesWhatItCannotDo) {
   expect({.chunks = 2, .micro_batches = 3}, "must be a multiple of 2", [](int, Case&, Layers&) {});
   expect({.schedule = "interleaved"}, "num_chunks", [](int, Case&, Layers&) {});
   expect({.stages = 1, .chunks = 2}, "it needs 2 stages", [](int, Case&, Layers&) {});
+  // Copies of a tied layer with another number, other shapes or dtypes of parameters.
+  using Make = std::function<torch::nn::Linear()>;
+  const std::vector<std::pair<Make, std::string>> others{
+      {[] { return torch::nn::Linear(torch::nn::LinearOptions(6, 8).bias(false)); }, "has weight [8, 6] Float"},
+      {[] { return torch::nn::Linear(1, 8); }, "has weight [8, 1] Float, bias [8] Float"},
+      {[] {
+         torch::nn::Linear made(6, 8);
+         made->to(at::kDouble);
+         return made;
+       },
+       "has weight [8, 6] Double, bias [8] Double"}};
+  for (const auto& [make, said] : others) {
+    expect({.stages = 3},
+           "tied layers 'ends' must have the same parameters on all stages: stage 0 (rank 0) has weight [8, 6] Float, "
+           "bias [8] Float; stage 2 (rank 2) " +
+               said,
+           [make](int, Case&, Layers& list) {
+             list = Layers();
+             list.tied("ends", [] { return torch::nn::Linear(6, 8); });
+             list.add(testing::Block(testing::kWidth)).add(testing::Block(testing::kWidth));
+             list.tied("ends", make, [](torch::nn::Linear&, const at::Tensor& x) { return x.narrow(-1, 0, 3); });
+           });
+  }
   const std::string low = R"("bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
                                       "bf16_optimizer_states": true},)";
   expect({.zero = 1, .more = low}, "updates round at random",
@@ -437,6 +460,56 @@ TEST(Pipeline, RanksAsProcesses) {
     EXPECT_EQ(engine.train_batch(data_of(c, parts, step)), expected.losses[step]);
   for (const auto& [name, value] : testing::weights_of(engine.module()))
     EXPECT_TRUE(at::equal(value, expected.weights.at(name))) << name;
+}
+
+namespace {
+
+// Counts the activations and gradients that were sent and are still held, by whomever.
+class Counting final : public comm::PointToPoint {
+ public:
+  explicit Counting(comm::PointToPointPtr inner) : inner_(std::move(inner)) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  at::Device device() const override { return inner_->device(); }
+  int64_t send(const at::Tensor& tensor, int to, int tag, comm::Label label) override {
+    if (tensor.is_floating_point()) sent_.emplace_back(tensor.storage().getWeakStorageImpl());
+    most = std::max<int64_t>(most, std::ranges::count_if(sent_, [](const auto& each) { return !each.expired(); }));
+    return inner_->send(tensor, to, tag, label);
+  }
+  void receive(const at::Tensor& tensor, int from, int tag, comm::Label label) override {
+    inner_->receive(tensor, from, tag, label);
+  }
+  void settle(int64_t number) override { inner_->settle(number); }
+  void flush() override { inner_->flush(); }
+
+  int64_t most = 0;  // alive at one time
+
+ private:
+  const comm::PointToPointPtr inner_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> sent_;
+};
+
+}  // namespace
+
+// Gloo does not say by itself what has been taken.
+TEST(Pipeline, WhatIsUnderWayOverGlooIsBoundedByTheSchedule) {
+  constexpr int kMicroBatches = 12;
+  const Case c{.stages = 3, .micro_batches = kMicroBatches};
+  if (!testing::is_rank()) {
+    for (const auto& result : testing::run_processes(3, {{"TESSERA_TRANSPORT", "gloo"}}))
+      EXPECT_EQ(result.exit_code, 0) << result.output;
+    return;
+  }
+  comm::Parts parts = stages_of_processes(c);
+  const auto counting = std::make_shared<Counting>(parts.p2p);
+  parts.p2p = counting;
+  Pipeline engine(layers(), c.config(), parts, c.options());
+  engine.train_batch(data_of(c, parts, 0));
+  // Activations that wait for their backward, and gradients that stages before are yet to take.
+  EXPECT_LE(counting->most, pipeline::live_bound(c.schedule, {c.stages, kMicroBatches, 1}, parts.part) + c.stages + 1);
+  counting->most = 0;
+  engine.eval_batch(data_of(c, parts, 0), kMicroBatches);
+  EXPECT_LE(counting->most, pipeline::kAhead + 1);
 }
 
 TEST(Pipeline, AProcessThatDiesIsNamedOnAllStages) {

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <set>
@@ -14,8 +15,9 @@ namespace {
 using testing::error_of;
 
 // Runs the tables as stages do: sends never wait, receives take the next message of the sender. The number of forwards and
-// backwards; negative where nobody can go on, or a message is not the one that is expected.
-int play(const std::vector<Table>& tables, const Shape& shape) {
+// backwards; negative where nobody can go on, or a message is not the one that is expected. `ahead`: a send waits while so many
+// messages of its boundary are on their way; 0: never.
+int play(const std::vector<Table>& tables, const Shape& shape, int ahead = 0) {
   // sender, receiver, gradients -> the boundaries and micro-batches on their way
   std::map<std::tuple<int, int, bool>, std::deque<std::pair<int, int>>> wires;
   std::vector<size_t> at(shape.stages, 0);
@@ -33,6 +35,8 @@ int play(const std::vector<Table>& tables, const Shape& shape) {
     auto& wire = wires[{sends ? stage : there, sends ? there : stage, gradients}];
     const std::pair<int, int> message{std::min(part, other), micro};
     if (sends) {
+      const auto same = [&](const auto& other) { return other.first == message.first; };
+      if (ahead > 0 && std::ranges::count_if(wire, same) >= ahead) return false;
       wire.push_back(message);
     } else if (wire.empty()) {
       return false;
@@ -89,6 +93,7 @@ TEST(Schedule, EveryTableComesToItsEndAndHoldsWhatItPromises) {
             EXPECT_LE(action.kind, Kind::SendActivations);
         }
         EXPECT_EQ(play(evaluations, shape), stages * chunks * micro);
+        EXPECT_EQ(play(evaluations, shape, kAhead), stages * chunks * micro);
         if (name != "gpipe" && chunks > 1 && micro % stages != 0) continue;
         for (int stage = 0; stage < stages; ++stage) {
           tables.push_back(training(name, shape, stage));

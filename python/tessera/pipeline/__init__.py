@@ -7,8 +7,8 @@ loss = engine.train_batch(data_iter)
 
 from __future__ import annotations
 
+from tessera.errors import StageFailed
 from tessera.pipeline._engine import PipelineEngine
 from tessera.pipeline._module import LayerSpec, PipelineModule, TiedLayerSpec
-from tessera.pipeline._wire import StageFailed
 
 __all__ = ["LayerSpec", "PipelineEngine", "PipelineModule", "StageFailed", "TiedLayerSpec"]

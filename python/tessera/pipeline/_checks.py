@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from tessera import _core
 from tessera.errors import ConfigError
 from tessera.optim._factory import class_of, plain_values
+from tessera.pipeline._grid import Everyone
 from tessera.pipeline._module import PipelineModule
 
 
@@ -32,8 +32,8 @@ def check(model: Any, config: _core.Config, group: Any) -> None:
         )
 
 
-def check_alike(model: PipelineModule, config: _core.Config) -> None:
-    """What every stage must have been told the same."""
+def check_alike(model: PipelineModule, config: _core.Config, everyone: Everyone) -> None:
+    """What all stages must have alike."""
     if model.num_stages == 1:
         return
     mine = {
@@ -46,13 +46,11 @@ def check_alike(model: PipelineModule, config: _core.Config) -> None:
         "pipeline.schedule": config.get("pipeline.schedule"),
         "gradient_clipping": config.get("gradient_clipping"),
     }
-    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, other in enumerate(everyone):
+    for rank, other in enumerate(everyone.values(mine)):
         for key, value in mine.items():
             if other[key] != value:
                 raise ConfigError(
-                    f"[pipeline] {key} is {value} on rank {dist.get_rank()} and {other[key]} on rank {rank}"
+                    f"[pipeline] {key} is {value} on rank {everyone.rank} and {other[key]} on rank {rank}"
                 )
 
 
@@ -66,6 +64,15 @@ class Optimizer:
     @classmethod
     def of(cls, base: torch.optim.Optimizer | None) -> Optimizer | None:
         return None if base is None else cls(class_of(base), [plain_values(group) for group in base.param_groups])
+
+    def plain(self) -> list[Any]:
+        """As JSON can say it, which has no tuples."""
+        return [self.kind, self.groups]
+
+    @classmethod
+    def from_plain(cls, plain: list[Any]) -> Optimizer:
+        kind, groups = plain
+        return cls(kind, [{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()} for group in groups])
 
 
 def check_optimizers(everyone: Sequence[Optimizer | None], name: Callable[[int], str]) -> None:
@@ -100,6 +107,11 @@ def check_optimizers(everyone: Sequence[Optimizer | None], name: Callable[[int],
                     )
 
 
-def rounds_at_random(config: _core.Config) -> bool:
+def check_ties(model: PipelineModule, config: _core.Config) -> None:
     low = config.get("bf16.bf16_master_weights_and_grads") or config.get("bf16.bf16_optimizer_states")
-    return bool(low) and config.get("tessera.rounding") != "nearest"
+    tied = [stages for stages in model.tied_stages().values() if len(stages) > 1 and model.stage_id in stages]
+    if tied and low and config.get("tessera.rounding") != "nearest":
+        raise NotImplementedError(
+            "[pipeline] tied weights on several stages do not stay equal where updates round at random: set "
+            '"tessera": {"rounding": "nearest"}, or leave bf16_master_weights_and_grads and bf16_optimizer_states'
+        )

@@ -9,18 +9,16 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tessera.data import RepeatingLoader
-from tessera.engine._together import Over
-from tessera.errors import ConfigError, UsageError
-from tessera.pipeline._grid import Grid
-from tessera.pipeline._wire import StageFailed
+from tessera.errors import ConfigError, StageFailed, UsageError
+from tessera.pipeline._grid import Everyone, Grid
 
 if TYPE_CHECKING:
     from tessera.pipeline._engine import PipelineEngine
 
 
 class Feed:
-    def __init__(self, engine: PipelineEngine, grid: Grid, over: Over) -> None:
-        self._engine, self._grid, self._over = engine, grid, over
+    def __init__(self, engine: PipelineEngine, grid: Grid, everyone: Everyone) -> None:
+        self._engine, self._grid, self._everyone = engine, grid, everyone
         self._own: Iterator[Any] | None = None
 
     def _own_data(self) -> Iterator[Any]:
@@ -46,7 +44,7 @@ class Feed:
             pass
         except Exception as error:
             problem = error
-        rows = self._over.rows([micro_batches, len(batches) if reads else -1, problem is not None]).tolist()
+        rows = self._everyone.rows([micro_batches, len(batches) if reads else -1, problem is not None])
         if problem is not None:
             raise problem
         self._check(rows, micro_batches)

@@ -13,16 +13,13 @@ from torch import nn
 from tessera import _core, _mesh
 from tessera._config import load_config
 from tessera.engine import Engine, step_together
-from tessera.engine._together import Over
-from tessera.errors import UsageError
-from tessera.pipeline._checks import Optimizer, check, check_alike, check_optimizers
+from tessera.errors import StageFailed, UsageError
+from tessera.pipeline._batch import Batch
+from tessera.pipeline._checks import Optimizer, check, check_alike, check_optimizers, check_ties
 from tessera.pipeline._data import Feed
-from tessera.pipeline._grid import Grid
+from tessera.pipeline._grid import Everyone, Grid
 from tessera.pipeline._module import PipelineModule, units_of_layers
-from tessera.pipeline._run import Run, Wires
 from tessera.pipeline._schedule import Shape, forward_only, training
-from tessera.pipeline._ties import Ties
-from tessera.pipeline._wire import StageFailed
 from tessera.units import UnitPolicy
 
 
@@ -51,8 +48,8 @@ class PipelineEngine(Engine):
         **kwargs: Any,
     ) -> None:
         loaded = load_config(config)
-        self._everyone = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-        with self._told():
+        self._everyone = Everyone()
+        with self._agreeing():
             check(model, loaded, group)
         assert isinstance(model, PipelineModule)
         sizes = _mesh.mesh_sizes(loaded) | {
@@ -61,16 +58,15 @@ class PipelineEngine(Engine):
         self._broken = self._inside = ""
         self._under_way = False  # messages of a batch
         self.max_live_activations = 0
-        self._grid = Grid(model.num_stages, **sizes)
+        self._grid = Grid(self._everyone, model.num_stages, **sizes)
         try:
-            check_alike(model, loaded)
-            self._ties = Ties(model, self._grid)
-            with self._told():
-                self._ties.check(loaded)
-            self._ties.share_values()
+            check_alike(model, loaded, self._everyone)
+            with self._agreeing():
+                check_ties(model, loaded)
+            self._ties = _core.Ties(self._grid.ranks, self._grid.tied(model))
             if not isinstance(self._grid.stage_ranks, (dist.ProcessGroup, type(None))) and self._grid.device:
                 model.to(self._grid.device)
-            with self._told():
+            with self._agreeing():
                 super().__init__(
                     model,
                     config,
@@ -86,7 +82,7 @@ class PipelineEngine(Engine):
             raise
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _agreeing(self) -> Iterator[None]:
         """A part of the construction that stages do each for themselves: an error of one is one of all. Collective."""
         try:
             yield
@@ -98,23 +94,19 @@ class PipelineEngine(Engine):
         self._agree()
 
     def _agree(self, problem: Exception | None = None) -> None:
-        if self._everyone is None:
-            return
-        texts = self._of_all("" if problem is None else self._said_of(problem, "while it was built"))
+        text = ""
+        if problem is not None:
+            where = self._grid.name() if "_grid" in self.__dict__ else f"rank {self._everyone.rank}"
+            text = f"[pipeline] {where} failed while it was built: {type(problem).__name__}: {problem}"
+        texts = self._everyone.texts(text)
         if problem is None and any(texts):
             raise StageFailed(next(filter(None, texts)))
 
-    def _of_all(self, own: Any) -> list[Any]:
-        """What each rank passes, in the order of ranks."""
-        everyone = [own]
-        if self._everyone is not None:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, own, self._everyone)
-        return everyone
-
     def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
         self._agree()
-        check_optimizers(self._of_all(Optimizer.of(base)), self._grid.name)
+        own = Optimizer.of(base)
+        everyone = self._everyone.values(None if own is None else own.plain())
+        check_optimizers([None if one is None else Optimizer.from_plain(one) for one in everyone], self._grid.name)
         super()._check_optimizer(base)
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
@@ -128,13 +120,15 @@ class PipelineEngine(Engine):
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
         self._casts_to = self._input_dtype
-        self._over = Over([self], self._everyone)
-        self._feed = Feed(self, self._grid, self._over)
-        self._wires = Wires.of(self._grid, self.module.num_chunks, self.device)
-        self._ties.attach(self)
-        if self._over.group is not None:
-            copies = [self._index[id(param)] for param in self._ties.copies if id(param) in self._index]
-            _core.span_checkpoints(self.core, self._over.group, copies)
+        self._feed = Feed(self, self._grid, self._everyone)
+        beside = [self._mesh.group(axes) for axes in self._grid.axes]
+        chunks = self.module.num_chunks
+        self._interpreter = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
+        self._ties.attach(self.core, Batch(self, self._shape(1)))
+        self._copies = self._grid.copies(self.module)
+        if self._everyone.size > 1:
+            copies = [self._index[id(param)] for param in self._copies if id(param) in self._index]
+            _core.span_checkpoints(self.core, self._everyone.group, copies)
 
     # ---------------------------------------------------------------- what and where
 
@@ -173,16 +167,15 @@ class PipelineEngine(Engine):
         self._trainable("train_batch")
         shape = self._shape(self.micro_batches)
         table = training(self._settings.get("pipeline.schedule"), shape, self._grid.stage)
-        self._ties.follow(self)
-        batches = self._feed.read(data_iter, shape.micro_batches)
-        self.train()
-        run = Run(self, self._wires, shape, self._grid.stage, batches, trains=True)
         with self._in_batch("train_batch"):
-            loss = self._execute(run, table)
-            self.max_live_activations = max(self.max_live_activations, run.most_live)
+            batch = Batch(self, shape)
+            self._ties.follow(self.core, batch)
+            batch.batches = self._feed.read(data_iter, shape.micro_batches)
+            self.train()
+            loss = self._run(batch, table)
             try:
-                self._ties.sum_gradients(self)
-                step_together(self, self._everyone, copies=self._ties.copies)
+                self._ties.sum_gradients(self.core, batch)
+                step_together(self, self._everyone.processes, copies=self._copies)
             except BaseException:
                 self.zero_grad()  # the next batch is not added to this one
                 raise
@@ -209,90 +202,45 @@ class PipelineEngine(Engine):
         if reduce_output not in ("avg", None):
             raise NotImplementedError(f"[engine.eval_batch] reduce_output {reduce_output!r} is not served; use 'avg'")
         shape = self._shape(num_micro_batches or self.micro_batches)
-        batches = self._feed.read(data_iter, shape.micro_batches)
-        modes = [(module, module.training) for module in self.module.modules()]
-        self.eval()
-        run = Run(self, self._wires, shape, self._grid.stage, batches, trains=False, needs_loss=compute_loss)
-        try:
-            with self._in_batch("eval_batch"), torch.no_grad():
-                loss = self._execute(run, forward_only(shape, self._grid.stage))
-        finally:
-            for module, training in modes:
-                module.training = training
-        outputs = run.outputs if self.is_last_stage() else None
+        with self._in_batch("eval_batch"):
+            batches = self._feed.read(data_iter, shape.micro_batches)
+            keeps = return_logits or not compute_loss
+            batch = Batch(self, shape, batches, trains=False, needs_loss=compute_loss, keeps_outputs=keeps)
+            modes = [(module, module.training) for module in self.module.modules()]
+            self.eval()
+            try:
+                with torch.no_grad():
+                    loss = self._run(batch, forward_only(shape, self._grid.stage))
+            finally:
+                for module, training in modes:
+                    module.training = training
+        outputs = batch.outputs if self.is_last_stage() else None
         if not compute_loss:
             return outputs
         if return_logits:
             return loss, outputs
         return outputs if loss is None else loss
 
-    def _execute(self, run: Run, table: Any) -> torch.Tensor | None:
-        """Runs the table; the mean loss of all ranks of the last stage, None where they compute none. An error of any
-        rank is one of all."""
-        problem: Exception | None = None
+    def _run(self, batch: Batch, table: Any) -> torch.Tensor | None:
+        """The mean loss of all ranks of the last stage, None where they compute none. An error of any rank is one of
+        all."""
         self._under_way = True
-        try:
-            run.execute(table)
-        except dist.DistBackendError:
-            raise
-        except Exception as error:
-            problem = error
-        total = torch.zeros((), device=self.device)
-        for loss in run.losses:
-            total = total + loss.reshape(())
-        mean = float(total / max(1, len(run.losses)))
-        rows = self._over.rows([problem is not None, bool(run.losses), mean]).tolist()
-        if any(failed for failed, _, _ in rows):
-            self._share_failure(problem)
-        for wire in self._wires.outgoing():
-            wire.flush()
+        result = self._interpreter.run(self.core, batch, table, batch.shape, batch.trains)
         self._under_way = False
-        losses = [loss for _, has_loss, loss in rows if has_loss]
-        if not losses:
-            return None
-        return torch.tensor(sum(losses) / len(losses), dtype=torch.float32, device=self.device)
+        self.max_live_activations = max(self.max_live_activations, result.most_live)
+        return None if result.loss is None else torch.tensor(result.loss, dtype=torch.float32, device=self.device)
 
-    def _share_failure(self, problem: Exception | None) -> NoReturn:
-        """Some rank could not go on: its error there, and what it said on all others."""
-        own = None if isinstance(problem, StageFailed) else problem
-        texts = self._of_all("" if own is None else self._said_of(own))
-        if own is not None:
-            raise own
-        raise StageFailed(next((text for text in texts if text), "[pipeline] a stage failed in this batch"))
-
-    def _said_of(self, error: Exception, when: str = "in this batch") -> str:
-        where = self._grid.name() if "_grid" in self.__dict__ else f"rank {dist.get_rank()}"
-        return f"[pipeline] {where} failed {when}: {type(error).__name__}: {error}"
-
-    # ---------------------------------------------------------------- what a Run calls
+    # ---------------------------------------------------------------- what a Batch calls
 
     def _run_chunk(self, inputs: Any, chunk: int, casts: bool) -> Any:
         self._input_dtype = self._casts_to if casts else None
         return super().forward(inputs, chunk=chunk)
-
-    def _begin_backward(self, is_last: bool) -> None:
-        self.core.set_gradient_accumulation_boundary(is_last)
 
     def _count_micro_batch(self) -> None:
         super().step()
 
     def _backward_of_loss(self, loss: torch.Tensor) -> None:
         super().backward(loss)
-
-    def _backward_of(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
-        """Of a part that is not the last: what the next one has found. It carries the loss scale, which is the same on
-        all stages; scale() multiplies by it, so that it is divided out before, in fp32."""
-        roots, given = [], []
-        scale = self.loss_scaler.loss_scale if self.loss_scaler.needed else None
-        for output, gradient in zip((o for o in outputs if o.requires_grad), gradients, strict=True):
-            if gradient is None:
-                continue
-            if scale is not None and output.grad_fn is not None:
-                output, gradient = self.scale(output), gradient.float() / scale
-            roots.append(output)
-            given.append(gradient)
-        if roots:
-            torch.autograd.backward(roots, given)
 
     # ---------------------------------------------------------------- calls at the wrong moment
 
@@ -302,8 +250,11 @@ class PipelineEngine(Engine):
         try:
             yield
         except BaseException as error:
+            lost = isinstance(error, dist.DistBackendError)
+            if lost:
+                self._interpreter.announce_lost(str(error))
             # Messages of the batch may be on their way still, and other stages have other gradients.
-            if self._under_way or isinstance(error, dist.DistBackendError):
+            if self._under_way or lost:
                 self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
             raise
         finally:
@@ -368,11 +319,16 @@ class PipelineEngine(Engine):
 
     def _names_of_all(self) -> list[list[tuple[str, bool]]]:
         """By param group: the names of all stages, each once."""
-        everyone = self._of_all(self._group_names)
-        return [list(dict.fromkeys(name for names in same for name in names)) for same in zip(*everyone, strict=True)]
+        everyone = self._everyone.values(self._group_names)
+        return [
+            list(dict.fromkeys((name, trained) for names in same for name, trained in names))
+            for same in zip(*everyone, strict=True)
+        ]
 
     def destroy(self) -> None:
         super().destroy()
-        self.__dict__.pop("_over", None)
-        self.__dict__.pop("_feed", None)
+        if "_interpreter" in self.__dict__:  # else the construction has failed, and everyone is still to agree on that
+            for held in ("_feed", "_ties", "_everyone", "_interpreter"):  # process groups
+                del self.__dict__[held]
+        self._grid.forget()
         _mesh.discard(self._grid.groups)

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tessera import _core
-from tessera._device import checked_device, group_timeout
+from tessera._device import checked_device, group_device, group_timeout
 from tessera._mesh import OwnGroups, core_group
-from tessera.pipeline._wire import Peer
+from tessera.pipeline._module import PipelineModule
+
+
+class Everyone:
+    """All processes, and what they agree on. `processes`: of torch, None where there is one."""
+
+    def __init__(self) -> None:
+        started = dist.is_available() and dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+        self.processes = dist.group.WORLD if self.size > 1 else None
+        self.group = core_group(None)
+        self.device = (group_device(self.processes) if self.processes is not None else None) or torch.device("cpu")
+
+    def rows(self, own: list[float]) -> list[list[float]]:
+        """The numbers that each rank passes, equally many, in the order of ranks. Collective."""
+        return _core.rows_of(self.group, own, "what stages agree on", self.device)
+
+    def texts(self, own: str) -> list[str]:
+        """What each rank passes, in the order of ranks. Collective."""
+        return _core.texts_of(self.group, own, "what stages agree on", self.device)
+
+    def values(self, own: Any) -> list[Any]:
+        """The same of what JSON can say."""
+        return [json.loads(text) for text in self.texts(json.dumps(own))]
 
 
 class Grid:
@@ -20,25 +45,46 @@ class Grid:
     engine. `shards`, `sp`, `tp`: as in core_mesh(), inside a stage. Collective over all processes.
     """
 
-    def __init__(self, stages: int, shards: int = -1, sp: int = 1, tp: int = 1) -> None:
+    def __init__(self, everyone: Everyone, stages: int, shards: int = -1, sp: int = 1, tp: int = 1) -> None:
         self.stages = stages
-        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        self.size = world // stages
-        self.stage, self.place = divmod(rank, self.size)
-        self.rank = rank
+        self.size = everyone.size // stages
+        self.rank = everyone.rank
+        self.stage, self.place = divmod(self.rank, self.size)
         self.device = checked_device(None)  # of all processes: a mesh does not say
         self.groups = OwnGroups()
         self.stage_ranks: Any = None  # as Engine takes it: None is all processes
+        self.axes: list[_core.Axes] = []  # of a stage that is one of several: its engine's groups
+        forwards = backwards = None  # messages
         if stages > 1:
             rows = [list(range(stage * self.size, (stage + 1) * self.size)) for stage in range(stages)]
-            self.stage_ranks = self._mesh(rows, shards, sp, tp)
+            self.stage_ranks = self._mesh(everyone.group, rows, shards, sp, tp)
             pipes = [[stage * self.size + place for stage in range(stages)] for place in range(self.size)]
+            # A group for each direction: over NCCL a send waits for what was asked of its group before.
             self.forwards, self.backwards = self.new_group(pipes), self.new_group(pipes)
+            device = self.device or torch.device("cpu")
+            forwards, backwards = (
+                _core.point_to_point(group.group_name, device) for group in (self.forwards, self.backwards)
+            )
+        self.ranks = _core.PipelineRanks(
+            stages,
+            self.size,
+            self.rank,
+            everyone.group,
+            everyone.device,
+            forwards,
+            backwards,
+            list(range(stages)),
+        )
 
-    def _mesh(self, rows: list[list[int]], shards: int, sp: int, tp: int) -> Any:
+    def forget(self) -> None:
+        """What holds the process groups."""
+        self.__dict__.pop("ranks", None)
+
+    def _mesh(self, everyone: _core.Group, rows: list[list[int]], shards: int, sp: int, tp: int) -> Any:
         """Of this stage; its groups are made together with those of the others."""
-        _core.check_asked(core_group(None), self.device or torch.device("cpu"), shards, sp, tp)
+        _core.check_asked(everyone, self.device or torch.device("cpu"), shards, sp, tp)
         shape = _core.mesh_shape(self.size, shards, sp, tp)
+        self.axes = shape.groups()
         if shape.size(_core.Axis.DpShard) == self.size:
             return self.new_group(rows)
         mesh = _core.Mesh()
@@ -63,6 +109,17 @@ class Grid:
         rank = self.rank if rank is None else rank
         return f"stage {rank // self.size} (rank {rank})"
 
-    def peer(self, stage: int) -> Peer:
-        stage %= self.stages
-        return Peer(stage * self.size + self.place, stage)
+    def tied(self, model: PipelineModule) -> list[tuple[str, list[int], list[tuple[str, nn.Parameter]]]]:
+        """As the core takes what is on several stages: key, stages, parameters of the copy here."""
+        return [
+            (key, stages, self._params(model, key) if self.stage in stages else [])
+            for key, stages in model.tied_stages().items()
+            if len(stages) > 1
+        ]
+
+    def copies(self, model: PipelineModule) -> list[nn.Parameter]:
+        """The parameters of this stage that an earlier one has, too."""
+        return [param for _, stages, params in self.tied(model) if stages[0] != self.stage for _, param in params]
+
+    def _params(self, model: PipelineModule, key: str) -> list[tuple[str, nn.Parameter]]:
+        return [(f"tied_modules.{key}.{name}", param) for name, param in model.tied_modules[key].named_parameters()]

@@ -2,7 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include <deque>
+#include <map>
 
 #include "tessera/base/error.h"
 #include "tessera/comm/torch_backend/backend.h"
@@ -12,21 +12,22 @@ namespace {
 
 class C10dPointToPoint final : public PointToPoint {
  public:
-  explicit C10dPointToPoint(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+  C10dPointToPoint(c10::intrusive_ptr<c10d::Backend> backend, at::Device device)
+      : backend_(std::move(backend)), device_(device) {}
 
   int rank() const override { return backend_->getRank(); }
   int size() const override { return backend_->getSize(); }
+  at::Device device() const override { return device_; }
 
-  void send(const at::Tensor& tensor, int to, int tag, Label label) override {
+  int64_t send(const at::Tensor& tensor, int to, int tag, Label label) override {
     check("send", tensor, to, tag, label);
-    while (!sent_.empty() && sent_.front().work->isCompleted()) {
-      wait(sent_.front());
-      sent_.pop_front();
-    }
-    if (tensor.numel() == 0) return;
+    while (!sent_.empty() && sent_.begin()->second.work->isCompleted())
+      settle(sent_.begin()->first);
+    if (tensor.numel() == 0) return next_++;
     Message message{{}, tensor, to, "send", std::string(label)};
     start(message, [&](std::vector<at::Tensor>& one) { return backend_->send(one, to, tag); });
-    sent_.push_back(std::move(message));
+    sent_.emplace(next_, std::move(message));
+    return next_++;
   }
 
   void receive(const at::Tensor& tensor, int from, int tag, Label label) override {
@@ -37,9 +38,13 @@ class C10dPointToPoint final : public PointToPoint {
     wait(message);
   }
 
+  void settle(int64_t number) override {
+    if (const auto sent = sent_.extract(number)) wait(sent.mapped());
+  }
+
   void flush() override {
-    for (; !sent_.empty(); sent_.pop_front())
-      wait(sent_.front());
+    while (!sent_.empty())
+      settle(sent_.begin()->first);
   }
 
  private:
@@ -55,8 +60,8 @@ class C10dPointToPoint final : public PointToPoint {
     TESSERA_CHECK_VALUE(peer >= 0 && peer < size() && peer != rank(), "comm", call, " (", label, "): rank ", rank(),
                         " of ", size(), " has no rank ", peer, " to talk to");
     TESSERA_CHECK_VALUE(tag >= 0, "comm", call, " (", label, "): a tag must be >= 0, got ", tag);
-    TESSERA_CHECK_VALUE(tensor.defined() && tensor.is_cpu() && tensor.is_contiguous(), "comm", call, " (", label,
-                        "): takes contiguous CPU tensors");
+    TESSERA_CHECK_VALUE(tensor.defined() && tensor.device().type() == device_.type() && tensor.is_contiguous(), "comm",
+                        call, " (", label, "): takes contiguous tensors on ", device_);
   }
 
   template <class F>
@@ -89,13 +94,15 @@ class C10dPointToPoint final : public PointToPoint {
   }
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
-  std::deque<Message> sent_;
+  const at::Device device_;
+  std::map<int64_t, Message> sent_;  // by number
+  int64_t next_ = 0;
 };
 
 }  // namespace
 
-PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend) {
-  return std::make_shared<C10dPointToPoint>(std::move(backend));
+PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend, at::Device device) {
+  return std::make_shared<C10dPointToPoint>(std::move(backend), device);
 }
 
 std::vector<PointToPointPtr> thread_point_to_point(int size, std::chrono::milliseconds timeout) {

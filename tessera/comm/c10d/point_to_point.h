@@ -10,8 +10,8 @@
 
 namespace tessera::comm {
 
-// A back end whose messages need no order among collectives.
-PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend);
+// A back end whose messages need no order among collectives, for tensors on `device`.
+PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend, at::Device device = at::kCPU);
 
 // A back end for it, of ranks that meet at `store`, which has no other use: shared memory where that is the choice and this
 // build has it as a back end, Gloo elsewhere. Collective.

@@ -15,7 +15,7 @@ from support import PROCESSES, free_port
 from torch import nn
 
 import tessera
-from tessera.pipeline import LayerSpec, PipelineModule, StageFailed
+from tessera.pipeline import LayerSpec, PipelineModule, StageFailed, TiedLayerSpec
 
 
 def test_calls_that_one_stage_alone_cannot_make() -> None:
@@ -144,10 +144,11 @@ class Fails(Block):
         return y
 
 
-def failing(how: str) -> PipelineModule:
+def failing(how: str, stages: int = 3) -> PipelineModule:
+    """On the second stage."""
     list_of = layers()
-    list_of[5] = LayerSpec(Fails, how)
-    return PipelineModule(list_of, num_stages=3, loss_fn=loss_fn, partition_method="uniform")
+    list_of[{2: 5, 3: 5, 4: 3}[stages]] = LayerSpec(Fails, how)
+    return PipelineModule(list_of, num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
 
 
 def one_fails(rank: int, how: str, words: str, error: type[Exception]) -> None:
@@ -175,31 +176,104 @@ def test_an_error_of_one_stage_is_an_error_on_all(how: str, words: str, error: t
     in_processes(3, one_fails, how, words, error)
 
 
-def lonely(rank: int, port: int, answers: Any) -> None:
-    start(rank, 3, port, seconds=60)
-    engine = pipeline(failing("dies"), config(1, 6))
+def lonely(rank: int, port: int, answers: Any, heard: Any) -> None:
+    start(rank, 4, port, seconds=60)
+    model = failing("dies", stages=4)
+    engine = pipeline(model, config(1, 6))
     begun = time.monotonic()
     try:
         engine.train_batch(data(0))
-    except dist.DistBackendError as error:
-        answers.put((rank, str(error), time.monotonic() - begun))
+    except (dist.DistBackendError, StageFailed) as error:
+        answers.put((rank, type(error).__name__, str(error), time.monotonic() - begun))
         answers.close()
         answers.join_thread()
+        heard.wait(60)  # a connection that closes would tell the others
     os._exit(0)
 
 
-def test_a_lost_stage_is_named_in_bounded_time() -> None:
-    port, answers = free_port(), PROCESSES.Queue()
-    ranks = [PROCESSES.Process(target=lonely, args=(rank, port, answers)) for rank in range(3)]
+def test_a_lost_stage_is_named_in_bounded_time_on_all() -> None:
+    port, answers, heard = free_port(), PROCESSES.Queue(), PROCESSES.Event()
+    ranks = [PROCESSES.Process(target=lonely, args=(rank, port, answers, heard)) for rank in range(4)]
     for process in ranks:
         process.start()
-    heard = sorted(answers.get(timeout=60) for _ in range(2))
+    found = sorted(answers.get(timeout=60) for _ in range(3))
+    heard.set()
     for process in ranks:
         process.join(30)
     assert ranks[1].exitcode == 7
-    for rank, text, seconds in heard:
-        assert rank in (0, 2) and seconds < 30
+    assert [rank for rank, *_ in found] == [0, 2, 3]
+    for rank, kind, text, seconds in found:
+        assert kind == "DistBackendError" or rank == 3, "on its neighbours"
+        assert seconds < 30
         assert "stage 1 (rank 1) is lost" in text
+
+
+def one_rank_of_a_stage_fails(rank: int) -> None:
+    """The one beside it waits in a reduction."""
+    engine = pipeline(failing("raises" if rank == 2 else "", stages=2), config(2, 6))
+    begun = time.monotonic()
+    with pytest.raises(ValueError if rank == 2 else StageFailed, match="an unlucky batch") as caught:
+        engine.train_batch(data(rank % 2))
+    assert time.monotonic() - begun < 20
+    assert rank == 2 or "stage 1 (rank 2) failed in this batch" in str(caught.value)
+    engine.destroy()
+    again = pipeline(module(2), config(2, 6))
+    assert float(again.train_batch(data(rank % 2))) > 0, "a new engine"
+    again.destroy()
+
+
+def test_an_error_of_one_rank_of_a_stage_is_one_of_all() -> None:
+    in_processes(4, one_rank_of_a_stage_fails)
+
+
+def damaged(rank: int) -> Any:
+    yield batch(0)
+    if rank == 2:
+        raise OSError("a damaged sample")
+    yield from data(0)
+
+
+def data_fails_on_one_rank(rank: int) -> None:
+    engine = pipeline(module(3), config(1))
+    for call in (engine.train_batch, engine.eval_batch):
+        with pytest.raises(
+            OSError if rank == 2 else StageFailed, match=r"a damaged sample|stage 2 \(rank 2\) could not"
+        ):
+            call(damaged(rank))
+    assert float(engine.train_batch(data(0))) > 0, "it goes on"
+    engine.destroy()
+
+
+def test_an_error_of_the_data_is_one_of_all() -> None:
+    in_processes(3, data_fails_on_one_rank)
+
+
+def tied_to_others(rank: int) -> None:
+    def embedding(width: int, more: int, dtype: torch.dtype) -> nn.Module:
+        made = nn.Embedding(11, width, dtype=dtype)
+        for number in range(more):
+            made.register_parameter(f"more{number}", nn.Parameter(torch.zeros(2)))
+        return made
+
+    middle = [LayerSpec(Block, WIDTH) for _ in range(4)]
+    same = (WIDTH, 0, torch.float32)
+    for other, said in (
+        ((WIDTH, 1, torch.float32), r"weight \[11, 6\] Float, more0 \[2\] Float"),
+        ((WIDTH + 1, 0, torch.float32), r"weight \[11, 7\] Float"),
+        ((WIDTH, 0, torch.float64), r"weight \[11, 6\] Double"),
+    ):
+        ends = [TiedLayerSpec("ends", embedding, *which) for which in (same, other)]
+        model = PipelineModule([ends[0], *middle, ends[1]], num_stages=3, loss_fn=loss_fn, partition_method="uniform")
+        begun = time.monotonic()
+        with pytest.raises(
+            tessera.ConfigError, match=r"tied layers 'ends' .*stage 0 \(rank 0\) has .*; stage 2 .* has " + said
+        ):
+            pipeline(model, config(1))
+        assert time.monotonic() - begun < 20
+
+
+def test_tied_layers_that_differ_are_named_on_all_stages() -> None:
+    in_processes(3, tied_to_others)
 
 
 def frozen_on_one_stage(rank: int) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from stages import config, in_processes, pipeline
-from tessera.pipeline._wire import Peer, Wire, fold, unfold
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import tessera
-from tessera.pipeline import LayerSpec, PipelineModule
+from tessera.pipeline import LayerSpec, PipelineModule, StageFailed
 
 
 class Pair(NamedTuple):
@@ -29,52 +29,117 @@ VALUES = [
         "text",
     ),
     Pair(torch.tensor(2.5, dtype=torch.bfloat16), torch.ones(3, 2).t()),
-    {"half": torch.randn(3, dtype=torch.float16), "complex": torch.tensor([1 + 2j])},
+    {
+        "half": torch.randn(3, dtype=torch.float16),
+        (1, None): torch.Size([2]),
+        True: {2.5: float("inf")},
+        "complex": torch.tensor([1 + 2j]),
+    },
 ]
 
 
+SEQUENCE = [VALUES[0], VALUES[0] + 1, *VALUES[1:], VALUES[1], VALUES[1]]
+
+
 def equal(a: Any, b: Any) -> bool:
-    one: list[torch.Tensor] = []
-    two: list[torch.Tensor] = []
-    if fold(a, one) != fold(b, two):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if type(a) is not type(b):
         return False
-    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(one, two, strict=True))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_a_value_is_taken_apart_and_put_together(value: Any) -> None:
-    tensors: list[torch.Tensor] = []
-    form = fold(value, tensors)
-    again = unfold(form, iter(tensors))
-    assert type(again) is type(value) and equal(again, value)
+class Gives:
+    """Another value for every micro-batch."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = iter(values)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return next(self.values)
+
+
+class Compares:
+    def __init__(self, values: list[Any]) -> None:
+        self.values = iter(values)
+
+    def __call__(self, x: Any) -> torch.Tensor:
+        assert equal(x, next(self.values)), x
+        return torch.zeros(())
+
+
+def passed_on(x: Any) -> Any:
+    return x
+
+
+def any_values(rank: int) -> None:
+    """From the first of three stages to the last."""
+    model = PipelineModule([Gives(SEQUENCE), passed_on, Compares(SEQUENCE)], num_stages=3, partition_method="uniform")
+    engine = pipeline(model, {"train_micro_batch_size_per_gpu": 1})
+    ones = itertools.repeat((torch.ones(1), torch.ones(1)))
+    assert float(engine.eval_batch(ones, num_micro_batches=len(SEQUENCE))) == 0
+    engine.destroy()
+
+
+def test_values_arrive_as_they_were() -> None:
+    in_processes(3, any_values)
+
+
+def odd_values(rank: int) -> None:
+    local = type("Elsewhere", (list,), {"__module__": "elsewhere"})([torch.ones(1)])
+    for value, said in (
+        ((torch.ones(1), {1, 2}), "a layer returned a set"),
+        ({b"x": torch.ones(1)}, "a dict with the key b'x'"),
+        (local, "another stage sent a elsewhere.Elsewhere; import it on all stages"),
+    ):
+        model = PipelineModule([Gives([value]), Compares([value])], num_stages=2, partition_method="uniform")
+        engine = pipeline(model, {"train_micro_batch_size_per_gpu": 1})
+        with pytest.raises((tessera.UsageError, StageFailed), match=said):
+            engine.eval_batch(itertools.repeat((torch.ones(1), torch.ones(1))), num_micro_batches=1)
+        engine.destroy()
 
 
 def test_other_objects_are_refused() -> None:
-    with pytest.raises(tessera.UsageError, match="a layer returned a set"):
-        fold((torch.ones(1), {1, 2}), [])
+    in_processes(2, odd_values)
 
 
-def messages(rank: int) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    wire = Wire(group, Peer(1 - rank, 1 - rank), torch.device("cpu"), "activations")
-    sequence = [VALUES[0], VALUES[0] + 1, *VALUES[1:], VALUES[1], VALUES[1]]
-    for number, value in enumerate(sequence):
-        if rank == 0:
-            wire.send(value, number)
-        else:
-            assert equal(wire.receive(number), value)
-    assert wire.forms == 5, "a form is sent when it is another than before"
-    if rank == 0:
-        wire.send(VALUES[0], 3)
-    else:
-        with pytest.raises(tessera.UsageError, match="sent activations number 3 where this stage expects number 4"):
-            wire.receive(4)
-    dist.barrier()
+class Counts:
+    """How many of the tensors that it made are alive."""
+
+    def __init__(self) -> None:
+        self.made: list[StorageWeakRef] = []
+        self.most = 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        self.made.append(StorageWeakRef(y.untyped_storage()))
+        self.most = max(self.most, sum(not made.expired() for made in self.made))
+        return y
 
 
-def test_messages_say_what_they_are() -> None:
-    in_processes(2, messages)
+def live_messages(rank: int) -> None:
+    """Over Gloo, which does not say by itself what has been taken."""
+    micro, counts = 12, Counts()
+    for schedule, chunks in (("1f1b", 1), ("interleaved", 2)):
+        specs = [LayerSpec(nn.Linear, 4, 4), counts] * (3 * chunks)  # two layers a part
+        model = PipelineModule(specs, num_stages=3, num_chunks=chunks, loss_fn=mean, partition_method="uniform")
+        engine = pipeline(model, config(1, micro, pipeline={"schedule": schedule}))
+        samples = itertools.repeat((torch.ones(2, 3, 4), torch.ones(())))
+        counts.most = 0
+        engine.train_batch(samples)
+        assert counts.most <= engine.max_live_activations + 1, (rank, schedule, counts.most)
+        counts.most = 0
+        engine.eval_batch(samples, num_micro_batches=3 * micro)
+        assert counts.most <= 3 * chunks, (rank, schedule, counts.most)
+        engine.destroy()
+
+
+def test_what_is_under_way_is_bounded_by_the_schedule() -> None:
+    in_processes(3, live_messages)
 
 
 class Split(nn.Module):

@@ -4,11 +4,11 @@
 #include <exception>
 #include <string_view>
 
-namespace tessera::nn {
+namespace tessera::pipeline {
 
 // The error with which autograd says so.
 inline bool is_of_freed_graph(const std::exception& error) {
   return std::string_view(error.what()).find("through the graph a second time") != std::string_view::npos;
 }
 
-}  // namespace tessera::nn
+}  // namespace tessera::pipeline

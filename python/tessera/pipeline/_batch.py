@@ -1,0 +1,76 @@
+"""One batch of a stage, as the interpreter of schedules sees it (tessera/pipeline/run.h)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tessera.errors import ConfigError
+from tessera.pipeline._schedule import Shape
+from tessera.pipeline._values import join, split
+
+if TYPE_CHECKING:
+    from tessera.pipeline._engine import PipelineEngine
+
+
+@dataclass
+class Batch:
+    """`batches`: (inputs, labels) of every micro-batch, on the first and the last stage. `trains`: every forward has a
+    backward. What the core calls, it calls on the thread that runs the batch."""
+
+    engine: PipelineEngine
+    shape: Shape
+    batches: Sequence[tuple[Any, Any]] | None = None
+    trains: bool = True
+    needs_loss: bool = True
+    keeps_outputs: bool = False
+    outputs: list[Any] = field(
+        default_factory=list
+    )  # of the last layer, by micro-batch: where asked, or without a loss
+
+    def forward(
+        self, chunk: int, micro: int, tensors: list[torch.Tensor], note: str
+    ) -> tuple[list[torch.Tensor], str, torch.Tensor | None]:
+        """(tensors, note) for the next part of the model; of the last part the loss, where there is one."""
+        stage = self.engine.stage_id
+        first = self.shape.is_first(stage, chunk)
+        inputs = self._micro_batch(micro)[0] if first else join(note, tensors)
+        made = self.engine._run_chunk(inputs, chunk, casts=first)
+        if self.shape.is_last(stage, chunk):
+            return [], "", self._loss_of(made, micro)
+        return *split(made), None
+
+    def _micro_batch(self, micro: int) -> tuple[Any, Any]:
+        assert self.batches is not None
+        return self.batches[micro]
+
+    def _loss_of(self, outputs: Any, micro: int) -> torch.Tensor | None:
+        if self.keeps_outputs:
+            self.outputs.append(outputs)
+        if not self.needs_loss:
+            return None
+        loss_fn = self.engine.module.loss_fn
+        loss = outputs if loss_fn is None else loss_fn(outputs, self._micro_batch(micro)[1])
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            if loss_fn is None and not self.trains:  # of a model without a loss
+                self.outputs += [] if self.keeps_outputs else [outputs]
+                return None
+            who = "the last layer" if loss_fn is None else "loss_fn"
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"[pipeline] the loss must be a tensor of one element, {who} returned {what}")
+        return loss
+
+    def backward_of_loss(self, loss: torch.Tensor) -> None:
+        self.engine._backward_of_loss(loss)
+
+    def backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        torch.autograd.backward(outputs, gradients)
+
+    def count_micro_batch(self) -> None:
+        self.engine._count_micro_batch()
+
+    def join(self) -> None:
+        self.engine._join()

@@ -1,0 +1,41 @@
+// The ranks of a pipeline, and what all of them agree on.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "tessera/comm/group.h"
+#include "tessera/comm/point_to_point.h"
+
+namespace tessera::pipeline {
+
+// The numbers of all ranks of `everyone`, equally many each, a row for each rank. `device`: of what they exchange. Collective.
+std::vector<std::vector<double>> rows_of(comm::Group& everyone, const std::vector<double>& own, comm::Label label,
+                                         at::Device device = at::kCPU);
+// The texts of all ranks, of any lengths. Collective.
+std::vector<std::string> texts_of(comm::Group& everyone, const std::string& own, comm::Label label,
+                                  at::Device device = at::kCPU);
+
+// Stages are runs of neighbours of equal size. The ranks of one stage are an engine, those of one place in their stages send
+// each other what goes between stages.
+struct Ranks {
+  int stages = 1, size = 1;                             // of the pipeline, of each stage
+  int rank = 0;                                         // this one, among all
+  comm::GroupPtr everyone = {};                         // all ranks of all stages
+  at::Device device = at::kCPU;                         // of what everyone exchanges
+  comm::PointToPointPtr forwards = {}, backwards = {};  // of activations, of gradients; may be one; null with one stage
+  std::vector<int> peers = {};                          // by stage: which rank of these has this rank's place
+
+  int stage() const { return rank / size; }
+  int place() const { return rank % size; }
+  std::string name(int of) const;  // "stage 1 (rank 2)"
+  std::string name() const { return name(rank); }
+
+  // rows_of() and texts_of() everyone.
+  std::vector<std::vector<double>> rows(const std::vector<double>& own, comm::Label label) const;
+  std::vector<std::string> texts(const std::string& own, comm::Label label) const;
+  // Until all that this rank has sent is taken.
+  void flush() const;
+};
+
+}  // namespace tessera::pipeline

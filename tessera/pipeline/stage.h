@@ -1,0 +1,71 @@
+// What the interpreter of schedules asks of a stage, whichever front end it belongs to.
+#pragma once
+
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "tessera/amp/grad_scaler.h"
+#include "tessera/pipeline/wire.h"
+#include "tessera/zero/param_spec.h"
+#include "tessera/zero/state_access.h"
+
+namespace tessera::pipeline {
+
+// An error, as this rank announces it to others.
+struct Failure {
+  std::string text;
+  bool announced = false;  // by another rank, whose error it is
+  bool lost = false;       // a connection broke, or the program is to end: this rank comes to no meeting any more
+};
+
+// What a C++ exception says.
+Failure failure_of(const std::exception_ptr& error);
+
+// One batch of a stage: its computations, and its engine. All calls are of the thread that runs the batch.
+class Stage {
+ public:
+  virtual ~Stage() = default;
+
+  struct Made {
+    Message message;       // for the next part of the model
+    at::Tensor loss = {};  // of the last part: one element; undefined where an evaluation has none
+  };
+  // The layers of a chunk. `inputs`: what the part before has sent; nothing for the first part of the model, which takes the
+  // micro-batch's own.
+  virtual Made forward(int chunk, int micro, Message inputs) = 0;
+  // loss.backward(), with the loss scale where the engine has one.
+  virtual void backward(const at::Tensor& loss) = 0;
+  // torch::autograd::backward(outputs, gradients).
+  virtual void backward(const Tensors& outputs, const Tensors& gradients) = 0;
+  // A micro-batch has gone forward and back, and is not the last one of its step.
+  virtual void count_micro_batch() = 0;
+  // What was thawed is trained from here on. Collective in the stage.
+  virtual void join() = 0;
+  // What others are to know of this error.
+  virtual Failure explain(const std::exception_ptr& error) const { return failure_of(error); }
+
+  // ---- of the engine
+  virtual void set_boundary(bool boundary) = 0;  // whether the backward that follows is the last one of the step
+  virtual const amp::GradScaler& scaler() const = 0;
+  virtual at::Tensor scale(const at::Tensor& output) = 0;
+  virtual const std::vector<zero::ParamSpec>& params() const = 0;
+  virtual zero::StateAccess& states() = 0;
+};
+
+// A stage over any engine: engine::Engine of either front end.
+template <class Engine>
+class EngineStage : public Stage {
+ public:
+  explicit EngineStage(Engine& engine) : engine_(engine) {}
+  void set_boundary(bool boundary) override { engine_.set_gradient_accumulation_boundary(boundary); }
+  const amp::GradScaler& scaler() const override { return engine_.scaling().scaler(); }
+  at::Tensor scale(const at::Tensor& output) override { return engine_.scaling().scale(output); }
+  const std::vector<zero::ParamSpec>& params() const override { return engine_.params(); }
+  zero::StateAccess& states() override { return engine_.states(); }
+
+ protected:
+  Engine& engine_;
+};
+
+}  // namespace tessera::pipeline
