@@ -73,6 +73,7 @@ void Modules::use_elsewhere(ParamId param) {
 bool Modules::enter(int module) {
   check(module);
   const std::lock_guard lock(driver_.hooks().mutex());
+  driver_.hooks().hear_news();
   const bool outer = units_.unsharder().enter(module, Hooks::inside_task());
   producers_.resize(units_.unsharder().depth());
   return outer;

@@ -36,6 +36,7 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) try {
   const std::vector<ParamId> ids = units_.held(params, "gather");
   units_.check_here("gather");
   const std::lock_guard lock(driver_.hooks().mutex());
+  driver_.hooks().hear_news();
   for (const ParamId id : ids) {
     TESSERA_CHECK(!open_[id].open, "zero.GatheredParameters", "parameter '", units_[id].name(),
                   "' is in an open GatheredParameters region already; regions must not overlap");
