@@ -292,6 +292,7 @@ void BackwardDriver::reduce_now() try {
 
 void BackwardDriver::ensure_reduced() {
   const std::lock_guard lock(hooks_.mutex());
+  hooks_.hear_news();
   for (const auto& unit : units_.all())
     unit->on_this_stream();  // a step may be under another stream than its backwards
   if (unreduced_ || !flushed_) flush();
@@ -460,6 +461,7 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
 
 void BackwardDriver::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
+  hooks_.hear_news();
   reducer_->reset();
   unreduced_ = flushed_ = scaled_ = forward_came_ = forwards_count_ = by_backwards_ = false;
   of_forwards_ = of_backwards_ = {};

@@ -17,9 +17,11 @@
 //
 // Note [Graph tasks]
 //   Autograd numbers its runs ("graph tasks"). A backward started inside another (re-entrant checkpointing) is a task of
-//   its own. A task is noted when one of our hooks runs in it; the note holds a token that lives in the task's callback,
-//   so a task that threw is known as gone because its token has died. The backward is done when the last noted task has
+//   its own. A task is noted when one of our hooks runs in it. The backward is done when the last noted task has
 //   ended, except inside a forward (a function that runs backward in its forward is no backward of the user's).
+//   A task that throws says so before its backward is back with the caller: the next call of the user's or the next task
+//   ends what is noted of it, on all ranks at the same place. When the task dies is no such place, because threads of devices
+//   hold it for a while. A token in its callback dies with it and ends it where no call follows.
 //     task 1   hook (noted) ... node that starts task 2 ....................... hook ... callback: the last one, done
 //     task 2                      hook (noted) ... callback: task 1 is left, so not done
 //   Runs of torch.autograd.grad pass our output hooks too: they count only once a parameter hook has run.
@@ -53,6 +55,10 @@
 #include "tessera/zero/options.h"
 #include "tessera/zero/param_spec.h"
 #include "tessera/zero/scope_call.h"
+
+namespace torch::autograd {
+struct GraphTask;
+}
 
 namespace tessera::zero {
 
@@ -128,7 +134,8 @@ class Hooks {
   // True between the first hook and the end of the outermost backward.
   bool in_backward();
 
-  // Takes in what destructors had to tell.
+  // Takes in what destructors had to tell, and ends backwards that threw: what calls of the user's do first, wherever they
+  // gather, release or drop something.
   void hear_news();
 
   // The node that made `t`; null where it has none, or where torch refuses to say (a view whose base was changed
@@ -171,7 +178,7 @@ class Hooks {
     int searched_task = -1;       // known to pass no output
   };
   struct Task {
-    std::weak_ptr<Token> token;
+    std::weak_ptr<const torch::autograd::GraphTask> task;
     bool plain = false;  // .backward() without inputs=: done even if no parameter hook runs
   };
 
@@ -189,8 +196,7 @@ class Hooks {
   bool end_task(int id);
   bool end_round(int id, int round);
   void queue_end(const std::shared_ptr<Token>& token, int round);
-  void task_gone(int id);
-  void prune_dead_tasks();
+  void end_gone_tasks();
 
   std::shared_ptr<void> without_readers() const { return lock_ ? lock_() : nullptr; }
 

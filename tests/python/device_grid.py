@@ -493,8 +493,8 @@ def is_served(row: Row) -> bool:
     mode, cfg, way = MODES[row.mode], config(row.mode, row.stage, row.place), WAYS[row.way]
     zero = cfg["zero_optimization"]
     runs_itself = row.mode not in ("Lamb", "Muon")
-    if WORLD > 1 and (way.run is two_threads or (way.run is interrupted and row.stage == 3)):
-        return False  # no common order of calls: of two engines in threads; of gathers after an error in a backward
+    if WORLD > 1 and way.run is two_threads:
+        return False  # no common order of calls of two engines in threads
     scales = "fp16" in mode or row.mode == "autocast, fp16"
     return not (
         (row.stage == 0 and (mode.get("bf16") is LOW or way.early or way.run is away_for_a_while))

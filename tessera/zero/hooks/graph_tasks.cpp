@@ -24,6 +24,7 @@ void Hooks::hear_news() {
   }
   for (const auto& what : news)
     what(*this);
+  end_gone_tasks();
 }
 
 Hooks::Hooks(HookSink& sink, ReaderLock lock) : sink_(sink), lock_(std::move(lock)), link_(std::make_shared<Link>()) {
@@ -41,7 +42,6 @@ bool Hooks::inside_task() {
 void Hooks::enter_forward() {
   const std::lock_guard lock(link_->mutex);
   hear_news();
-  prune_dead_tasks();
   ++forward_depth_;
 }
 
@@ -53,12 +53,21 @@ void Hooks::leave_forward() {
 bool Hooks::in_backward() {
   const std::lock_guard lock(link_->mutex);
   hear_news();
-  prune_dead_tasks();
   return !tasks_.empty();
 }
 
-void Hooks::prune_dead_tasks() {
-  std::erase_if(tasks_, [](const auto& entry) { return entry.second.token.expired(); });
+// Those that threw; the others are taken off as they end. Tokens that die by this come back here once it is done.
+void Hooks::end_gone_tasks() {
+  std::vector<std::shared_ptr<const torch::autograd::GraphTask>> held;
+  const auto is_gone = [&](const auto& entry) {
+    held.push_back(entry.second.task.lock());
+    return !held.back() || held.back()->future_result_->completed();
+  };
+  if (std::erase_if(tasks_, is_gone) == 0) return;
+  std::erase_if(deferred_, [&](const Deferred& d) { return !tasks_.contains(d.task); });
+  if (!tasks_.empty()) return;
+  outer_pending_ = false;
+  sink_.tasks_ended();
 }
 
 // A task that ends inside a node of another one, which no hook of ours has seen (a module called directly, with re-entrant
@@ -90,13 +99,13 @@ void Hooks::touch_outer_task() {
 
 void Hooks::touch_task(bool from_parameter) {
   const int id = torch::autograd::get_current_graph_task_id();
+  const torch::autograd::GraphTask& running = current_graph_task();
+  TESSERA_CHECK(!running.future_result_->completed(), "engine.backward", "this backward has failed in another thread");
   if (!tasks_.contains(id)) {
     hear_news();
-    prune_dead_tasks();
     const bool outermost = tasks_.empty() && !std::exchange(outer_pending_, false);
     auto token = std::make_shared<Token>(link_, id);
-    const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
-    tasks_[id] = {token, exec_info != nullptr && exec_info->empty()};
+    tasks_[id] = {running.weak_from_this(), running.exec_info_.empty()};
     queue_end(token, -1);
     if (outermost) {
       in_forward_task_ = forward_depth_ > 0;
@@ -126,7 +135,7 @@ bool Hooks::end_task(int id) {
   std::erase_if(deferred_, of_task);
   for (const Deferred& deferred : due)
     sink_.call_closed(*deferred.call, info());
-  prune_dead_tasks();
+  end_gone_tasks();
   if (tasks_.size() > 1 || leave_to_outer_task()) {
     tasks_.erase(id);
     return false;
@@ -140,17 +149,10 @@ bool Hooks::end_task(int id) {
 
 bool Hooks::end_round(int id, int round) {
   if (counts_ && !in_forward_task_ && sink_.end_backward(round)) return true;
+  end_gone_tasks();
   tasks_.erase(id);
-  prune_dead_tasks();
   if (tasks_.empty()) sink_.tasks_ended();
   return false;
-}
-
-void Hooks::task_gone(int id) {
-  std::erase_if(deferred_, [&](const Deferred& d) { return d.task == id; });
-  if (tasks_.erase(id) == 0) return;  // it ended well
-  prune_dead_tasks();
-  if (tasks_.empty()) sink_.tasks_ended();
 }
 
 void Hooks::remove() {

@@ -25,7 +25,7 @@ using torch::autograd::variable_list;
 struct Hooks::Token {
   Token(std::shared_ptr<Link> l, int i) : link(std::move(l)), id(i) {}
   ~Token() {
-    link->tell([i = id](Hooks& hooks) { hooks.task_gone(i); });
+    link->tell([](Hooks& hooks) { hooks.end_gone_tasks(); });
   }
   Token(const Token&) = delete;
   Token& operator=(const Token&) = delete;
@@ -264,6 +264,20 @@ bool task_runs(F wanted) {
   };
   return nodes != nullptr && std::any_of(nodes->begin(), nodes->end(),
                                          [&](torch::autograd::Node* node) { return runs(node) && wanted(*node); });
+}
+
+// That the calling thread runs a node or a callback of. torch hands out its members one by one only, and none of those that
+// say whether it failed.
+inline const torch::autograd::GraphTask& current_graph_task() {
+  using torch::autograd::GraphTask;
+  const auto* member = reinterpret_cast<const char*>(torch::autograd::get_current_graph_task_nodes_in_graph());
+  TESSERA_ASSERT(member != nullptr);
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winvalid-offsetof"  // it has no virtual base
+  const auto* task = reinterpret_cast<const GraphTask*>(member - offsetof(GraphTask, nodes_in_graph_));
+#pragma GCC diagnostic pop
+  TESSERA_ASSERT(static_cast<int>(task->id_) == torch::autograd::get_current_graph_task_id());
+  return *task;
 }
 
 inline bool is_functorch_wrapper(const at::Tensor& t) {
