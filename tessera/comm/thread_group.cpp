@@ -40,7 +40,7 @@ struct RankCall {
   char* out = nullptr;
   const char* in = nullptr;
   std::vector<int64_t> out_splits, in_splits;  // bytes, all_to_all only
-  std::array<at::Tensor, 2> keeps{};           // alive, as long as other ranks may use it
+  std::array<at::Tensor, 2> keeps{};           // of a call that was released, whose memory others may still use
 };
 
 // One collective: slots for the calls of all ranks. Guarded by World::mutex, but calls are constant
@@ -86,6 +86,7 @@ class World {
   std::shared_ptr<Op> launch(int channel, int rank, RankCall call);
   void wait(int rank, Op& op, Clock::time_point launched);
   bool wait_for(const Op& op, std::chrono::milliseconds limit);
+  void keep(int rank, Op& op, std::array<at::Tensor, 2> memory);
   void abort(int rank, const std::string& reason);
   void leave(int channel, int rank);
   int add_channel(int rank);  // the rank's next sibling
@@ -312,6 +313,12 @@ bool World::wait_for(const Op& op, std::chrono::milliseconds limit) {
   return changed_.wait_for(lock, limit, [&] { return op.called == size_ || !cause_.empty(); });
 }
 
+// Until the operation goes, with whoever waits for it.
+void World::keep(int rank, Op& op, std::array<at::Tensor, 2> memory) {
+  const std::scoped_lock lock(mutex_);
+  if (op.finished < size_) op.calls[rank]->keeps = std::move(memory);
+}
+
 void World::abort(int rank, const std::string& reason) {
   if (!owner_.is_here()) return;
   const std::scoped_lock lock(mutex_);
@@ -376,17 +383,19 @@ void World::all_to_all_share(const Op& op, int share) const {
 
 class ThreadWork final : public Pending::Work {
  public:
-  ThreadWork(std::shared_ptr<World> world, std::shared_ptr<Op> op, int rank)
-      : world_(std::move(world)), op_(std::move(op)), rank_(rank) {}
+  ThreadWork(std::shared_ptr<World> world, std::shared_ptr<Op> op, int rank, at::Tensor out, at::Tensor in)
+      : world_(std::move(world)), op_(std::move(op)), rank_(rank), used_{std::move(out), std::move(in)} {}
 
   void wait() override { world_->wait(rank_, *op_, launched_); }
   bool wait_for(std::chrono::milliseconds limit) override { return world_->wait_for(*op_, limit); }
-  void release(std::unique_ptr<Work>) override {}  // whoever waits for it does all of it
+  // Whoever waits for it does all of it.
+  void release(std::unique_ptr<Work>) override { world_->keep(rank_, *op_, std::move(used_)); }
 
  private:
   std::shared_ptr<World> world_;
   std::shared_ptr<Op> op_;
   int rank_;
+  std::array<at::Tensor, 2> used_;  // memory that other ranks read and write
   Clock::time_point launched_ = Clock::now();
 };
 
@@ -464,9 +473,8 @@ class ThreadGroup final : public Group {
   }
 
   Pending send(RankCall call, const at::Tensor& out, const at::Tensor& in) {
-    call.keeps = {out, in};
     auto op = world_->launch(channel_, rank_, std::move(call));
-    return Pending(std::make_unique<ThreadWork>(world_, std::move(op), rank_));
+    return Pending(std::make_unique<ThreadWork>(world_, std::move(op), rank_, out, in));
   }
 
   std::shared_ptr<World> world_;

@@ -142,6 +142,9 @@ def test_the_first_save_says_which_layout(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_trust_by_default_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from deepspeed._logging import _log_once
+
+    _log_once.cache_clear()  # another test may have loaded
     engine, *_ = deepspeed.initialize(model=make(), config=config(1, optimizer=ADAM))
     trained(engine, 0)
     engine.save_checkpoint(tmp_path, client_state={"any": Path("object")})
