@@ -96,6 +96,9 @@ PLACES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 
 
 SHARED = {place for place in PLACES if "shared" in place}
+# What an update that runs on does differs by the place of states and weights; of modes, by who updates and by whether a
+# step may be skipped.
+RUN_ON = ("fp32", "14 bytes", "10 bytes", "8 bytes", "fp16, overflow", "autocast")
 
 
 @dataclass(frozen=True)
@@ -466,7 +469,6 @@ WAYS = {
     "runs on": Way(plain, later=True),
     "runs on, accumulation, a user's stream": Way(on_a_stream, accumulation=2, later=True),
     "runs on, a stream for each part": Way(a_stream_for_each_part, later=True),
-    "runs on, early update": Way(plain, early=True, later=True),
     "runs on, recomputation": Way(recomputed, later=True),
     "runs on, looked at": Way(looked_at, accumulation=2, later=True),
     "runs on, checkpoint": Way(resumed_on_a_stream, later=True),
@@ -499,7 +501,7 @@ def is_served(row: Row) -> bool:
     return not (
         (row.stage == 0 and (mode.get("bf16") is LOW or way.early or way.run is away_for_a_while))
         or (way.early and (scales or not runs_itself))
-        or (way.later and row.place == "device")
+        or (way.later and (row.place == "device" or row.mode not in RUN_ON))
         or (way.run is away_for_a_while and ("offload_param" in zero or not runs_itself))
         or (way.run in (loaded_as_fp32, loaded_as_14_bytes) and "optimizer" in mode)
         or ("offload_optimizer" in zero and not runs_itself)
