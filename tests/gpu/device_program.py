@@ -27,7 +27,12 @@ SKIPPED = {
     "test_nothing_that_trains_is_captured",
 }
 # About a device beside the CPU.
-NOT_DRY = {"test_states_in_host_memory_and_on_a_disk", "test_checkpointing_and_hooks", "test_errors"}
+NOT_DRY = {
+    "test_states_in_host_memory_and_on_a_disk",
+    "test_checkpointing_and_hooks",
+    "test_errors",
+    "test_host_and_device_share_an_update",
+}
 
 
 def close(a: Any, b: Any) -> bool:

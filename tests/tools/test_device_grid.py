@@ -34,8 +34,8 @@ def test_the_whole_grid(stand_in: Path) -> None:
     assert sum(int(output.splitlines()[-1].split()[0]) for output in outputs) > 5000
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_its_sample_on_ranks(ranks: int, stand_in: Path) -> None:
+@pytest.mark.parametrize(("ranks", "part"), [(2, "0/1"), (4, "0/8")])
+def test_its_sample_on_ranks(ranks: int, part: str, stand_in: Path) -> None:
     run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", PROGRAM]
-    [output] = outputs_of([[*run, stand_in, "--sample", "--part", f"0/{ranks // 2}"]])
+    [output] = outputs_of([[*run, stand_in, "--sample", "--part", part]])
     assert output.count(", 0 failed") == ranks
