@@ -294,7 +294,7 @@ def test_what_other_hosts_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for part in ("SPECIAL='from the file'", "NCCL_DEBUG=INFO", f"PYTHONPATH={tmp_path}:/own", "CUDA_VISIBLE_DEVICES=2"):
         assert f"export {part}" in exports
     assert not any("not a line" in line or "comment" in line for line in exports)
-    command = launch.remote_command(options, {"a": [0, 1], "b": [2]}, 1, "/tmp/a file")
-    assert f". {tmp_path}/env.sh && . '/tmp/a file' && rm -f '/tmp/a file' && " in command
+    command = launch.remote_command(options, {"a": [0, 1], "b": [2]}, 1, "/on it/env")
+    assert f". {tmp_path}/env.sh && . '/on it/env' && rm -f '/on it/env' && " in command
     assert "--node_rank 1 --num_nodes 2 --num_gpus 1" in command and "--master_addr a" in command
     assert "NCCL" not in command and "SPECIAL" not in command
