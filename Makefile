@@ -25,6 +25,10 @@ endif
 export PATH := $(VENV)/bin$(SCRIPTS):$(PATH)
 export VIRTUAL_ENV := $(VENV)
 export TESSERA_BUILD_DIR := $(ROOT)/$(BUILD)
+# What DeepSpeed compiles at its first use. torch's lock of a build that was killed is a file that stays, for which every later
+# program waits without end; so runs begin without any.
+export TORCH_EXTENSIONS_DIR := $(VENV)/extensions
+UNLOCK = rm -f $(TORCH_EXTENSIONS_DIR)/*/lock
 
 CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
@@ -129,6 +133,7 @@ $(VENV)/stamp-ds: requirements/peers.txt $(VENV)/stamp-test
 	@touch $@
 
 test-peers: $(VENV)/stamp-ds $(VENV)/stamp-test $(VENV)/stamp-package
+	@$(UNLOCK)
 	TESSERA_PEERS=$(PEERS)/bin/python $(PY) -m pytest $(WORKERS) tests/peers $(ARGS)
 
 # The clients have environments of their own on top of .venv, whose torch and Tessera they see, and nothing of theirs is
@@ -171,6 +176,7 @@ $(VENV)/stamp-bench: requirements/bench.txt $(VENV)/stamp-demo
 	@touch $@
 
 $(VENV)/stamp-peers: $(VENV)/stamp-bench bench/peers.py
+	@$(UNLOCK)
 	$(PY) bench/peers.py
 	@touch $@
 

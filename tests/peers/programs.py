@@ -33,5 +33,6 @@ def run_peer(folder: Path, program: str, world: int, *arguments: str, **more: st
         time.sleep(1)
     for process in ranks:
         process.kill()
-    failed = [rank for rank, process in enumerate(ranks) if process.wait() != 0]
-    assert not failed, "\n".join(outputs[rank].read_text()[-6000:] for rank in failed)
+    codes = [process.wait() for process in ranks]  # -9: not done after LIMIT
+    said = [f"rank {rank}: {code}\n{outputs[rank].read_text()[-6000:]}" for rank, code in enumerate(codes) if code != 0]
+    assert not said, "\n".join(said)
