@@ -130,6 +130,8 @@ $(VENV)/stamp-ds: requirements/peers.txt $(VENV)/stamp-test
 	$(PY) tools/environment.py make $(PEERS)
 	$(PIP_INSTALL) setuptools wheel
 	DS_ACCELERATOR=cpu $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -r $<
+	@$(UNLOCK)
+	DS_ACCELERATOR=cpu $(PEERS)/bin/python bench/peers.py ShareMemCommBuilder
 	@touch $@
 
 test-peers: $(VENV)/stamp-ds $(VENV)/stamp-test $(VENV)/stamp-package

@@ -1,16 +1,19 @@
-"""Compiles what DeepSpeed compiles when it is first used, so that no benchmark waits for it. Needs a compiler; what
-cannot be built is named and left out of the benchmarks."""
+"""Compiles what DeepSpeed compiles when it is first used, so that no benchmark or test waits for it. Needs a compiler; what
+cannot be built is named and left out of the benchmarks. Usage: peers.py [BUILDER...]; none: all that benchmarks use."""
 
 from __future__ import annotations
 
 import sys
 
 
+# AsyncIO, of the suites nvme and fits, needs the headers of libaio (libaio-dev).
+BUILDERS = ["FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder", "AsyncIOBuilder"]
+
+
 def main() -> None:
     from deepspeed.accelerator import get_accelerator
 
-    # AsyncIO, of the suites nvme and fits, needs the headers of libaio (libaio-dev).
-    for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder", "AsyncIOBuilder"):
+    for name in sys.argv[1:] or BUILDERS:
         try:
             get_accelerator().create_op_builder(name).load()
         except Exception as error:
