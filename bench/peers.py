@@ -1,10 +1,9 @@
-"""Compiles what DeepSpeed compiles when it is first used, so that no benchmark or test waits for it. Needs a compiler; what
-cannot be built is named and left out of the benchmarks. Usage: peers.py [BUILDER...]; none: all that benchmarks use."""
+"""Compiles what DeepSpeed compiles when it is first used, so that no benchmark or test waits for it. Needs a compiler;
+what cannot be built is named and left out of the benchmarks. Usage: peers.py [BUILDER...]; none: all of benchmarks."""
 
 from __future__ import annotations
 
 import sys
-
 
 # AsyncIO, of the suites nvme and fits, needs the headers of libaio (libaio-dev).
 BUILDERS = ["FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder", "AsyncIOBuilder"]
