@@ -43,13 +43,12 @@ class Meeting:
 
     address: str
     port: int
-    prefix: str
-    name: str  # of no other program, nor another start of this one
+    name: str  # a secret of this start of the program: begins all keys of the store
 
     def store(self, timeout: float) -> Any:
         """A client of the caller's own."""
         client = C10D.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout))
-        return MeetingStore(self.prefix, client, lambda: self.exchange)
+        return MeetingStore(self.name, client, lambda: self.exchange)
 
     @functools.cached_property
     def exchange(self) -> Any:

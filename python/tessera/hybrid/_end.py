@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tessera import _core
 from tessera._device import group_timeout
+from tessera._nested import Nesting
 from tessera.distributed import DEFAULT_TIMEOUT
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._layout import Box, Layout
@@ -19,10 +19,7 @@ if TYPE_CHECKING:
     from tessera.hybrid._link import Link
 
 SIDES = ("source", "target")
-
-
-class Slot:
-    """Stands for a tensor in outputs whose nesting travels."""
+VALUES = Nesting("hybrid", "outputs hold", "ranks", "rank", ConfigError)
 
 
 class End:
@@ -88,10 +85,10 @@ class End:
                 f"{self._me}: step {self._step} ends, but the gradients of samples {left} are still out; call "
                 f"{call}() for each before step()"
             )
-        self._mailbox.put(self._ended(self._side, self.rank), json.dumps(self._since))
+        self._mailbox.put(self._ended(self._side, self.rank), self._since)
         for side, rank in self._peers():
             note = self._mailbox.take(self._ended(side, rank), (side, rank), f"word that step {self._step} has ended")
-            if int(json.loads(note)) != self._since:
+            if note != self._since:
                 raise UsageError(
                     f"{self._me}: {self._mailbox.name((side, rank))} had {note} micro-batches in step {self._step}, "
                     f"this rank {self._since}"
@@ -107,7 +104,7 @@ class End:
         """Raises where a peer (`of`: that one) has ended the step with fewer than `need` messages, or (0) at all."""
         for side, rank in self._peers() if of is None else [of]:
             note = self._mailbox.peek(self._ended(side, rank))
-            if note is not None and (need == 0 or int(json.loads(note)) < need):
+            if note is not None and (need == 0 or note < need):
                 raise UsageError(
                     f"{self._me} waits for {what}, but {self._mailbox.name((side, rank))} has ended step "
                     f"{self._step} after {note} micro-batches"

@@ -16,7 +16,7 @@ class _HandOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sender: Sender, receiver: Receiver, sample: Any, samples: Any, *tensors: torch.Tensor) -> Any:
         ctx.ends, ctx.sample = (sender, receiver), sample
-        ctx.number = sender._announce(sample, list(tensors), None, samples)
+        ctx.number = sender._announce(sample, list(tensors), "", samples)
         ctx.devices = [t.device for t in tensors if t.requires_grad]
         found, ctx.received = receiver._take(receiver._headers(sample), sample)
         ctx.set_materialize_grads(False)

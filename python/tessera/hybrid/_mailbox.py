@@ -4,12 +4,13 @@ its sender has ended or given up, and in any case when the link's timeout has pa
 from __future__ import annotations
 
 import contextlib
-import pickle
+import json
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from tessera.hybrid._memory import Process
 _LOOK = 0.25  # seconds between two looks at who is still there
 # How long to sleep before asking the store again: a share of the wait so far, and these seconds at most. The store's
 # own wait() cannot be left early without a warning on the terminal.
-_SHARE, _SLEEP = 0.05, 2e-3
+_SHARE, _SLEEP = 0.05, 2.5e-2
 
 _ANSWER = 5.0  # seconds that a store may need for its part
 
@@ -87,7 +88,7 @@ class Mailbox:
         self._peers: dict[Peer, Process] = {}
         self.aborted = False
         self.process = Process.this()
-        self.put(f"hello/{me[0]}/{me[1]}", self.process)
+        self.put(f"hello/{me[0]}/{me[1]}", asdict(self.process))
 
     def name(self, peer: Peer) -> str:
         return f"rank {peer[1]} of {self._names[peer[0]]}"
@@ -105,7 +106,16 @@ class Mailbox:
         return self._exchange()
 
     def put(self, key: str, note: Any) -> None:
-        self._ask("leave a note for", lambda: self._store.set(key, pickle.dumps(note)))
+        """Plain values, as JSON: nothing of it is run where it is read."""
+        self._ask("leave a note for", lambda: self._store.set(key, json.dumps(note)))
+
+    def _note(self, key: str) -> Any:
+        try:
+            return json.loads(self._store.get(key))
+        except ValueError:
+            raise dist.DistBackendError(
+                f"[hybrid] {self.name(self.me)}: what the store has under {key} is no note of a link"
+            ) from None
 
     def take(self, key: str, peer: Peer, what: str, check: Callable[[Peer], None] | None = None) -> Any:
         """The note that `peer` leaves under `key`; it stays there. `check` raises where it will never come."""
@@ -130,7 +140,7 @@ class Mailbox:
                 )
             time.sleep(min(_SLEEP, 1e-4 + _SHARE * (now - begin)))
         with self._reaching(f"read {what} of"):
-            return pickle.loads(self._store.get(key))
+            return self._note(key)
 
     def _there(self, key: str) -> bool:
         with self._reaching("look for a note of"):
@@ -140,7 +150,7 @@ class Mailbox:
         """The note under `key`, None where there is none."""
 
         def look() -> Any:
-            return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+            return self._note(key) if self._store.check([key]) else None
 
         return self._ask("look for a note of", look)
 
@@ -155,7 +165,8 @@ class Mailbox:
     def process_of(self, peer: Peer) -> Process:
         """Waits until the peer has come."""
         if peer not in self._peers:
-            self._peers[peer] = self.take(f"hello/{peer[0]}/{peer[1]}", peer, "its first word (it was never made)")
+            note = self.take(f"hello/{peer[0]}/{peer[1]}", peer, "its first word (it was never made)")
+            self._peers[peer] = Process(**note)
         return self._peers[peer]
 
     def abort(self, reason: str) -> None:
@@ -166,9 +177,9 @@ class Mailbox:
 
     def runs(self, peer: Peer) -> bool:
         """False where `peer` is known to have failed or ended."""
-        known = self._peers.get(peer) or self.peek(f"hello/{peer[0]}/{peer[1]}")
-        if known is not None:
-            self._peers[peer] = known
+        known = self._peers.get(peer)
+        if known is None and (note := self.peek(f"hello/{peer[0]}/{peer[1]}")) is not None:
+            known = self._peers[peer] = Process(**note)
         ended = known is not None and known.host == self.process.host and not known.runs()
         return not ended and self.peek(f"failed/{peer[0]}/{peer[1]}") is None
 
@@ -204,6 +215,8 @@ class Mailbox:
     def _reaching(self, what: str) -> Any:
         try:
             yield
+        except dist.DistBackendError:
+            raise
         except RuntimeError as error:
             reason = str(error).split("\n", 1)[0]
             raise dist.DistBackendError(

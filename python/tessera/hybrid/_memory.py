@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 _ALIGNMENT = 64  # bytes, of every tensor in a segment
+_SECRET = 16  # bytes at its begin, which prove that it is this one: a descriptor's number is used again
 
 
 @dataclass(frozen=True)
@@ -56,23 +58,25 @@ class SegmentPlace:
     pid: int
     fd: int
     bytes: int
+    secret: str
 
 
 class Segment:
-    """Tensors in shared memory, written once. They are in other processes as long as those have them mapped."""
+    """Tensors in shared memory, written once. They are in other processes as long as those have them mapped.
+    DistBackendError where there is no memory for them: touching a page that there is not ends a process."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         sizes = [t.numel() * t.element_size() for t in tensors]
         self.offsets: list[int] = []
-        total = 0
+        total = _ALIGNMENT  # of the secret
         for size in sizes:
             self.offsets.append(total)
             total += -(-size // _ALIGNMENT) * _ALIGNMENT
-        total = max(total, _ALIGNMENT)
-        self._fd = os.memfd_create("tessera", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, total)
-        self.place = SegmentPlace(os.getpid(), self._fd, total)
+        self._fd = -1
+        self._fd = _reserved(total)
+        self.place = SegmentPlace(os.getpid(), self._fd, total, secrets.token_hex(_SECRET))
         memory = mmap.mmap(self._fd, total)
+        memory[:_SECRET] = bytes.fromhex(self.place.secret)
         for tensor, offset in zip(tensors, self.offsets, strict=True):
             if tensor.numel() > 0:
                 view_of(memory, tensor.dtype, tuple(tensor.shape), offset).copy_(tensor.detach())
@@ -98,9 +102,33 @@ def open_segment(place: SegmentPlace, owner: str) -> mmap.mmap:
             'another user: then use transport="group"'
         ) from None
     try:
-        return mmap.mmap(fd, place.bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        if os.fstat(fd).st_size == place.bytes:
+            memory = mmap.mmap(fd, place.bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            if memory[:_SECRET].hex() == place.secret:
+                return memory
     finally:
         os.close(fd)
+    raise dist.DistBackendError(f"[hybrid] {path} of {owner} is not the memory that it has offered")
+
+
+def _reserved(size: int) -> int:
+    """A new anonymous file of that size, which has memory."""
+    # An anonymous file has no limit of its own: asked for too much, the system would end processes instead of refusing.
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), size)
+    try:
+        if size > available:
+            raise OSError(f"{available} B are available")
+        fd = os.memfd_create("tessera", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, size)
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+    except OSError as error:
+        raise dist.DistBackendError(f"[hybrid] shared memory: {size} B are needed: {error}") from None
 
 
 def view_of(memory: Any, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> torch.Tensor:

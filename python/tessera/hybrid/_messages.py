@@ -3,10 +3,11 @@ group to ranks of other hosts, or in Ray's object store."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,13 +38,51 @@ class Header:
     """What one rank says of a message. `held`: of a gradient, what each part of the side that sent the tensors has of
     the whole, and `box` what this rank has."""
 
-    sample: Any
+    sample: str  # text_of() it
     metas: tuple[Meta, ...]
-    outputs: Any = None  # with something in place of each tensor
+    outputs: str = ""  # how the tensors are nested, see _nested.py
     samples: tuple[int, ...] | None = None
     held: tuple[tuple[Box, ...], ...] = ()
     box: tuple[Box, ...] = ()
     place: SegmentPlace | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """For a note."""
+        found = asdict(self)
+        for meta in found["metas"]:
+            meta["dtype"] = str(meta["dtype"]).removeprefix("torch.")
+        return found
+
+    @classmethod
+    def from_plain(cls, found: dict[str, Any]) -> Header:
+        metas = tuple(_meta_of(meta) for meta in found.pop("metas"))
+        held = tuple(_boxes_of(boxes) for boxes in found.pop("held"))
+        box = _boxes_of(found.pop("box"))
+        samples, place = found.pop("samples"), found.pop("place")
+        return cls(
+            metas=metas,
+            samples=None if samples is None else tuple(samples),
+            held=held,
+            box=box,
+            place=None if place is None else SegmentPlace(**place),
+            **found,
+        )
+
+
+def _meta_of(found: dict[str, Any]) -> Meta:
+    dtype = getattr(torch, found["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise dist.DistBackendError(f"[hybrid] a message has a tensor of the dtype {found['dtype']!r}")
+    return Meta(**found | {"dtype": dtype, "shape": tuple(found["shape"])})
+
+
+def _boxes_of(found: Any) -> tuple[Box, ...]:
+    return tuple([(begin, end) for begin, end in box] for box in found)
+
+
+def text_of(sample: Hashable) -> str:
+    """A sample as it travels: equal for equal numbers, texts, and tuples of them."""
+    return repr(sample)
 
 
 @dataclass(frozen=True)
@@ -65,12 +104,17 @@ class Wire:
         device = gloo.create_device(hostname="127.0.0.1") if one_host else gloo.create_default_device()
         options._devices = [device]
         self._group: Any = gloo(store, rank, size, options)
-        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._sent: dict[str, list[tuple[Any, torch.Tensor]]] = {}
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> None:
-        """Does not wait; `data` (bytes) must not change any more."""
-        self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
-        self._sent.append((self._group.send([data], to, tag), data))
+    def send(self, data: torch.Tensor, to: int, tag: int, key: str) -> None:
+        """Does not wait; `data` (bytes) must not change any more. It is kept until taken(key)."""
+        self._sent.setdefault(key, []).append((self._group.send([data], to, tag), data))
+
+    def taken(self, key: str) -> None:
+        """All of the message has been received. Gloo says so of what it is asked to wait for, and of nothing else."""
+        for work, _ in self._sent.pop(key, []):
+            with contextlib.suppress(RuntimeError):  # a connection that broke after it was
+                work.wait(self._timeout)
 
     def receive(self, data: torch.Tensor, source: int, tag: int, where: str, look: Callable[[], None]) -> None:
         """`look` raises where the sender is gone; here a connection that breaks says so."""
@@ -154,7 +198,7 @@ class Post:
         metas = tuple(replace(meta, offset=next(offsets, 0) if meta.present else 0) for meta in header.metas)
         key = f"{kind}/{self._rank}"
         self._out[key] = (segment, len(takers) + readers)
-        self._mailbox.put(key, replace(header, metas=metas, place=segment.place))
+        self._mailbox.put(key, replace(header, metas=metas, place=segment.place).plain())
 
     def push(
         self,
@@ -179,13 +223,16 @@ class Post:
                     piece = tensor.detach()[inside(common, boxes[part])] if box else tensor.detach()
                     data.append(piece.cpu().contiguous().view(-1).view(torch.uint8))
             if data:
-                self._group().send(torch.cat(data), self._number((self._other, rank)), _tag(kind))
+                key = f"{kind}/{self._rank}"
+                self._group().send(torch.cat(data), self._number((self._other, rank)), _tag(kind), key)
 
     def _sweep(self) -> None:
         """Lets go of segments that all have opened."""
         for key, (segment, takers) in list(self._out.items()):
             if self._mailbox.count(f"taken/{key}", 0) >= takers:
                 segment.close()
+                if self._wire is not None:
+                    self._wire.taken(key)
                 del self._out[key]
                 self._mailbox.drop(key)
                 self._mailbox.drop(f"taken/{key}")
@@ -212,7 +259,7 @@ class Post:
             rank = layout.holder(part, self._rank)
             if side == self._side and part == self._rank // layout.replicas:
                 rank = self._rank
-            headers.append(self._mailbox.take(f"{kind}/{rank}", (side, rank), what, check))
+            headers.append(Header.from_plain(self._mailbox.take(f"{kind}/{rank}", (side, rank), what, check)))
         return headers
 
     def taken(self, kind: str, side: str | None = None) -> None:

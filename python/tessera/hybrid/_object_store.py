@@ -57,9 +57,12 @@ class ObjectStore:
         self._rank = rank
         self._timeout = timeout
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> None:
+    def send(self, data: torch.Tensor, to: int, tag: int, key: str) -> None:
         reference = self._ray.put(data.numpy())
         self._exchange.keep.remote((self._name, self._rank, to, tag), [reference])
+
+    def taken(self, key: str) -> None:
+        """Ray has freed it."""
 
     def receive(self, data: torch.Tensor, source: int, tag: int, where: str, look: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._timeout

@@ -11,9 +11,9 @@ from torch.utils import _pytree
 
 from tessera import _core
 from tessera.errors import ConfigError, UsageError
-from tessera.hybrid._end import End, Slot, samples_of, wholes
+from tessera.hybrid._end import VALUES, End, samples_of, wholes
 from tessera.hybrid._layout import Box
-from tessera.hybrid._messages import Header, Meta, join
+from tessera.hybrid._messages import Header, Meta, join, text_of
 
 if TYPE_CHECKING:
     from tessera.hybrid._link import Link
@@ -43,8 +43,7 @@ class Receiver(End):
         tensors, received = self._take(headers, sample)
         if received.leaves:
             self._open[sample] = received
-        filled = iter(tensors)
-        return _pytree.tree_map(lambda leaf: next(filled) if isinstance(leaf, Slot) else leaf, headers[0].outputs)
+        return VALUES.join(headers[0].outputs, tensors)
 
     def _headers(self, sample: Hashable) -> list[Header]:
         if sample in self._open:
@@ -53,11 +52,11 @@ class Receiver(End):
         need = self._since + 1
         headers = self._post.read(f"out/{self._number}", what, lambda _: self._still_in_step(what, need))
         for part, header in enumerate(headers):
-            if header.sample != sample:
+            if header.sample != text_of(sample):
                 peer = ("source", self.link.source.holder(part, self.rank))
                 raise UsageError(
                     f"{self._me} asks for sample {sample!r}, but the next message of {self._mailbox.name(peer)} is of "
-                    f"sample {header.sample!r}"
+                    f"sample {header.sample}"
                 )
             kinds = [(meta.dtype, meta.trained) for meta in header.metas]
             if kinds != [(meta.dtype, meta.trained) for meta in headers[0].metas]:
@@ -137,7 +136,7 @@ class Receiver(End):
         present = [grad for grad in grads if grad is not None]
         mine = tuple(boxes[self._part] for boxes in received.wanted)
         kind = f"back/{received.number}"
-        self._post.announce(kind, Header(sample, metas, held=received.held, box=mine), present)
+        self._post.announce(kind, Header(text_of(sample), metas, held=received.held, box=mine), present)
         if self._post.wired():
             replicas = self.link.source.replicas
             self._post.push(

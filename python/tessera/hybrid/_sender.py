@@ -6,17 +6,14 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree
 
 from tessera import _core
-from tessera.errors import ConfigError, UsageError
-from tessera.hybrid._end import End, Slot, samples_of, wholes
-from tessera.hybrid._messages import Header, Meta, join
+from tessera.errors import UsageError
+from tessera.hybrid._end import VALUES, End, samples_of, wholes
+from tessera.hybrid._messages import Header, Meta, join, text_of
 
 if TYPE_CHECKING:
     from tessera.hybrid._link import Link
-
-_PLAIN = (type(None), bool, int, float, str)  # leaves of outputs that are no tensors
 
 
 class Sender(End):
@@ -34,24 +31,16 @@ class Sender(End):
         is more than one row. Waits for nobody, but the first time for the other ranks to come."""
         if sample in self._sent:
             raise UsageError(f"{self._me}: sample {sample!r} is on its way already; call backward() for it first")
-        leaves, tree = _pytree.tree_flatten(outputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        for leaf in leaves:
-            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
-                raise ConfigError(
-                    f"{self._me}: outputs hold a {type(leaf).__name__}; send tensors, numbers and texts in tuples, "
-                    "lists and dicts"
-                )
+        tensors, note = VALUES.split(outputs)
         trained = [t for t in tensors if t.requires_grad]
-        places = [Slot() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        number = self._announce(sample, tensors, _pytree.tree_unflatten(places, tree), samples)
+        number = self._announce(sample, tensors, note, samples)
         if trained:
             self._sent[sample] = (number, trained)
 
-    def _announce(self, sample: Hashable, tensors: list[torch.Tensor], outputs: Any, samples: Any) -> int:
+    def _announce(self, sample: Hashable, tensors: list[torch.Tensor], note: str, samples: Any) -> int:
         number, self._number, self._since = self._number, self._number + 1, self._since + 1
         metas = tuple(Meta(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors)
-        header = Header(sample, metas, outputs, None if samples is None else tuple(samples))
+        header = Header(text_of(sample), metas, note, None if samples is None else tuple(samples))
         kind = f"out/{number}"
         wired = self._post.wired()
         self._post.announce(kind, header, tensors, self.link.source.parts - 1 if wired else 0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import os
+import pickle
+import threading
 import time
 from datetime import timedelta
 
@@ -274,25 +278,43 @@ def test_waiting_ends():
         link.receiver(dist.HashStore(), 0).receive(3)
 
 
-class StoppedHost(dist.Store):
-    """As a client whose host has stopped: no answer to what is asked from some moment on."""
+class Watched(dist.Store):
+    """A store that counts its calls, and may stop to answer as one whose host has stopped."""
 
-    def __init__(self):
+    def __init__(self, value=None):
         super().__init__()
-        self.stopped, self.values = False, {}
+        self.inner, self.stopped, self.value = dist.HashStore(), False, value
+        self.calls = collections.Counter()
 
-    def set(self, key, value):
-        self.values[key] = value
-
-    def check(self, keys):
+    def _call(self, name, *args):
+        self.calls[name] += 1
         while self.stopped:
             time.sleep(0.1)
-        return all(key in self.values for key in keys)
+        return getattr(self.inner, name)(*args)
+
+    def set(self, key, value):
+        self._call("set", key, value)
+
+    def get(self, key):
+        found = self._call("get", key)
+        return found if self.value is None else self.value
+
+    def check(self, keys):
+        return self._call("check", keys)
+
+    def add(self, key, more):
+        return self._call("add", key, more)
+
+    def compare_set(self, key, expected, desired):
+        return self._call("compare_set", key, expected, desired)
+
+    def wait(self, keys, timeout=None):
+        return self._call("wait", keys)
 
 
 def test_a_store_that_does_not_answer_ends_every_call(monkeypatch):
     monkeypatch.setattr(_mailbox, "_ANSWER", 0.3)
-    store = StoppedHost()
+    store = Watched()
     receiver = Link("x", timeout=0.2).receiver(store, 0)
     store.stopped = True
     try:
@@ -301,6 +323,62 @@ def test_a_store_that_does_not_answer_ends_every_call(monkeypatch):
                 receiver.receive(3)
     finally:
         store.stopped = False
+
+
+def test_who_waits_for_a_message_leaves_the_store_alone():
+    """Not 500 times a second."""
+    store, before = Watched(), []
+
+    def source(sender, rank):
+        time.sleep(0.5)
+        before.append(store.calls.total())
+        time.sleep(1)  # the other side waits
+        assert store.calls.total() - before[0] < 60
+        sender.send(torch.ones(2), 0)
+
+    both_sides(Link("x", timeout=20), source, lambda receiver, rank: receiver.receive(0), store)
+
+
+class Bomb:
+    def __reduce__(self):
+        return pytest.fail, ("a note was run",)
+
+
+def test_notes_of_the_store_are_not_run():
+    """Who reaches the store may write what he likes."""
+    store = Watched(pickle.dumps(Bomb()))
+    with pytest.raises(dist.DistBackendError, match="is no note of a link"):
+        both_sides(
+            Link("x", timeout=2), lambda sender, _: sender.send(torch.ones(2), 0), lambda r, _: r.receive(0), store
+        )
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("transport", ["auto", "group"])
+def test_what_was_sent_does_not_stay(transport):
+    """Gloo does not say by itself what has been taken."""
+    megabytes, count = 4, 60
+    most = begin = resident()
+    ahead = threading.Semaphore(4)
+
+    def source(sender, rank):
+        nonlocal most
+        for sample in range(count):
+            assert ahead.acquire(timeout=20)
+            sender.send(torch.full((megabytes << 18,), float(sample)), sample)
+            most = max(most, resident())
+
+    def target(receiver, rank):
+        for sample in range(count):
+            receiver.receive(sample)
+            ahead.release()
+
+    both_sides(Link("x", timeout=20, transport=transport), source, target)
+    assert most - begin < 0.6 * (count * megabytes << 20)
 
 
 @pytest.mark.parametrize("back_end", ["gloo", "tessera"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,16 @@ def test_memory_is_nobodys_file():
     segment.close()
     with pytest.raises(dist.DistBackendError, match="cannot open the memory of rank 1"):
         tessera.hybrid._memory.open_segment(place, "rank 1")
+
+
+def test_another_file_under_its_number_is_not_taken_for_memory():
+    """Of the same size."""
+    segment, other = (tessera.hybrid._memory.Segment([torch.ones(1000)]) for _ in range(2))
+    with pytest.raises(dist.DistBackendError, match="rank 1 is not the memory that it has offered"):
+        tessera.hybrid._memory.open_segment(replace(segment.place, fd=other.place.fd), "rank 1")
+
+
+def test_memory_that_there_is_not_is_an_error():
+    """A page that the system cannot give would end the process."""
+    with pytest.raises(dist.DistBackendError, match="B are needed"):
+        tessera.hybrid._memory.Segment([torch.ones(1).expand(1 << 46)])
