@@ -207,7 +207,7 @@ void bind_checkpoint(py::module_& m) {
       },
       py::arg("engine"), py::arg("tensors"), py::arg("folder"), py::arg("name"), py::arg("max_shard_bytes"), NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
-  // The text of a manifest (checkpoint/manifest.h) that is a JSON object.
+  // Of each tensor of a file whose header is good: its name, dtype, shape and where its bytes begin.
   m.def(
       "safetensors_entries",
       [](const std::string& path) {
@@ -217,6 +217,7 @@ void bind_checkpoint(py::module_& m) {
         return all;
       },
       py::arg("path"));
+  // The text of a manifest (checkpoint/manifest.h) that is a JSON object.
   m.def("sealed_manifest", &checkpoint::sealed, py::arg("json"));
   m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
         py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"), NoGil());

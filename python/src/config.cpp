@@ -7,6 +7,7 @@
 #include "bindings.h"
 #include "tessera/base/error.h"
 #include "tessera/config/json.h"
+#include "tessera/config/json_text.h"
 #include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
@@ -109,6 +110,9 @@ void bind_tree(py::module_& m) {
 
 void bind_config(py::module_& m) {
   bind_tree(m);
+  // JSON that json.loads() reads, from JSON as people write it.
+  m.def(
+      "strict_json", [](const std::string& text) { return strict_json(text, /*quote_words=*/false); }, py::arg("text"));
   m.def("check_served", &check_served, py::arg("config"));
   m.def("precision", &precision, py::arg("config"));
   m.def("optimizer_kind", &optimizer_kind, py::arg("config"));

@@ -1,103 +1,37 @@
 #include "tessera/config/json_text.h"
 
+#include <algorithm>
 #include <cctype>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <stdexcept>
+#include <string_view>
+#include <tuple>
+#include <utility>
 
 namespace tessera::config {
 namespace {
 
 constexpr int kMaxDepth = 64;
 
-class Cleaner {
- public:
-  explicit Cleaner(const std::string& text) : text_(text) {}
+enum class Token { Text, Comment, Space, Word, Other };
 
-  std::string run() {
-    while (at_ < text_.size()) {
-      const char c = text_[at_];
-      if (c == '"') {
-        copy_string();
-      } else if (c == '#' || starts("//")) {
-        skip_line();
-      } else if (starts("/*")) {
-        skip_block();
-      } else if (!copy_special()) {
-        copy_char(c);
-      }
-    }
-    return std::move(out_);
-  }
+constexpr std::string_view kWords[] = {"-Infinity", "Infinity", "NaN"};
 
- private:
-  bool starts(const char* word) const { return text_.compare(at_, std::char_traits<char>::length(word), word) == 0; }
-
-  void copy_string() {
-    comma_ = std::string::npos;
-    last_ = '"';
-    out_ += text_[at_++];
-    while (at_ < text_.size()) {
-      const char c = text_[at_++];
-      out_ += c;
-      if (c == '\\' && at_ < text_.size()) {
-        out_ += text_[at_++];
-      } else if (c == '"') {
-        return;
-      }
-    }
-  }
-
-  void skip_line() {
-    while (at_ < text_.size() && text_[at_] != '\n') {
-      ++at_;
-    }
-  }
-
-  void skip_block() {
-    const size_t end = text_.find("*/", at_ + 2);
-    const size_t stop = end == std::string::npos ? text_.size() : end + 2;
-    for (; at_ < stop; ++at_) {
-      out_ += text_[at_] == '\n' ? '\n' : ' ';
-    }
-  }
-
-  bool copy_special() {
-    for (const char* word : {"-Infinity", "Infinity", "NaN"}) {
-      if (starts(word)) {
-        out_.append(1, '"').append(word).append(1, '"');
-        at_ += std::char_traits<char>::length(word);
-        comma_ = std::string::npos;
-        last_ = '"';
-        return true;
-      }
-    }
-    return false;
-  }
-
-  void copy_char(char c) {
-    if ((c == '}' || c == ']') && comma_ != std::string::npos) {
-      out_[comma_] = ' ';
-    }
-    if (c == ',') {
-      const bool after_value = last_ != ',' && last_ != '[' && last_ != '{' && last_ != ':';
-      comma_ = after_value ? out_.size() : std::string::npos;
-    } else if (!std::isspace(static_cast<unsigned char>(c))) {
-      comma_ = std::string::npos;
-    }
-    if (!std::isspace(static_cast<unsigned char>(c))) {
-      last_ = c;
-    }
-    out_ += c;
-    ++at_;
-  }
-
-  const std::string& text_;
-  std::string out_;
-  size_t at_ = 0;
-  char last_ = '[';                   // last character that is neither space nor comment
-  size_t comma_ = std::string::npos;  // in out_: a comma followed by nothing but space so far
-};
+// The token that begins at `at`, and where it ends; what is cut off ends with the text.
+std::pair<Token, size_t> next_token(std::string_view text, size_t at) {
+  const std::string_view rest = text.substr(at);
+  const auto after = [&](size_t found, size_t length) { return std::min(found, text.size() - length) + length; };
+  if (rest[0] == '#' || rest.starts_with("//")) return {Token::Comment, after(text.find('\n', at), 0)};
+  if (rest.starts_with("/*")) return {Token::Comment, after(text.find("*/", at + 2), 2)};
+  if (std::isspace(static_cast<unsigned char>(rest[0]))) return {Token::Space, at + 1};
+  for (const std::string_view word : kWords)
+    if (rest.starts_with(word)) return {Token::Word, at + word.size()};
+  if (rest[0] != '"') return {Token::Other, at + 1};
+  while (++at < text.size() && text[at] != '"')
+    at += text[at] == '\\' ? 1 : 0;
+  return {Token::Text, after(at, 1)};
+}
 
 // Watches the parser for keys that come twice in one object.
 class Watcher {
@@ -132,8 +66,27 @@ class Watcher {
 
 }  // namespace
 
-std::string strict_json(const std::string& text) {
-  return Cleaner(text).run();
+std::string strict_json(const std::string& text, bool quote_words) {
+  std::string out;
+  char last = '[';                   // the last character that is neither space nor comment
+  size_t comma = std::string::npos;  // in `out`: a comma that follows a value, with nothing but space after it
+  for (size_t at = 0, end = 0; at < text.size(); at = end) {
+    Token kind{};
+    std::tie(kind, end) = next_token(text, at);
+    const std::string_view token = std::string_view(text).substr(at, end - at);
+    if (kind == Token::Comment || kind == Token::Space) {
+      for (const char c : token)
+        out += kind == Token::Space || c == '\n' ? c : ' ';
+      continue;
+    }
+    if ((token == "}" || token == "]") && comma != std::string::npos) out[comma] = ' ';
+    const bool after_value = std::string_view(",[{:").find(last) == std::string_view::npos;
+    comma = token == "," && after_value ? out.size() : std::string::npos;
+    const bool quoted = quote_words && kind == Token::Word;
+    out.append(quoted, '"').append(token).append(quoted, '"');
+    last = token.back();
+  }
+  return out;
 }
 
 nlohmann::json read_json(const std::string& text, Report& report) {

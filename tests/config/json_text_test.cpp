@@ -28,10 +28,12 @@ TEST(JsonText, AllowsCommentsAndClosingCommas) {
 TEST(JsonText, LeavesTextsAlone) {
   const std::string text = R"({"a": "// # /* Infinity ,} \" NaN", "b": "\\"})";
   EXPECT_EQ(strict_json(text), text);
+  EXPECT_EQ(strict_json("\t\f\r\n"), "\t\f\r\n");
 }
 
 TEST(JsonText, ReadsInfinity) {
-  EXPECT_EQ(read("[Infinity, -Infinity, NaN]"), nlohmann::json::parse(R"(["Infinity", "-Infinity", "NaN"])"));
+  EXPECT_EQ(read("[Infinity, -Infinity, NaN,]"), nlohmann::json::parse(R"(["Infinity", "-Infinity", "NaN"])"));
+  EXPECT_EQ(strict_json("[NaN, -Infinity,] # NaN", /*quote_words=*/false), "[NaN, -Infinity ]      ");
 }
 
 TEST(JsonText, NamesDuplicateKeysByPath) {

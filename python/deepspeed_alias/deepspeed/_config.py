@@ -16,6 +16,7 @@ from tessera.elasticity import with_elastic_batch
 from tessera.errors import ConfigError
 
 import tessera
+from tessera import _core
 
 ZERO_OPTIMIZATION = "zero_optimization"
 
@@ -50,11 +51,6 @@ class ZeroStageEnum(int, enum.Enum):
     max_stage = 3  # noqa: PIE796
 
 
-# Of JSON as people write it: texts, which stay, and what Python's parser does not read (comments, the last comma).
-_BEYOND_JSON = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.S)
-_LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.S)
-
-
 def read(given: Any) -> Any:
     """The path of a file that is HJSON and not JSON as its dict; anything else as it is."""
     if not isinstance(given, (str, os.PathLike)) or not os.path.isfile(given):
@@ -78,8 +74,8 @@ def read(given: Any) -> Any:
 
 
 def _as_people_write(text: str) -> Any:
-    text = _BEYOND_JSON.sub(lambda found: found[1] or " ", text)
-    return json.loads(_LAST_COMMA.sub(lambda found: found[1] or "", text))
+    """With comments and commas before a closing bracket, as the core reads it. ValueError for what it would refuse."""
+    return json.loads(_core.strict_json(text))
 
 
 def users_dict(given: Any) -> dict[str, Any]:

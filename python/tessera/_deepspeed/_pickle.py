@@ -1,7 +1,7 @@
-"""The pickle inside a file of torch.save, read without running it: by a machine of our own that knows the operations
-torch.save writes and the names in _NAMES. Every other name is an IoError before anything of it is imported. Tensors
-become TensorRef: where in the file their elements lie; objects of classes become Inert. Who needs the tensors alone
-(`skip`) gets an Inert for objects of unknown names, too; nothing of them is imported either."""
+"""The pickle inside a file of torch.save, read without running it: by an unpickler that knows the operations torch.save
+writes and the names in _NAMES. Every other name is an IoError before anything of it is imported. Tensors become
+TensorRef: where in the file their elements lie; objects of classes become Inert. Who needs the tensors alone (`skip`)
+gets an Inert for objects of unknown names, too; nothing of them is imported either."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -18,7 +18,7 @@ import torch
 
 from tessera._blobs import TRUST
 
-_DEEPEST_KEY = 8
+_LARGEST_KEY = 1000  # parts of a tuple that is a key, with those of tuples in it
 
 
 @dataclass
@@ -245,89 +245,96 @@ _NAMES: dict[str, Any] = {
         )
     },
 }
-# As the first argument of collections.defaultdict only.
-_ONLY_NAMED = {"builtins.int", "builtins.float", "__builtin__.int", "__builtin__.float"}
 
 
-def _key(key: Any, depth: int = 0) -> Any:
+def _key(key: Any) -> Any:
     """Of a dict or set: plain, so that hashing it runs nothing and ends."""
-    if isinstance(key, tuple) and depth < _DEEPEST_KEY:
-        for item in key:
-            _key(item, depth + 1)
-    elif not (key is None or isinstance(key, (str, int, float, bytes, torch.dtype))):
-        raise ValueError(f"a {type(key).__name__} as a key")
+    pending, count = [key], 0
+    while pending:
+        part, count = pending.pop(), count + 1
+        if count > _LARGEST_KEY:
+            raise ValueError(f"a key of more than {_LARGEST_KEY} parts")
+        if isinstance(part, tuple):
+            pending.extend(part)
+        elif not (part is None or isinstance(part, (str, int, float, bytes, torch.dtype))):
+            raise ValueError(f"a {type(part).__name__} as a key")
     return key
 
 
-# ---------------------------------------------------------------- the machine
-
-_MARK = object()
+# ---------------------------------------------------------------- the unpicklers
 
 
-class Machine:
-    """Runs the operations of a pickle that torch.save writes (protocol 2), and those of protocols 3 and 4."""
+class _Operations(dict[int, Callable[[Any], None]]):
+    def __missing__(self, code: int) -> NoReturn:
+        raise ValueError(f"operation {bytes([code])!r}, which torch.save does not write")
 
-    def __init__(self, data: bytes, file: Archive, skip: bool = False) -> None:
-        self.data, self.at, self.file, self.skip = data, 0, file, skip
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
 
-    def take(self, count: int) -> bytes:
-        begin, self.at = self.at, self.at + count
-        if self.at > len(self.data):
-            raise ValueError("it ends before its end")
-        return self.data[begin : self.at]
+# Of protocol 2, which torch.save writes, and of 3 and 4, as pickle carries them out. What calls, sets a state or hashes
+# is Refusing's own.
+_PLAIN = (
+    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
+    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE8),
+    *(pickle.BINBYTES, pickle.SHORT_BINBYTES, pickle.BINBYTES8),
+    *(pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE, pickle.EMPTY_SET),
+    *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.LIST),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
+)
 
-    def number(self, count: int) -> int:
-        return int.from_bytes(self.take(count), "little")
 
-    def line(self) -> str:
-        end = self.data.index(b"\n", self.at)
-        text = self.data[self.at : end].decode()
-        self.at = end + 1
-        return text
+class Refusing(pickle._Unpickler):
+    """Runs nothing that the file says.
 
-    def to_mark(self) -> list[Any]:
-        for depth in range(len(self.stack) - 1, -1, -1):
-            if self.stack[depth] is _MARK:
-                items = self.stack[depth + 1 :]
-                del self.stack[depth:]
-                return items
-        raise ValueError("an operation without its beginning")
+    Note [The unpickler in Python]
+      pickle.Unpickler, which is C, sizes its memo by a number of the file (10 bytes make it fill 34 GB) and hashes keys
+      of dicts itself, where a tuple that is nested deep enough ends the process. pickle's unpickler in Python has a
+      dict as its memo and a table of its operations, which joblib and pandas extend too."""
 
-    def run(self) -> Any:
-        while True:
-            code = self.take(1)
-            if code == pickle.STOP:
-                (result,) = self.stack
-                if result is _MARK:
-                    raise ValueError("it has no value")
-                return result
-            operation = _OPERATIONS.get(code)
-            if operation is None:
-                raise ValueError(f"operation {code!r}, which torch.save does not write")
-            operation(self)
+    stack: list[Any]
+    metastack: list[list[Any]]
+    pop_mark: Callable[[], list[Any]]
+    dispatch = _Operations({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN})
 
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise ValueError("an operation without its operands")
+    def __init__(self, stream: io.BytesIO, file: Archive, skip: bool = False) -> None:
+        super().__init__(stream)
+        self._file, self._skip = file, skip
+
+    def load(self) -> Any:
+        try:
+            value = super().load()
+        except EOFError:
+            raise ValueError("it ends before its end") from None
+        if self.stack or self.metastack:
+            raise ValueError("it has more than one value")
         return value
 
-    def find(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
         found = _NAMES.get(f"{module}.{name}")
-        if found is None and self.skip:
+        if found is None and self._skip:
             return _Class(module, name)
         if found is None:
-            self.file.fail(
+            self._file.fail(
                 f"holds an object of '{module}.{name}', which is none of those that such files are known to hold: "
                 f"nothing was run. {TRUST}"
             )
         return found
 
-    def call(self) -> None:
-        args, function = self.pop(), self.pop()
-        if self.skip and isinstance(function, Inert):  # what an unknown name has given
+    def persistent_load(self, pid: Any) -> Storage:
+        return self._file.storage(pid)
+
+    def _target(self, kind: type) -> Any:
+        """What the items before are put into; None for an object that is skipped."""
+        target = self.stack[-1]
+        if self._skip and isinstance(target, Inert):
+            return None
+        if not isinstance(target, kind):
+            raise ValueError(f"items of what is no {kind.__name__}")
+        return target
+
+    def _call(self) -> None:
+        args, function = self.stack.pop(), self.stack.pop()
+        if self._skip and isinstance(function, Inert):  # what an unknown name has given
             function = _Class(function.module, function.name)
         if not isinstance(function, (_Function, _Class)) or not isinstance(args, tuple):
             raise ValueError("a call of what is no function")
@@ -335,8 +342,8 @@ class Machine:
             raise ValueError("a call of a type")
         self.stack.append(function(*args))
 
-    def build(self) -> None:
-        state, value = self.pop(), self.stack[-1]
+    def _build(self) -> None:
+        state, value = self.stack.pop(), self.stack[-1]
         if isinstance(value, OrderedDict):
             return  # _metadata of a module's state dict
         if not isinstance(value, Inert):
@@ -349,109 +356,41 @@ class Machine:
             if part is not None:
                 value.state.update({str(_key(key)): item for key, item in part.items()})
 
-    def set_items(self, pairs: Sequence[Any]) -> None:
-        target = self.stack[-1]
-        if self.skip and isinstance(target, Inert):
-            return
-        if not isinstance(target, dict) or len(pairs) % 2:
-            raise ValueError("items of what is no dict")
-        for index in range(0, len(pairs), 2):
-            if self.skip and isinstance(pairs[index], Inert):
-                continue
-            target[_key(pairs[index])] = pairs[index + 1]
+    def _set_items(self, pairs: list[Any]) -> None:
+        target = self._target(dict)
+        if len(pairs) % 2:
+            raise ValueError("a key without its value")
+        for key, item in zip(pairs[::2], pairs[1::2], strict=True) if target is not None else ():
+            if not (self._skip and isinstance(key, Inert)):
+                target[_key(key)] = item
 
-    def append(self, items: Sequence[Any]) -> None:
-        target = self.stack[-1]
-        if self.skip and isinstance(target, Inert):
-            return
-        if not isinstance(target, list):
-            raise ValueError("items of what is no list")
-        target.extend(items)
+    def _append(self, items: list[Any]) -> None:
+        target = self._target(list)
+        if target is not None:
+            target.extend(items)
 
-    def add(self, items: Sequence[Any]) -> None:
-        target = self.stack[-1]
-        if self.skip and isinstance(target, Inert):
-            return
-        if not isinstance(target, set):
-            raise ValueError("items of what is no set")
-        target.update(_key(item) for item in items)
+    def _add(self) -> None:
+        items, target = self.pop_mark(), self._target(set)
+        if target is not None:
+            target.update(_key(item) for item in items)
 
-    def put(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
+    def _frozen_set(self) -> None:
+        items = self.pop_mark()
+        self.stack.append(frozenset(_key(item) for item in items))
 
-    def tuple_of(self, count: int) -> None:
-        items = [self.pop() for _ in range(count)]
-        self.stack.append(tuple(reversed(items)))
-
-
-def _push(read: Callable[[Machine], Any]) -> Callable[[Machine], None]:
-    return lambda m: m.stack.append(read(m))
-
-
-def _skip(count: int) -> Callable[[Machine], None]:
-    def skip(machine: Machine) -> None:
-        machine.take(count)
-
-    return skip
-
-
-def _text(size: int) -> Callable[[Machine], str]:
-    return lambda m: m.take(m.number(size)).decode("utf-8", "surrogatepass")
-
-
-def _bytes(size: int) -> Callable[[Machine], bytes]:
-    return lambda m: m.take(m.number(size))
-
-
-def _signed(size: int) -> Callable[[Machine], int]:
-    return lambda m: int.from_bytes(m.take(size), "little", signed=True)
-
-
-_OPERATIONS: dict[bytes, Callable[[Machine], None]] = {
-    pickle.PROTO: _skip(1),
-    pickle.FRAME: _skip(8),
-    pickle.MARK: _push(lambda m: _MARK),
-    pickle.NONE: _push(lambda m: None),
-    pickle.NEWTRUE: _push(lambda m: True),
-    pickle.NEWFALSE: _push(lambda m: False),
-    pickle.BININT: _push(_signed(4)),
-    pickle.BININT1: _push(lambda m: m.number(1)),
-    pickle.BININT2: _push(lambda m: m.number(2)),
-    pickle.LONG1: _push(lambda m: int.from_bytes(m.take(m.number(1)), "little", signed=True)),
-    pickle.BINFLOAT: _push(lambda m: struct.unpack(">d", m.take(8))[0]),
-    pickle.BINUNICODE: _push(_text(4)),
-    pickle.SHORT_BINUNICODE: _push(_text(1)),
-    pickle.BINUNICODE8: _push(_text(8)),
-    pickle.BINBYTES: _push(_bytes(4)),
-    pickle.SHORT_BINBYTES: _push(_bytes(1)),
-    pickle.BINBYTES8: _push(_bytes(8)),
-    pickle.EMPTY_DICT: _push(lambda m: {}),
-    pickle.EMPTY_LIST: _push(lambda m: []),
-    pickle.EMPTY_TUPLE: _push(lambda m: ()),
-    pickle.EMPTY_SET: _push(lambda m: set()),
-    pickle.TUPLE: _push(lambda m: tuple(m.to_mark())),
-    pickle.TUPLE1: lambda m: m.tuple_of(1),
-    pickle.TUPLE2: lambda m: m.tuple_of(2),
-    pickle.TUPLE3: lambda m: m.tuple_of(3),
-    pickle.LIST: _push(lambda m: m.to_mark()),
-    pickle.FROZENSET: _push(lambda m: frozenset(_key(item) for item in m.to_mark())),
-    pickle.APPEND: lambda m: m.append([m.pop()]),
-    pickle.APPENDS: lambda m: m.append(m.to_mark()),
-    pickle.ADDITEMS: lambda m: m.add(m.to_mark()),
-    pickle.SETITEM: lambda m: m.set_items([m.pop(), m.pop()][::-1]),
-    pickle.SETITEMS: lambda m: m.set_items(m.to_mark()),
-    pickle.BINPUT: lambda m: m.put(m.number(1)),
-    pickle.LONG_BINPUT: lambda m: m.put(m.number(4)),
-    pickle.MEMOIZE: lambda m: m.put(len(m.memo)),
-    pickle.BINGET: _push(lambda m: m.memo[m.number(1)]),
-    pickle.LONG_BINGET: _push(lambda m: m.memo[m.number(4)]),
-    pickle.GLOBAL: _push(lambda m: m.find(m.line(), m.line())),
-    pickle.STACK_GLOBAL: _push(lambda m: m.find(*[str(m.pop()), str(m.pop())][::-1])),
-    pickle.REDUCE: Machine.call,
-    pickle.NEWOBJ: Machine.call,
-    pickle.BUILD: Machine.build,
-    pickle.BINPERSID: _push(lambda m: m.file.storage(m.pop())),
-}
+    dispatch.update(
+        {
+            pickle.REDUCE[0]: _call,
+            pickle.NEWOBJ[0]: _call,
+            pickle.BUILD[0]: _build,
+            pickle.SETITEM[0]: lambda self: self._set_items([self.stack.pop(), self.stack.pop()][::-1]),
+            pickle.SETITEMS[0]: lambda self: self._set_items(self.pop_mark()),
+            pickle.APPEND[0]: lambda self: self._append([self.stack.pop()]),
+            pickle.APPENDS[0]: lambda self: self._append(self.pop_mark()),
+            pickle.ADDITEMS[0]: _add,
+            pickle.FROZENSET[0]: _frozen_set,
+        }
+    )
 
 
 class Trusting(pickle.Unpickler):

@@ -18,8 +18,8 @@ from tessera._blobs import number_of_numpy
 from tessera._deepspeed._pickle import (
     Block,
     Inert,
-    Machine,
     Named,
+    Refusing,
     Storage,
     StorageType,
     TensorRef,
@@ -118,9 +118,8 @@ class PtFile:
 
     def _unpickled(self, pickled: bytes, trusted: bool, skip: bool) -> Any:
         try:
-            if trusted:
-                return Trusting(io.BytesIO(pickled), self).load()
-            return Machine(pickled, self, skip).run()
+            stream = io.BytesIO(pickled)
+            return (Trusting(stream, self) if trusted else Refusing(stream, self, skip)).load()
         except IoError:
             raise
         except RecursionError:

@@ -2,7 +2,8 @@
 
 tessera.initialize does it where the configuration says tensor_parallel.autotp_size; see docs/tensor_parallel.md. Here
 is what can be done before: shard_model() and load_slices(), for models that no rank can hold whole; column_linear() and
-row_linear(), for layers that a program cuts itself; tp_model_init(). And afterwards: WholeSlices.
+row_linear(), for layers that a program cuts itself; register_class(), for what weights do not say of a class;
+tp_model_init(). And afterwards: WholeSlices.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tessera._config import load_config
 from tessera._device import group_device
 from tessera.errors import ConfigError
 from tessera.parallel._apply import Cutter, plan_of
+from tessera.parallel._classes import register_class
 from tessera.parallel._cost import cost
 from tessera.parallel._hand import WholeSlices, column_linear, row_linear
 from tessera.parallel._load import load_slices
@@ -42,6 +44,7 @@ __all__ = [
     "is_model_parallel_parameter",
     "load_slices",
     "plan_for",
+    "register_class",
     "row_linear",
     "shard_model",
     "tp_model_init",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -188,8 +187,9 @@ class Cutter:
             bias = module._parameters.get("bias")
             if column and bias is not None:
                 cut.params["bias"] = self._bias_cut(decision.path, bias, weight)
-        if self._plan.vocab_parallel and cut.vocabulary and cut.kind == "column" and self._vocabulary_loss(cut):
+        if self._plan.loss is not None and cut.vocabulary and cut.kind == "column":
             cut.gather = False
+            self._take_loss(cut, self._plan.loss)
         self._become(module, mixin, cut)
         return cut
 
@@ -332,22 +332,12 @@ class Cutter:
             self._undo.append(handle.remove)
             self._undo.append(functools.partial(vars(param).pop, _SUMMED, None))
 
-    def _vocabulary_loss(self, head: ModuleCut) -> bool:
-        """The model takes its loss over slices of the logits from now on; False where its code does not ask for one."""
-        if "loss_function" not in inspect.unwrap(type(self._model).forward).__code__.co_names:
-            return False
+    def _take_loss(self, head: ModuleCut, attribute: str) -> None:
+        """The model takes its loss over slices of the logits from now on."""
         weight = head.params["weight"]
-        before = vars(self._model).get("_loss_function")
         loss = VocabularyLoss(self.ranks, head.begin(), weight.sizes[weight.dim])
-        self._model.loss_function = loss  # type: ignore[assignment]
-
-        def restore() -> None:
-            vars(self._model).pop("_loss_function", None)
-            if before is not None:
-                vars(self._model)["_loss_function"] = before
-
-        self._undo.append(restore)
-        return True
+        self._put(self._model, attribute, loss)
+        self._undo.append(self._model.register_forward_hook(loss.check).remove)
 
     # ---------------------------------------------------------------- undoing
 
@@ -401,6 +391,7 @@ class VocabularyLoss:
         self._ranks = ranks
         self._begin = begin
         self._vocabulary = vocabulary
+        self._asked = False  # in the forward that runs
 
     def __call__(
         self,
@@ -412,6 +403,7 @@ class VocabularyLoss:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
+        self._asked = True
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         target = shift_labels.to(logits.device).contiguous()
@@ -420,6 +412,17 @@ class VocabularyLoss:
         )
         count = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         return losses.sum() / count
+
+    def check(self, model: nn.Module, _args: Any, output: Any) -> None:
+        """A forward hook of the model: a loss that was not asked for here is one of a slice of the logits."""
+        asked, self._asked = self._asked, False
+        if getattr(output, "loss", None) is not None and not asked:
+            kind = type(model).__name__
+            raise ConfigError(
+                f"[tensor_parallel] {kind} took its loss from logits of which this rank has a slice, and not by the "
+                f"attribute that it is known to call; say so with tessera.parallel.register_class({kind}, loss=None), "
+                "or leave vocab_parallel_lm_head out"
+            )
 
 
 def _check_embedding(module: nn.Embedding, path: str, dim: int) -> None:

@@ -1,11 +1,11 @@
 """What of an attention module has to follow when its projections are cut by heads.
 
 Note [Attention that is cut]
-  Between the column-parallel projections and the row-parallel one a rank computes with its heads only. So in such a
-  module what its code reads of the configuration gets this rank's numbers, tensors with an entry for each head are
-  cut, and what the model hands in for all heads (ALiBi) is sliced. The plan
-  knows of its attributes, of norms of single heads and of keys that heads share. A parameter that is none of these is
-  an error: its gradient would be wrong in silence.
+  Between the column-parallel projections and the row-parallel one a rank computes with its heads only. So such a
+  module's configuration and what register_class() names have this rank's numbers, tensors with an entry for each head
+  are cut, and what the model hands in for all heads (ALiBi) is sliced. The plan knows of attributes with the usual
+  names, of norms of single heads and of keys that heads share. A parameter that is none of these is an error: its
+  gradient would be wrong in silence.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
+from tessera.parallel._classes import number_at, rule_of
 from tessera.parallel._cuts import ParamCut, Range
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads", "heads")
@@ -64,7 +65,10 @@ class Follow:
 
 
 def heads_of(module: nn.Module) -> int:
-    """As its attributes say; 0 for what is no attention module."""
+    """As its class or its attributes say; 0 for what is no attention module."""
+    rule = rule_of(type(module))
+    if rule is not None and rule.heads is not None:
+        return number_at(module, rule.heads)
     config = getattr(module, "config", None)
     for owner, names in ((module, _HEADS), (config, _HEADS[1:4])):
         if owner is config and "ttention" not in type(module).__name__:
@@ -77,10 +81,11 @@ def heads_of(module: nn.Module) -> int:
 
 
 def key_heads_of(module: nn.Module, heads: int) -> int:
-    """Key/value heads, as its attributes say, else as many as its key projection has of the size of a query head; 0
-    where that is not known, or heads cannot share them evenly."""
-    children, keys = dict(module.named_children()), 0
-    given = (getattr(module, name, None) for name in _KV_HEADS)
+    """Key/value heads, as its class or attributes say, else as many as its key projection has of the size of a query
+    head; 0 where that is not known, or heads cannot share them evenly."""
+    children, keys, rule = dict(module.named_children()), 0, rule_of(type(module))
+    named = rule.key_heads if rule is not None else None
+    given = (getattr(module, name, None) for name in (_KV_HEADS if named is None else (named,)))
     known = next((value for value in given if isinstance(value, int) and not isinstance(value, bool)), 0)
     widths = [
         next((getattr(children[name], "out_features", 0) for name in names if name in children), 0)
@@ -93,8 +98,9 @@ def key_heads_of(module: nn.Module, heads: int) -> int:
     return keys if keys > 0 and heads % keys == 0 else 0
 
 
-def check_heads(model: nn.Module, decisions: list[_core.Decision]) -> None:
-    """ConfigError, before anything is cut, for attention whose ranks would not have whole heads."""
+def check_heads(model: nn.Module, decisions: list[_core.Decision]) -> list[str]:
+    """ConfigError, before anything is cut, for attention whose ranks would not have whole heads. Warnings of modules
+    that look like attention, by the first of each class, and do not say how many heads they have."""
     columns: dict[str, dict[str, ParamCut]] = {}  # by path of the parent
     for decision in decisions:
         if decision.partition != _core.Partition.Column or decision.gather_output or decision.vocabulary:
@@ -106,8 +112,23 @@ def check_heads(model: nn.Module, decisions: list[_core.Decision]) -> None:
         parent, _, name = decision.path.rpartition(".")
         ranges = tuple((mine,) for mine in zip([0, *ends], ends, strict=False))
         columns.setdefault(parent, {})[name] = ParamCut((ends[-1],), 0, ranges)
+    unknown: dict[type, str] = {}
     for path, children in columns.items():
-        attention_of(path, model.get_submodule(path), children)
+        module = model.get_submodule(path)
+        if attention_of(path, module, children) is None and _attends(module, children):
+            unknown.setdefault(type(module), path)
+    return [
+        f"{path}: no attribute of {kind.__name__} is known to count its heads: right only where its code takes their "
+        f"number from the sizes of its projections, else tessera.parallel.register_class({kind.__name__}, heads=...) "
+        "says it"
+        for kind, path in unknown.items()
+    ]
+
+
+def _attends(module: nn.Module, columns: dict[str, ParamCut]) -> bool:
+    if "ttention" in type(module).__name__:
+        return True
+    return not columns.keys().isdisjoint(_QUERIES) and not columns.keys().isdisjoint(_KEYS)
 
 
 def attention_of(path: str, module: nn.Module, columns: dict[str, ParamCut]) -> Attention | None:
@@ -147,7 +168,7 @@ def _needs_a_head(module: nn.Module) -> bool:
 
 def follow(attention: Attention, rank: int, decided: set[str], explicit: Callable[[str], bool]) -> Follow:
     """`decided`: names of children that the plan takes care of; `explicit`: a rule leaves this parameter whole."""
-    result = Follow(_local_config(attention, attention.local_heads(rank)))
+    result = Follow(_local_numbers(attention, attention.local_heads(rank)))
     module = attention.module
     for name, param in module._parameters.items():
         if param is None or explicit(f"{attention.path}.{name}"):
@@ -178,33 +199,42 @@ def _unknown(attention: Attention, name: str, param: torch.Tensor) -> ConfigErro
     )
 
 
-def _local_config(attention: Attention, local: int) -> list[tuple[nn.Module, str, Any]]:
-    """What its code reads of its configuration. (Attributes of its own are the plan's.)"""
+def _local_numbers(attention: Attention, local: int) -> list[tuple[nn.Module, str, Any]]:
+    """What its configuration and the attributes that its class has registered are on this rank. (Of other attributes
+    the plan knows.)"""
     module = attention.module
-    config, read = getattr(module, "config", None), _names_read(type(module))
-    known = [n for n in (*_HEADS, *_KV_HEADS) if n in read and isinstance(getattr(config, n, None), int)]
-    if "config" not in read or not known:
-        return []
-    numbers = {n: getattr(config, n) * local // attention.heads for n in known}
-    return [(module, "config", LocalConfig(config, numbers))]
+    config, rule = getattr(module, "config", None), rule_of(type(module))
 
+    def share(value: int) -> int | None:
+        return value * local // attention.heads if value * local % attention.heads == 0 else None
 
-def _names_read(cls: type) -> set[str]:
-    """Attributes that the methods of a class name, without its construction."""
-    functions = [inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f) and f.__name__ != "__init__"]
-    return {name for function in functions for name in function.__code__.co_names}
+    found: list[tuple[nn.Module, str, Any]] = []
+    values = {name: getattr(config, name, None) for name in (*_HEADS, *_KV_HEADS)}
+    counts = {name: mine for name, v in values.items() if type(v) is int and (mine := share(v)) is not None}
+    if counts:
+        found.append((module, "config", LocalConfig(config, counts)))
+    for name in () if rule is None else rule.counts():
+        mine = share(number_at(module, name))
+        if mine is not None:
+            found.append((module, name, mine))
+        elif rule is None or name != rule.key_heads:  # one key is every head's
+            raise ConfigError(
+                f"[tensor_parallel] {attention.path}.{name} is {getattr(module, name)}, of which {local} of "
+                f"{attention.heads} heads have no whole part"
+            )
+    return found
 
 
 class LocalConfig:
     """A configuration with this rank's numbers of heads."""
 
     def __init__(self, whole: Any, local: dict[str, int]) -> None:
-        vars(self).update(_whole=whole, _local=local)
+        vars(self).update(local, _whole=whole)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_local" not in vars(self):
+        if name.startswith("__") or name == "_whole":
             raise AttributeError(name)
-        return self._local[name] if name in self._local else getattr(self._whole, name)
+        return getattr(self._whole, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._whole, name, value)

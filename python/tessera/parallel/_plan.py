@@ -11,6 +11,7 @@ from torch import nn
 from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel._attention import check_heads
+from tessera.parallel._classes import loss_of
 from tessera.parallel._modules import EXPERTS, cut_of
 from tessera.parallel._regions import KEY, SequenceRegions, find_regions
 from tessera.parallel._rules import Rules, facts_of, model_type, rules_for
@@ -34,7 +35,7 @@ class ParallelPlan:
     source: str  # of the rules
     skipped: list[str]  # names of parameters that a rule leaves whole
     summed: list[str]  # those of them whose gradient a rule sums
-    vocab_parallel: bool = False
+    loss: str | None = None  # the model's attribute that takes the loss of slices of the logits; None: logits are whole
     regions: SequenceRegions | None = None  # where activations are cut along the sequence
     warnings: list[str] = dataclasses.field(default_factory=list)  # beside those of the core
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
@@ -59,13 +60,15 @@ class ParallelPlan:
 
     def add_notes(self, path: str, attention: Attention, found: Follow) -> None:
         heads = [end - begin for begin, end in attention.mine]
-        self._note(path, f"{attention.heads} heads are {heads} by rank")
+        self.note(path, f"{attention.heads} heads are {heads} by rank")
+        for name in sorted({name for _, name, _ in found.attributes}):
+            self.note(path, f"{name} has this rank's numbers of heads")
         for name, _ in (*found.embeddings, *found.params):
-            self._note(path, f"{name}: cut by heads")
+            self.note(path, f"{name}: cut by heads")
         if found.slices_bias:
-            self._note(path, "biases that come in for all heads are sliced")
+            self.note(path, "biases that come in for all heads are sliced")
 
-    def _note(self, path: str, text: str) -> None:
+    def note(self, path: str, text: str) -> None:
         self.notes.setdefault(text, path)
 
 
@@ -83,13 +86,36 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     options.vocab_parallel = bool(config.get("tensor_parallel.vocab_parallel_lm_head"))
     modules = list(_modules(model))
     core = _core.make_plan(modules, facts_of(model), options)
-    check_heads(model, core.decisions)
+    unknown = check_heads(model, core.decisions)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     kept = {name: rule for name in names if (rule := _skipping(name, rules)) is not None}
     summed = [name for name, rule in kept.items() if rule.sum_gradient]
     regions = find_regions(model, core) if size > 1 and config.get(KEY) else None
-    fused = _cut_as_one(core, rules, model_type(model)) if size > 1 else []
-    return ParallelPlan(core, size, rules.source, list(kept), summed, options.vocab_parallel, regions, fused)
+    plan = ParallelPlan(core, size, rules.source, list(kept), summed, regions=regions)
+    if size > 1:
+        plan.warnings = [*_cut_as_one(core, rules, model_type(model)), *unknown]
+    if size > 1 and options.vocab_parallel:
+        _choose_loss(model, plan)
+    return plan
+
+
+def _choose_loss(model: nn.Module, plan: ParallelPlan) -> None:
+    """Whether the model's loss can take slices of the logits."""
+    cut = [decision.path for decision in plan.core.decisions if decision.vocabulary]
+    head = next((path for path in cut if not isinstance(model.get_submodule(path), nn.Embedding)), None)
+    if head is None:
+        return
+    known, plan.loss = loss_of(model)
+    kind = type(model).__name__
+    if plan.loss is not None:
+        plan.note(head, f"{plan.loss} of {kind} takes the loss of slices of the logits")
+    elif known:
+        plan.note(head, f"logits are gathered, {kind} takes its loss of whole ones")
+    else:
+        plan.warnings.append(
+            f"{head}: vocab_parallel_lm_head gathers the logits, because it is not known how {kind} takes its loss; "
+            f"tessera.parallel.register_class({kind}, loss=...) says so"
+        )
 
 
 def _expert_grain(model: nn.Module, config: _core.Config) -> int:

@@ -89,6 +89,12 @@ def nested_tuple(depth: int) -> bytes:
     return b"\x80\x02}" + b")" + b"\x85" * depth + b"K\x01s."
 
 
+def wide_tuple(depth: int) -> bytes:
+    """A dict with a key of 100 ** depth parts, which are shared: hashing it would not end."""
+    level = b"q\x00" + b"h\x00" * 99 + b"t"
+    return b"\x80\x02}" + b"(" * depth + b"K\x01" + level * depth + b"K\x01s."
+
+
 @pytest.mark.parametrize(
     "what",
     [
@@ -142,6 +148,23 @@ STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cp
     "pickled",
     [
         nested_tuple(1_000_000),
+        wide_tuple(7),
+        b"\x80\x02}]K\x01s.",  # unhashable keys
+        b"\x80\x02}(}K\x01u.",
+        b"\x80\x04\x8f(]\x90.",
+        b"\x80\x04(}\x91.",
+        b"\x80\x02}r\xff\xff\xff\x7fK\x01K\x02.",  # its memo has a place beyond any memory
+        b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x3fab.",
+        b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x3fab.",
+        b"\x80\x02(ios\nsystem\n.",  # operations that torch.save does not write
+        b"\x80\x02(cos\nsystem\no.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02I1\n.",
+        b"\x80\x04\x8c\x05torch\x8c\x19serialization.os.system\x93.",
+        b"\x80\x02]K\x00K\x01s.",  # items of what has none
+        b"\x80\x02}K\x00a.",
+        b"\x80\x02ccollections\nOrderedDict\nK\x01b.",
+        b"\x80\x02ccollections\nOrderedDict\n)R(K\x01u.",
         b"\x80\x02" + b"]q\x00h\x00a" * 3,  # no end
         b"\x80\x02r\xff\xff\xff\x7f.",
         b"\x80\x02X\xff\xff\xff\x7fab.",
@@ -158,7 +181,7 @@ STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cp
         b".",
         b"",
     ],
-    ids=range(16),
+    ids=range(33),
 )
 def test_hostile_pickles(pickled: bytes, tmp_path: Path) -> None:
     replace(tmp_path / "a.pt", pickled)

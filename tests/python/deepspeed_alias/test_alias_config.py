@@ -185,6 +185,19 @@ def test_files_that_are_hjson(tmp_path: Path) -> None:
         deepspeed.initialize(model=make(), config=str(path))
 
 
+def test_json_as_people_write_it() -> None:
+    text = """{
+      "train_batch_size": 4, // "of all", {
+      "optimizer": {"type": "AdamW", /* }, # */ "params": {"lr": 0.25, },},
+      "steps_per_print": Infinity, # ever
+      "wandb": {"project": "// # ,} NaN",}
+    }"""
+    engine = deepspeed.initialize(model=make(), config=text)[0]
+    assert engine.config["steps_per_print"] == float("inf") and engine.get_lr() == [0.25]
+    assert engine.config["wandb"] == {"project": "// # ,} NaN"}
+    engine.destroy()
+
+
 def test_sections_of_a_programs_own() -> None:
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
     from pydantic import Field, ValidationError

@@ -10,6 +10,8 @@ import transformers as tf
 from torch import nn
 from torch.nn import functional as F
 
+from tessera.parallel import register_class
+
 Batch = dict[str, torch.Tensor]
 VOCABULARY = 32
 
@@ -248,11 +250,70 @@ class PlainAttention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
 
-def own(heads: int, keys: int) -> Callable[[], nn.Module]:
+class NamedAttention(nn.Module):
+    """Its code takes the numbers of heads from attributes that only its class can tell of."""
+
+    def __init__(self, hidden: int, heads: int, keys: int) -> None:
+        super().__init__()
+        self.nh, self.nk, self.nw = heads, keys, hidden
+        self.wq, self.wo = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.wk, self.wv = (nn.Linear(hidden, keys * hidden // heads) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (count, -1)).transpose(1, 2)
+            for layer, count in ((self.wq, self.nh), (self.wk, self.nk), (self.wv, self.nk))
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(mixed.transpose(1, 2).reshape(*x.shape[:-1], self.nw))
+
+
+class RegisteredAttention(NamedAttention):
+    pass
+
+
+register_class(RegisteredAttention, heads="nh", key_heads="nk", widths=["nw"])
+
+
+class OwnLossModel(ChatGLMModel):
+    """Calls an attribute of its own for its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = self.output_layer
+        del self.output_layer
+
+    def criterion(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.lm_head(x)
+        return tf.modeling_outputs.CausalLMOutput(loss=self.criterion(logits=logits, labels=labels), logits=logits)
+
+
+class RegisteredLossModel(OwnLossModel):
+    pass
+
+
+register_class(RegisteredLossModel, loss="criterion")
+
+
+def with_loss(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return kind()
+
+    return make
+
+
+def own(heads: int, keys: int, attention: Callable[..., nn.Module] = PlainAttention) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = chatglm()
         for layer in model.layers:
-            layer.self_attention = PlainAttention(32, heads, keys)
+            layer.self_attention = attention(32, heads, keys)
         return model
 
     return make
@@ -326,9 +387,9 @@ GPT2_RULES = {
 OWN_RULES = {
     "partition_config": {
         "layer_specs": [
-            {"patterns": [r".*\.[qkv]_proj\.weight$"]},
+            {"patterns": [r".*\.[qkv]_proj\.weight$", r".*\.w[qkv]\.weight$"]},
             {"patterns": [r".*\.dense_h_to_4h\.weight$"], "shape": [2, -1]},
-            {"patterns": [r".*\.(o_proj|dense_4h_to_h)\.weight$"], "partition_type": "row"},
+            {"patterns": [r".*\.(o_proj|wo|dense_4h_to_h)\.weight$"], "partition_type": "row"},
         ]
     }
 }
@@ -397,6 +458,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], dict[str,
     "apertus": (of("Apertus", LLAMA, num_key_value_heads=2, rope_scaling=None), text, {}),
     "own": (own(4, 4), text, OWN_RULES),
     "own, four keys": (own(8, 4), text, OWN_RULES),
+    "own, registered": (own(8, 4, RegisteredAttention), text, OWN_RULES),
+    "own, vocabulary": (with_loss(OwnLossModel), text, {"preset_model": "chatglm", "vocab_parallel_lm_head": True}),
+    "own, vocabulary, registered": (
+        with_loss(RegisteredLossModel),
+        text,
+        {"preset_model": "chatglm", "vocab_parallel_lm_head": True},
+    ),
     "falcon": (of("Falcon", NEOX, new_decoder_architecture=True, num_kv_heads=2), text, {}),
     "falcon, all heads": (of("Falcon", NEOX, multi_query=False, bias=True), text, {}),
     "falcon, alibi": (of("Falcon", NEOX, multi_query=False, alibi=True), text, {}),
