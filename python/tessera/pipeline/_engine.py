@@ -332,3 +332,6 @@ class PipelineEngine(Engine):
                 del self.__dict__[held]
         self._grid.forget()
         _mesh.discard(self._grid.groups)
+
+
+PipelineModule._tessera_engine = PipelineEngine
