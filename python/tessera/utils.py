@@ -108,7 +108,7 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
 def _trainer(param: torch.Tensor) -> Engine | None:
     """The engine that optimizes `param`."""
     engine = engine_of(param)
-    return engine if isinstance(engine, Engine) and engine._optimizes(param) else None
+    return engine if isinstance(engine, Engine) and engine._updates.optimizes(param) else None
 
 
 def _in_time(param: torch.Tensor) -> Engine | None:

@@ -85,8 +85,8 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     def _visible_optimizer(self, options: Any) -> torch.optim.Optimizer | None:
         found = super()._visible_optimizer(options)
         if isinstance(found, tessera.Optimizer):
-            assert self._runner is not None
-            return _optimizers.class_for(self)(self, self._runner)
+            assert self._updates.runner is not None
+            return _optimizers.class_for(self)(self, self._updates.runner)
         return found
 
     # ---- training
@@ -143,7 +143,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     def _times(self, factor: float) -> None:
         """All gradients that are there."""
-        for number in self._optimized:
+        for number in self._updates.optimized:
             view = self.core.local_view(number, _core.Quantity.Gradient)
             if view is not None:
                 view.detach().mul_(factor)
@@ -343,6 +343,4 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
 
 # What the engine's class asks itself for before it is set: never the module's.
-_OWN = frozenset(
-    {"core", "_watch", "_runner", "_loans", "_mesh", "_partition", "_index", "_optimized", "basic_optimizer"}
-)
+_OWN = frozenset(name for name in tessera.Engine.__annotations__ if name.startswith("_")) | {"core", "basic_optimizer"}
