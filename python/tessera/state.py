@@ -14,7 +14,7 @@ import torch
 from tessera import _core
 from tessera.engine import Engine
 from tessera.errors import ConfigError
-from tessera.optim._states import OptimizerStates
+from tessera.optim.engines import OptimizerStates
 
 __all__ = [
     "get_full_fp32_param",

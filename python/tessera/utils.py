@@ -15,12 +15,12 @@ import torch
 from tessera import state
 from tessera.engine import Engine
 from tessera.errors import ConfigError, UsageError
-from tessera.zero import _leaf
-from tessera.zero._leaf import *  # noqa: F403  (tessera.zero has them too; defined there)
-from tessera.zero._owners import engine_of
+from tessera.zero import leaf
+from tessera.zero.engines import engine_of
+from tessera.zero.leaf import *  # noqa: F403  (tessera.zero has them too; defined there)
 
 __all__ = [
-    *_leaf.__all__,
+    *leaf.__all__,
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tessera._deepspeed._save import put_script
+from tessera._deepspeed import put_script
 from tessera.errors import UsageError
 from torch import nn
 

@@ -10,18 +10,24 @@ from torch import nn
 from tessera import _core
 from tessera._loans import Loans
 from tessera.autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype, init_autocast_params
-from tessera.engine._parallel import TensorParallel
 from tessera.engine._ranks import Ranks
 from tessera.engine._updates import Updates
 from tessera.errors import ConfigError
-from tessera.optim._factory import describe, params_of
-from tessera.optim._rules import NativeRule, read_group
-from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
-from tessera.optim._slices import SlicesRunner
-from tessera.optim._whole import WholeOptimizer
+from tessera.optim.engines import (
+    ExternalRunner,
+    NativeRule,
+    NativeRunner,
+    Runner,
+    SlicesRunner,
+    WholeOptimizer,
+    describe,
+    params_of,
+    read_group,
+)
+from tessera.parallel.engines import TensorParallel
 from tessera.units import ROOT, UnitPolicy, outline
-from tessera.zero._init import early_of
-from tessera.zero._leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
+from tessera.zero.engines import early_of
+from tessera.zero.leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
 
 Base = torch.optim.Optimizer | None
 

@@ -14,7 +14,7 @@ from torch import nn
 from tessera import _core
 from tessera.engine._report import logger
 from tessera.errors import UsageError
-from tessera.optim._factory import params_of
+from tessera.optim.engines import params_of
 
 _END = (object(),)  # behind all that is compared: a list that has grown does not pass for a beginning
 

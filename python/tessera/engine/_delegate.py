@@ -36,7 +36,9 @@ def property_of(part: str, getter: Callable[[Any], T]) -> Shown[T]:
     """The property `getter` of what the engine has as `part`, read-only."""
     shown: property = getter  # type: ignore[assignment]  # so it is, at run time
     assert shown.fget is not None
-    return property(operator.attrgetter(f"{part}.{shown.fget.__name__}"), doc=shown.__doc__)  # type: ignore[return-value]
+    made = property(operator.attrgetter(f"{part}.{shown.fget.__name__}"))
+    made.__doc__ = shown.__doc__
+    return made  # type: ignore[return-value]
 
 
 def weak(owner: T) -> T:

@@ -32,7 +32,6 @@ from tessera.engine._joining import Joining, groups_of_frozen
 from tessera.engine._look import Look, own_error_first
 from tessera.engine._moving import Moving
 from tessera.engine._norms import Norms
-from tessera.engine._parallel import TensorParallel
 from tessera.engine._place import keep_place, place, settle_buffers
 from tessera.engine._preflight import check_modules
 from tessera.engine._ranks import Ranks
@@ -42,13 +41,19 @@ from tessera.engine._watch import Watch
 from tessera.engine._weights import Weights
 from tessera.errors import ConfigError
 from tessera.loss_scale import LossScaler
-from tessera.optim._factory import as_lists, build_optimizer, build_schedule, keep_optimizer, nothing_trained
-from tessera.optim._rules import native_rule
-from tessera.optim._wrapper import Optimizer
+from tessera.optim.engines import (
+    Optimizer,
+    as_lists,
+    build_optimizer,
+    build_schedule,
+    keep_optimizer,
+    native_rule,
+    nothing_trained,
+)
+from tessera.parallel.engines import TensorParallel
 from tessera.units import UnitPolicy, default_unit_policy
-from tessera.zero._hooks import Partition
-from tessera.zero._init import taken_over
-from tessera.zero._leaf import leaf_paths
+from tessera.zero.engines import Partition, partition_again, taken_over, whole_for_good
+from tessera.zero.leaf import leaf_paths
 
 
 class Engine(nn.Module):
@@ -145,7 +150,7 @@ class Engine(nn.Module):
             self.training_dataloader = (
                 None if training_data is None else self.deepspeed_io(training_data, batch.micro_batch_size)
             )
-            self._parallel.cut()
+            self._parallel.cut(whole_for_good, partition_again)
             self._build_core(base, unit_policy or default_unit_policy, joins)
             self._parallel.settle()
             self._watch.built(self)

@@ -12,9 +12,9 @@ from tessera import _core
 from tessera._outputs import tensors_in
 from tessera.autocast import cast_floating
 from tessera.engine._look import Look
-from tessera.engine._parallel import TensorParallel
-from tessera.sequence._huggingface import attends_locally
-from tessera.zero._hooks import Partition
+from tessera.parallel.engines import TensorParallel
+from tessera.sequence.engines import attends_locally
+from tessera.zero.engines import Partition
 
 
 class Forward:

@@ -9,7 +9,6 @@ import torch
 
 from tessera import _core
 from tessera._config import dtype_at
-from tessera.engine._parallel import TensorParallel
 from tessera.engine._ranks import Ranks
 from tessera.engine._report import logger
 from tessera.engine._watch import Watch, table
@@ -17,6 +16,7 @@ from tessera.errors import ConfigError, UsageError
 from tessera.flops import FlopsProfiler
 from tessera.monitor import Monitor
 from tessera.parallel import ParallelPlan
+from tessera.parallel.engines import TensorParallel
 from tessera.recompute import Recompute
 
 T = TypeVar("T")

@@ -15,11 +15,9 @@ from tessera import _core
 from tessera.engine._on_all import on_all
 from tessera.engine._updates import Updates
 from tessera.errors import ConfigError, UsageError
-from tessera.optim._runners import Runner
-from tessera.optim._whole import Muon, muon_groups
+from tessera.optim.engines import Muon, Runner, muon_groups
 from tessera.units import ROOT
-from tessera.zero._hooks import Partition
-from tessera.zero._init import early_of
+from tessera.zero.engines import Partition, early_of
 
 
 class HasModule(Protocol):

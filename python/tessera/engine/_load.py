@@ -14,7 +14,7 @@ import torch
 
 from tessera import _core
 from tessera._blobs import Saved, check_taken, count_of, of_kind
-from tessera._deepspeed._read import LOOKED_FOR, Hints, manifest_of
+from tessera._deepspeed import LOOKED_FOR, Hints, manifest_of
 from tessera._random import put_random_states, try_random_states
 from tessera.data import Loader
 from tessera.engine._on_all import on_all

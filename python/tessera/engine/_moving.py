@@ -8,7 +8,7 @@ from typing import Any
 
 from tessera import _core
 from tessera.errors import ConfigError, UsageError
-from tessera.optim._runners import NativeRunner, Runner
+from tessera.optim.engines import NativeRunner, Runner
 
 KINDS = {
     "optim_states": _core.StateKind.OptimizerStates,

@@ -13,7 +13,7 @@ from tessera import _core
 from tessera._blobs import CUT, OWN_KINDS, Saved, check_like, check_taken, cut_of
 from tessera.engine._run import Run
 from tessera.errors import ConfigError, IoError
-from tessera.optim._runners import ExternalRunner
+from tessera.optim.engines import ExternalRunner
 
 # A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
 _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")

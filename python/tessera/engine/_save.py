@@ -11,13 +11,13 @@ import torch
 
 from tessera import _core
 from tessera._blobs import pickled
-from tessera._deepspeed._pieces import OWN_KEYS
+from tessera._deepspeed import OWN_KEYS, save_as_deepspeed
 from tessera._random import random_states
 from tessera.engine._on_all import on_all
 from tessera.engine._optimizer_parts import client_states
 from tessera.engine._run import Run, buffers_of, names_of
 from tessera.errors import ConfigError
-from tessera.optim._runners import NativeRunner
+from tessera.optim.engines import NativeRunner
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,6 @@ def save(run: Run, request: SaveRequest) -> None:
 
     if as_deepspeed:
         stage = config.get("zero_optimization.stage")
-        from tessera._deepspeed._save import save_as_deepspeed  # few call for it
-
         save_as_deepspeed(run.core, folder, write, stage, run._ranks.dp_world_size, request.latest, keep_last)
     else:
         write(folder)

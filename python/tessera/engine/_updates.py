@@ -8,7 +8,7 @@ import torch
 
 from tessera import _core
 from tessera.errors import ConfigError, UsageError
-from tessera.optim._runners import Runner
+from tessera.optim.engines import Runner
 
 
 @dataclass(eq=False)

@@ -10,8 +10,8 @@ from torch import nn
 
 from tessera import _core
 from tessera._copies import own_copies
-from tessera.engine._parallel import TensorParallel
-from tessera.zero._regions import Region, parts_of
+from tessera.parallel.engines import TensorParallel
+from tessera.zero.engines import Region, parts_of
 
 
 class HasWeights(Protocol):
