@@ -18,7 +18,6 @@ from tessera._config import load_config
 from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
 from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
-from tessera.data import Loader, make_loader
 from tessera.elasticity import with_elastic_batch
 from tessera.engine import _build
 from tessera.engine._accumulation import Accumulation
@@ -29,6 +28,7 @@ from tessera.engine._end import end, give_up
 from tessera.engine._forward import Forward
 from tessera.engine._info import Info, setting
 from tessera.engine._joining import Joining, groups_of_frozen
+from tessera.engine._loaders import Loaders
 from tessera.engine._look import Look, own_error_first
 from tessera.engine._moving import Moving
 from tessera.engine._norms import Norms
@@ -95,6 +95,7 @@ class Engine(nn.Module):
     _info: Info
     _weights: Weights
     _checkpoints: Checkpoints
+    _loaders: Loaders
     _open_regions: list[frozenset[int]]  # of zero.GatheredParameters: ids of their parameters
     _of_several = False  # its checkpoints are those of several engines: engine/checkpoint.h
 
@@ -123,7 +124,9 @@ class Engine(nn.Module):
         self.num_local_io_workers = 0
         self._open_regions = []
         self._loans = Loans()
-        self._info, self._weights, self._checkpoints = Info(weak(self)), Weights(weak(self)), Checkpoints(weak(self))
+        this = weak(self)
+        self._info, self._weights = Info(this), Weights(this)
+        self._checkpoints, self._loaders = Checkpoints(this), Loaders(this)
         device = checked_device(group, model.parameters())
         self._ranks = Ranks(group, self._settings, device, sequence_parallel, tensor_parallel)
         self._warn(self._settings.warnings)
@@ -318,31 +321,7 @@ class Engine(nn.Module):
         self.core.zero_grad()
         super().zero_grad(set_to_none=True)
 
-    # ---------------------------------------------------------------- data, compiler
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = False,
-        data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> Loader:
-        """A loader of this rank's part of `dataset`; the micro batch is the default batch size."""
-        return make_loader(
-            dataset,
-            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
-            rank=self._ranks.get_data_parallel_rank(),
-            world_size=self._ranks.dp_world_size,
-            route=route,
-            pin_memory=pin_memory,
-            data_sampler=data_sampler,
-            collate_fn=collate_fn or self.collate_fn,
-            num_workers=self.num_local_io_workers if num_local_io_workers is None else num_local_io_workers,
-            drop_last=self._settings.get("dataloader_drop_last"),
-        )
+    # ---------------------------------------------------------------- compiler
 
     def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
         """torch.compile of the module in place, with `compile_kwargs`; once. Stage 3: unit by unit. docs/compile.md"""
@@ -389,6 +368,8 @@ class Engine(nn.Module):
     load_checkpoint = method_of("_checkpoints", Checkpoints.load_checkpoint)
     save_16bit_model = method_of("_checkpoints", Checkpoints.save_16bit_model)
     save_fp16_model = method_of("_checkpoints", Checkpoints.save_fp16_model)
+
+    deepspeed_io = method_of("_loaders", Loaders.deepspeed_io)
 
     module_state_dict = method_of("_weights", Weights.module_state_dict)
     load_module_state_dict = method_of("_weights", Weights.load_module_state_dict)

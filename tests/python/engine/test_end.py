@@ -7,6 +7,7 @@ import copy
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,21 @@ def test_an_end_amid_a_trace_leaves_values(stage: int, collected: bool) -> None:
     with FakeTensorMode():
         del early
         gc.collect()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_engine_ends_with_its_last_user(stage: int) -> None:
+    """Its parts do not keep it: the hooks go at once, not when the collector comes by."""
+    model = make()
+    engine = tessera.Engine(model, config(stage))
+    train(engine, 0, 1)
+    ended = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert ended() is None and not model._forward_pre_hooks
+    finally:
+        gc.enable()
 
 
 def _end_engines_amid_collections(_: int) -> None:
