@@ -3,9 +3,13 @@
 
 usage: check_layers.py [ROOT]     exit status 1 and one line per finding when a rule is broken
 
+DEBTS lists what circles and private imports there still are; an entry that is not needed any more is a finding.
+
 The rules, in the order of the functions below:
   layers     a file includes its own folder or a lower layer only
   imports    the same for the Python package
+  circles    no files of the Python packages import each other in a circle, for types neither
+  private    a name or module with an underscore is imported inside its own package only
   alias      the package does not import the one that stands for DeepSpeed
   doors      one folder or file each for c10d, pybind11, autograd internals and the environment
   length     no source file is longer than MAX_LINES
@@ -67,6 +71,10 @@ PYTHON_LAYERS = {name: layer for layer, names in enumerate(PYTHON_ORDER) for nam
 # The package that stands for DeepSpeed is above all (layer 9): it sees them, and none names it.
 ALIAS, ALIAS_NAME = "python/deepspeed_alias/", "deepspeed"
 
+PYTHON_ROOTS = ("python/tessera/", f"{ALIAS}{ALIAS_NAME}/")
+DEBTS = "tools/import_debts.txt"
+PRIVATE = re.compile(r"_(?!_|core)")  # names of this form; _core, the compiled module, is everybody's
+
 # What a door is -> (pattern, prefixes of the files that may match it).
 DOORS = {
     "c10d": (re.compile(r"\bc10d\b|torch/csrc/distributed"), ("tessera/comm/", "python/src/")),
@@ -116,22 +124,36 @@ def check_layers(path: str, text: str) -> Iterator[Finding]:
             yield path, f"layer {here[1]} includes {include} of layer {there[1]}"
 
 
-def imported(path: str, text: str) -> Iterator[str]:
-    """Of all imports of a Python file of the package: the module or sub-package beside __init__.py; what is neither is
-    a name of __init__'s."""
-    package = path.split("/")[1:-1]
+def python_module(path: str) -> list[str]:
+    """The dotted name of a Python file of the packages, in parts; that of a package is its __init__'s."""
+    base = ALIAS if path.startswith(ALIAS) else "python/"
+    names = path.removeprefix(base).rpartition(".")[0].split("/")
+    return names[:-1] if names[-1] == "__init__" else names
+
+
+def python_package(path: str) -> list[str]:
+    """That of such a file."""
+    return python_module(path) if path.endswith("/__init__.py") else python_module(path)[:-1]
+
+
+def import_names(path: str, text: str) -> Iterator[list[str]]:
+    """All that a Python file of the packages imports: absolute dotted names in parts."""
+    package = python_package(path)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            names = [name.name.split(".") for name in node.names]
+            yield from (name.name.split(".") for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
-            names = [[*base, name.name] for name in node.names]
-        else:
-            continue
-        for root, *rest in names:
-            if root == "tessera":
-                yield rest[0] if rest and rest[0] in PYTHON_LAYERS else "__init__"
+            yield from ([*base, name.name] for name in node.names)
+
+
+def imported(path: str, text: str) -> Iterator[str]:
+    """Of all imports of a Python file of the package: the module or sub-package beside __init__.py; what is neither is
+    a name of __init__'s."""
+    for root, *rest in import_names(path, text):
+        if root == "tessera":
+            yield rest[0] if rest and rest[0] in PYTHON_LAYERS else "__init__"
 
 
 def check_imports(path: str, text: str) -> Iterator[Finding]:
@@ -155,6 +177,66 @@ def check_alias(path: str, text: str) -> Iterator[Finding]:
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
         if any(name.split(".")[0] == ALIAS_NAME for name in names):
             yield path, f"imports {ALIAS_NAME}: only {ALIAS} is above the package (layer 9)"
+
+
+def python_files(files: dict[str, str]) -> dict[str, str]:
+    return {
+        path: text for path, text in files.items() if path.startswith(PYTHON_ROOTS) and path.endswith((".py", ".pyi"))
+    }
+
+
+def circles_of(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """The largest sets of nodes that reach each other."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        found, ahead = set[str](), [start]
+        while ahead:
+            new = graph[ahead.pop()] - found
+            found |= new
+            ahead += new
+        reached[start] = found
+    return {frozenset(o for o in far if start in reached[o]) for start, far in reached.items() if start in far}
+
+
+def check_circles(files: dict[str, str]) -> Iterator[Finding]:
+    modules = {".".join(python_module(path)): path for path in python_files(files)}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = [] if path.endswith(".pyi") else import_names(path, files[path])  # stubs are parts of one module
+        imports = [(".".join(names), ".".join(names[:-1])) for names in found]
+        graph[name] = {whole if whole in modules else module for whole, module in imports} & modules.keys() - {name}
+    allowed = {frozenset(names) for kind, *names in debts(files) if kind == "circle"}
+    for circle in circles_of(graph) - allowed:
+        yield modules[min(circle)], f"is in a circle of imports: {' '.join(sorted(circle))}"
+    for circle in allowed - circles_of(graph):
+        yield DEBTS, f"there is no such circle any more, mend the entry: {' '.join(sorted(circle))}"
+
+
+def check_private(files: dict[str, str]) -> Iterator[Finding]:
+    used: dict[tuple[str, str], str] = {}
+    plain = [python_module(path) for path in python_files(files) if not path.endswith("/__init__.py")]
+    for path, text in python_files(files).items():
+        package, here = python_package(path), python_module(path)
+        user = ".".join(here[: 2 if here[0] == "tessera" else 1])
+        for names in import_names(path, text):
+            private = [names[:at] for at, name in enumerate(names) if PRIVATE.match(name)]
+            owners = [owner[:-1] if owner in plain else owner for owner in private]
+            if names[0] in ("tessera", ALIAS_NAME) and any(owner != package[: len(owner)] for owner in owners):
+                used.setdefault((user, ".".join(names)), path)
+    allowed = {
+        (user, f"{module}.{name}")
+        for kind, user, module, *names in (debt for debt in debts(files) if debt[0] == "private")
+        for name in names
+    }
+    for user, name in sorted(used.keys() - allowed):
+        yield used[user, name], f"imports {name}, which is private to its package"
+    for user, name in sorted(allowed - used.keys()):
+        yield DEBTS, f"{user} does not import {name} any more, take it out"
+
+
+def debts(files: dict[str, str]) -> list[list[str]]:
+    lines = (line.partition("#")[0].split() for line in files.get(DEBTS, "").splitlines())
+    return [line for line in lines if line]
 
 
 def check_doors(path: str, text: str) -> Iterator[Finding]:
@@ -244,6 +326,8 @@ def check_all(files: dict[str, str]) -> list[Finding]:
             findings += check_length(path, text)
         findings += check_imports(path, text)
         findings += check_alias(path, text)
+    findings += check_circles(files)
+    findings += check_private(files)
     findings += check_tests(files)
     return findings
 

@@ -39,7 +39,7 @@ from tessera._core import version as __version__  # noqa: E402
 from tessera.distributed import init_distributed  # noqa: E402
 from tessera.engine import Engine, initialize, step_together  # noqa: E402
 from tessera.errors import ConfigError, UsageError  # noqa: E402
-from tessera.optim._wrapper import Optimizer  # noqa: E402
+from tessera.optim.engines import Optimizer  # noqa: E402
 from tessera.units import default_unit_policy  # noqa: E402
 
 cmake_prefix_path = os.path.dirname(os.path.abspath(__file__))

@@ -25,9 +25,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._deepspeed._read import LOOKED_FOR, manifest_of
-from tessera._deepspeed._save import finish_folder
-from tessera._deepspeed._write import Layout, Source, write_universal
+from tessera._deepspeed import LOOKED_FOR, Layout, Source, finish_folder, manifest_of, write_universal
 from tessera.errors import ConfigError, IoError
 
 __all__ = [

@@ -15,12 +15,12 @@ import torch
 from tessera import state
 from tessera.engine import Engine
 from tessera.errors import ConfigError, UsageError
-from tessera.zero import _leaf
-from tessera.zero._leaf import *  # noqa: F403  (tessera.zero has them too; defined there)
-from tessera.zero._owners import engine_of
+from tessera.zero import leaf
+from tessera.zero.engines import engine_of
+from tessera.zero.leaf import *  # noqa: F403  (tessera.zero has them too; defined there)
 
 __all__ = [
-    *_leaf.__all__,
+    *leaf.__all__,
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -108,7 +108,7 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
 def _trainer(param: torch.Tensor) -> Engine | None:
     """The engine that optimizes `param`."""
     engine = engine_of(param)
-    return engine if isinstance(engine, Engine) and engine._optimizes(param) else None
+    return engine if isinstance(engine, Engine) and engine._updates.optimizes(param) else None
 
 
 def _in_time(param: torch.Tensor) -> Engine | None:

@@ -80,6 +80,79 @@ def test_the_package_does_not_import_its_alias(line, legal):
     assert not list(check_layers.check_alias("python/deepspeed_alias/deepspeed/_a.py", line))
 
 
+def of_imports(files, debts=""):
+    named = {f"python/{path}": f"{line}\n" for path, line in files.items()}
+    checks = (check_layers.check_circles, check_layers.check_private)
+    return [text for check in checks for _, text in check(named | {check_layers.DEBTS: debts})]
+
+
+@pytest.mark.parametrize(
+    ("files", "circle"),
+    [
+        ({"tessera/zero/_a.py": "from tessera.zero._b import x", "tessera/zero/_b.py": ""}, ""),
+        (
+            {
+                "tessera/zero/_a.py": "from . import _b",
+                "tessera/zero/_b.py": "if TYPE_CHECKING:\n    from tessera.zero._a import A",
+            },
+            "tessera.zero._a tessera.zero._b",
+        ),
+        (
+            {
+                "tessera/zero/__init__.py": "from tessera.zero._a import A",
+                "tessera/zero/_a.py": "def f():\n    from tessera.zero import B",
+            },
+            "tessera.zero tessera.zero._a",
+        ),
+        (
+            {
+                "tessera/_core.pyi": "from tessera._core_a import A",
+                "tessera/_core_a.pyi": "from tessera._core import B",
+            },
+            "",
+        ),
+        (
+            {
+                "deepspeed_alias/deepspeed/_a.py": "import deepspeed._b",
+                "deepspeed_alias/deepspeed/_b.py": "from ._a import *",
+            },
+            "deepspeed._a deepspeed._b",
+        ),
+    ],
+)
+def test_circles_of_imports(files, circle):
+    debt = f"circle {circle}  # for now\n" if circle else ""
+    assert of_imports(files) == ([f"is in a circle of imports: {circle}"] if circle else [])
+    assert of_imports(files, debt) == []
+    assert "no such circle" in of_imports({}, debt or "circle a b")[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "debt"),
+    [
+        (
+            "tessera/engine/_a.py",
+            "from tessera.zero._owners import holder_of",
+            "tessera.engine tessera.zero._owners holder_of",
+        ),
+        ("tessera/utils.py", "from tessera.zero import _leaf", "tessera.utils tessera.zero _leaf"),
+        ("tessera/__init__.py", "import tessera.zero._leaf", "tessera tessera.zero _leaf"),
+        ("tessera/engine/_a.py", "from tessera._far._read import x", "tessera.engine tessera._far._read x"),
+        ("deepspeed_alias/deepspeed/_a.py", "from tessera import _mesh", "deepspeed tessera _mesh"),
+        ("tessera/zero/__init__.py", "from tessera.zero._owners import holder_of", ""),
+        ("tessera/zero/_a.py", "from ._owners import _HOME", ""),
+        ("tessera/zero/_a.py", "from tessera import _core, _mesh", ""),
+        ("deepspeed_alias/deepspeed/_a.py", "from tessera import _core, __version__", ""),
+        ("tessera/zero/_a.py", "from torch._dynamo import x", ""),
+    ],
+)
+def test_private_names(path, line, debt):
+    found = of_imports({path: line, "tessera/zero/_owners.py": ""})
+    assert ["private" in text for text in found] == [True] * bool(debt)
+    assert of_imports({path: line, "tessera/zero/_owners.py": ""}, f"private {debt}" if debt else "") == []
+    assert "any more" in of_imports({}, f"private {debt or 'tessera.zero tessera._a b'}")[0]
+
+
 @pytest.mark.parametrize(
     ("text", "home", "elsewhere"),
     [

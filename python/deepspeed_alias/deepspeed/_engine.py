@@ -1,28 +1,25 @@
-"""deepspeed.initialize and its engine: tessera.Engine, and what only old callers expect of it."""
+"""The engine of deepspeed.initialize: tessera.Engine, and what only old callers expect of it."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tessera._config import choose_config
-from tessera._deepspeed._save import put_script
+from tessera._deepspeed import put_script
 from tessera.errors import UsageError
 from torch import nn
 
-import deepspeed
 import tessera
-from deepspeed import _groups, _optimizers, _params, _schedules, _sequence_state, _tensor_parallel
-from deepspeed._config import DeepSpeedConfig, Section, read, translated, users_dict
+from deepspeed import _groups, _optimizers, _params, _schedules, _tensor_parallel
+from deepspeed._config import DeepSpeedConfig, Section, users_dict
 from deepspeed._getters import ConfigGetters, refusal
 from deepspeed._lazy import NotServed
-from deepspeed._logging import log_dist_once, logger, warning_once
+from deepspeed._logging import log_dist_once, warning_once
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed._zero import DeepSpeedZeRoOffload
 from tessera import _core
@@ -88,8 +85,8 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     def _visible_optimizer(self, options: Any) -> torch.optim.Optimizer | None:
         found = super()._visible_optimizer(options)
         if isinstance(found, tessera.Optimizer):
-            assert self._runner is not None
-            return _optimizers.class_for(self)(self, self._runner)
+            assert self._updates.runner is not None
+            return _optimizers.class_for(self)(self, self._updates.runner)
         return found
 
     # ---- training
@@ -146,7 +143,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     def _times(self, factor: float) -> None:
         """All gradients that are there."""
-        for number in self._optimized:
+        for number in self._updates.optimized:
             view = self.core.local_view(number, _core.Quantity.Gradient)
             if view is not None:
                 view.detach().mul_(factor)
@@ -346,52 +343,4 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
 
 # What the engine's class asks itself for before it is set: never the module's.
-_OWN = frozenset(
-    {"core", "_watch", "_runner", "_loans", "_mesh", "_partition", "_index", "_optimized", "basic_optimizer"}
-)
-
-
-def _arguments() -> inspect.Signature:
-    """Those of tessera.initialize that DeepSpeed has too: the positional ones."""
-    whole = inspect.signature(tessera.initialize)
-    return whole.replace(parameters=[p for p in whole.parameters.values() if p.kind is not p.KEYWORD_ONLY])
-
-
-_ARGUMENTS = _arguments()
-
-
-def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """tessera.initialize with a DeepSpeedEngine. Creates the process group of torch.distributed where there is none."""
-    logger.info("DeepSpeed info: version=%s, served by Tessera %s", deepspeed.__version__, tessera.__version__)
-    call = _ARGUMENTS.bind(*args, **kwargs).arguments
-    given = read(choose_config(call.get("args"), call.get("config"), call.pop("config_params", None)))
-    call["args"] = _Rank(call.get("args"))
-    if call.get("dist_init_required") is None:
-        call["dist_init_required"] = True
-    if call.get("mpu") is _sequence_state:
-        call["mpu"] = _sequence_state.current()
-    with translated():
-        call["config"] = _tensor_parallel.handed_over(given, call.get("model"))
-        built = tessera.initialize(**call, engine_type=functools.partial(_class_for(call.get("model")), given=given))
-    vars(built[0])["_mpu"] = call.get("mpu")
-    _groups.register(built[0], call.get("mpu"))
-    return built  # type: ignore[return-value]
-
-
-def _class_for(model: Any) -> type[DeepSpeedEngine]:
-    if isinstance(model, tessera.pipeline.PipelineModule):
-        from deepspeed._pipe import PipelineEngine
-
-        return PipelineEngine
-    return DeepSpeedEngine
-
-
-initialize.__signature__ = _ARGUMENTS  # type: ignore[attr-defined]
-
-
-class _Rank:
-    """Of `args` what is not the configuration."""
-
-    def __init__(self, args: Any) -> None:
-        rank = args.get("local_rank") if isinstance(args, Mapping) else getattr(args, "local_rank", None)
-        self.local_rank = rank
+_OWN = frozenset(name for name in tessera.Engine.__annotations__ if name.startswith("_")) | {"core", "basic_optimizer"}

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from tessera.errors import ConfigError
-from tessera.optim._whole import AUX_ADAM, orthogonal
+from tessera.optim.engines import AUX_ADAM, orthogonal
 
 from deepspeed._lazy import NotServed
 from tessera import optim

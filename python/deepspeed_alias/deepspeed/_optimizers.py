@@ -84,7 +84,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     def get_param_id(self, param: torch.Tensor) -> int:
         """The number of a parameter that is trained."""
-        return self._owner._index[id(param)]
+        return self._owner._updates.index[id(param)]
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
@@ -94,7 +94,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         several = engine.gradient_accumulation_steps() > 1 or not engine.is_gradient_accumulation_boundary()
         if not (several and engine.zero_use_cpu_optimizer()):
             return {}
-        views = {number: engine.core.local_view(number, _core.Quantity.Gradient) for number in engine._optimized}
+        views = {
+            number: engine.core.local_view(number, _core.Quantity.Gradient) for number in engine._updates.optimized
+        }
         return {number: view.detach().cpu() for number, view in views.items() if view is not None}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tessera._mesh import core_group
-from tessera.zero._owners import Mark, engine_of, holder_of
+from tessera.zero.engines import Mark, engine_of, holder_of
 from torch import nn
 
 from deepspeed import _pieces

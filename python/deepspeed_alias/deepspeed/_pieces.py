@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from tessera._mesh import core_group
 from tessera.errors import UsageError
-from tessera.zero._owners import engine_of
-from tessera.zero._regions import Region, parts_of
+from tessera.zero.engines import Region, engine_of, parts_of
 
 from tessera import _core
 from tessera.zero import ParamStatus, partition_info

@@ -127,7 +127,8 @@ _ULYSSES_SP = (
 
 MODULES: dict[str, Rows] = {
     "deepspeed": {
-        **_same("._engine", "initialize DeepSpeedEngine"),
+        **_same("._initialize", "initialize"),
+        **_same("._engine", "DeepSpeedEngine"),
         **_same("._config", "DeepSpeedConfig DeepSpeedConfigError"),
         **_same("._comm", "init_distributed"),
         **_same("._arguments", "add_config_arguments add_tuning_arguments"),

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 from tessera._mesh import core_group
 from tessera.errors import ConfigError, UsageError
-from tessera.parallel._apply import cuts_of
-from tessera.parallel._modules import cut_of
-from tessera.parallel._record import Record, made
+from tessera.parallel.engines import Record, cut_of, cuts_of, made
 from torch import nn
 
 import tessera
@@ -154,7 +152,7 @@ class LinearAllreduce(metaclass=_CutLayer):
 
 @contextlib.contextmanager
 def _whole_for_good(module: nn.Module) -> Any:
-    from tessera.zero._init import whole_for_good
+    from tessera.zero.engines import whole_for_good
 
     for param in module.parameters(recurse=False):
         if tessera.zero.partition_info(param) is not None:
@@ -257,7 +255,7 @@ class AutoTPMeta:
 
     @classmethod
     def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
-        from tessera.parallel._rules import facts_of_config
+        from tessera.parallel.engines import facts_of_config
 
         if model_config is None:
             return cls(tp_grain_size=tp_grain_size)

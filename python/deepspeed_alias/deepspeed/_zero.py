@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from tessera.optim._rules import is_tested
+from tessera.optim.engines import is_tested
 from torch import nn
 
 import tessera

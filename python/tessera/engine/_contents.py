@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,21 +14,16 @@ from torch import nn
 from tessera import _core
 from tessera.engine._report import logger
 from tessera.errors import UsageError
+from tessera.optim.engines import params_of
 
 _END = (object(),)  # behind all that is compared: a list that has grown does not pass for a beginning
 
 
 class Contents:
-    """`known`: the parameters of the engine, and those that are to join it, now. `tells`: this rank warns, for all."""
+    """`core`, `base`: the engine's, and the optimizer that updates it. `tells`: this rank warns, for all."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        known: Callable[[], Iterable[torch.Tensor]],
-        tells: bool,
-    ) -> None:
-        self._known = known
-        self._tells = tells
+    def __init__(self, model: nn.Module, core: _core.Engine, base: torch.optim.Optimizer | None, tells: bool) -> None:
+        self._core, self._base, self._tells = core, base, tells
         self._built = _named(model)
         self._names = {name for name, *_ in self._built}
         # Behind something else from the start.
@@ -59,7 +54,8 @@ class Contents:
             and not any(param.requires_grad for param in self._later)
         ):
             return ""
-        known = {id(param) for param in self._known()}
+        joining = [] if self._base is None else params_of(self._base.param_groups)
+        known = {id(param) for param in (*(spec.tensor for spec in self._core.params()), *joining)}
         fault, warning = _core.compare_contents(self._built, self._read(model), known)
         if not fault:
             self._note(model, known)

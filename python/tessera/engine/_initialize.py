@@ -13,9 +13,9 @@ from tessera import _core, _mesh, distributed
 from tessera._config import choose_config, load_config
 from tessera.engine._engine import Engine
 from tessera.errors import ConfigError
-from tessera.parallel._record import take_record
+from tessera.parallel.engines import take_record
 from tessera.units import UnitPolicy
-from tessera.zero._init import suspended
+from tessera.zero.engines import suspended
 
 
 def initialize(

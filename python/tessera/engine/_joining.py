@@ -6,21 +6,25 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tessera import _core
 from tessera.engine._on_all import on_all
+from tessera.engine._updates import Updates
 from tessera.errors import ConfigError, UsageError
-from tessera.optim._whole import Muon, muon_groups
+from tessera.optim.engines import Muon, Runner, muon_groups
 from tessera.units import ROOT
-from tessera.zero._init import early_of
-from tessera.zero._owners import Home, set_home
+from tessera.zero.engines import Partition, early_of
 
-if TYPE_CHECKING:
-    from tessera.engine._engine import Engine
+
+class HasModule(Protocol):
+    """An engine, whose module a user may exchange."""
+
+    @property
+    def module(self) -> nn.Module: ...
 
 
 def groups_of_frozen(
@@ -56,58 +60,109 @@ def _fits(base: torch.optim.Optimizer, group: dict[str, Any], model: nn.Module, 
     return bool(own["use_muon"] == group["use_muon"])
 
 
-class EngineJoining:
-    """What an Engine does with them."""
+class Joining:
+    """What an engine does with them. `partition`: marks parameters as the engine's."""
 
-    def _add_group(self, group: dict[str, Any]) -> None:
+    def __init__(self, engine: HasModule, updates: Updates, partition: Partition) -> None:
+        self._engine, self._updates, self._partition = engine, updates, partition
+        self._core = updates.core
+
+    def add_group(self, group: dict[str, Any]) -> None:
         """optimizer.add_param_group(). With a group that is refused all is as before."""
-        engine = cast("Engine", self)
-        base = engine._trainable("optimizer.add_param_group").base
+        base = self._updates.trained_by("optimizer.add_param_group").base
         count = len(base.param_groups)
         type(base).add_param_group(base, group)
         try:
-            self._follow_params()
+            self.follow()
         except BaseException as error:
             del base.param_groups[count:]
             if isinstance(error, (ConfigError, UsageError)):
-                raise type(error)(f"{error}; the param group was not added{_strangers(engine, group)}") from None
+                strangers = _strangers(self._engine.module, group)
+                raise type(error)(f"{error}; the param group was not added{strangers}") from None
             raise
 
-    def _follow_params(self) -> None:
+    def follow(self) -> None:
         """The core is told of what begins to be trained. Local."""
-        engine = cast("Engine", self)
-        if engine._runner is not None and engine._runner.has_grown():
-            _take_groups(engine)
-        if engine._frozen:
-            _warn_of_thawed(engine)
+        runner = self._updates.runner
+        if runner is not None and runner.has_grown():
+            self._take_groups(runner)
+        if self._updates.frozen:
+            _warn_of_thawed(self._updates)
 
-    def _settle_joined(self) -> None:
+    def settle(self) -> None:
         """The optimizer has what the core has let join since the last call."""
-        engine = cast("Engine", self)
-        numbers = engine.core.take_joined()
-        if not numbers or engine._runner is None:
+        numbers, runner = self._core.take_joined(), self._updates.runner
+        if not numbers or runner is None:
             return
-        groups = engine._runner.base.param_groups
+        groups = runner.base.param_groups
         for number in numbers:
-            spec = engine.core.param(number)
+            spec = self._core.param(number)
             listed = groups[spec.group]["params"]
             if not any(param is spec.tensor for param in listed):
-                number_of = engine._runner.numbers(engine._index)
+                number_of = runner.numbers(self._updates.index)
                 listed.insert(_place([number_of.get(id(p), -1) for p in listed], number), spec.tensor)
-            _rename(engine, spec, number)
-            engine._runner.joined(number, spec.tensor, spec.group)
-        engine._optimized |= frozenset(numbers)
+            _rename(self._updates, spec, number)
+            runner.joined(number, spec.tensor, spec.group)
+        self._updates.optimized |= frozenset(numbers)
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Before a save or a load. Collective, over all engines that save together."""
-        engine = cast("Engine", self)
-        with on_all(engine):
-            if engine._runner is not None:
-                engine._runner.check_kept()
-            self._follow_params()
-        with on_all(engine):
-            engine.core.join()
-            self._settle_joined()
+        with on_all(self._core):
+            if self._updates.runner is not None:
+                self._updates.runner.check_kept()
+            self.follow()
+        with on_all(self._core):
+            self._core.join()
+            self.settle()
+
+    def _take_groups(self, runner: Runner) -> None:
+        core, updates = self._core, self._updates
+        grown = runner.grown()
+        groups = {number: runner.options_of(number) for number, _ in grown if number >= len(core.groups())}
+        joining = self._joining(runner, grown)
+        known = [number for number in (updates.index.get(id(param)) for param, _ in joining) if number is not None]
+        specs = self._specs([(param, group) for param, group in joining if id(param) not in updates.index])
+        core.check_addition(list(groups.values()), specs, known)
+        for options in groups.values():
+            core.add_group(options)
+        for spec in specs:
+            updates.index[id(spec.tensor)] = number = core.add_param(spec)
+            self._partition.take(spec.tensor, number)
+        for number, params in grown:
+            runner.take_group(number, params)
+            updates.group_names += [[] for _ in range(number + 1 - len(updates.group_names))]
+        for param, group in joining:
+            number = updates.index[id(param)]
+            core.set_joins(number, group)
+            name = core.param(number).name
+            updates.frozen.pop(name, None)
+            updates.group_names[group].append((name, False))
+        runner.note_params()
+
+    def _joining(self, runner: Runner, grown: list[tuple[int, list[torch.Tensor]]]) -> list[tuple[torch.Tensor, int]]:
+        """What has come, with its group."""
+        listed = Counter(id(p) for group in runner.base.param_groups for p in group["params"])
+        joining = [(param, group) for group, params in grown for param in params]
+        for param, group in joining:
+            if self._updates.optimizes(param) or listed[id(param)] > 1:
+                named = self._engine.module.named_parameters()
+                name = next((name for name, p in named if p is param), "a parameter")
+                raise UsageError(
+                    f"[engine] '{name}' was added to param group {group}, and is in another one: change the rates "
+                    "of that one"
+                )
+        return joining
+
+    def _specs(self, joining: list[tuple[torch.Tensor, int]]) -> list[_core.ParamSpec]:
+        """Of those that the engine has not seen: of a module that came later, or of none."""
+        names = {id(param): name for name, param in self._engine.module.named_parameters()}
+        first = len(self._core.params())
+        return [
+            _core.ParamSpec(
+                names.get(id(param), f"optimizer.{first + number}"), param, -1, ROOT, *early_of(param), joins=group
+            )
+            for number, (param, group) in enumerate(joining)
+        ]
 
 
 def _place(numbers: list[int], number: int) -> int:
@@ -115,79 +170,26 @@ def _place(numbers: list[int], number: int) -> int:
     return next((place for place, other in enumerate(numbers) if other > number), len(numbers))
 
 
-def _rename(engine: Engine, spec: _core.ParamSpec, number: int) -> None:
-    group = engine._group_names[spec.group]
+def _rename(updates: Updates, spec: _core.ParamSpec, number: int) -> None:
+    group = updates.group_names[spec.group]
     if (spec.name, False) in group:
         group[group.index((spec.name, False))] = (spec.name, True)
         return
-    number_of = {other.name: n for n, other in enumerate(engine.core.params())}
+    number_of = {other.name: n for n, other in enumerate(updates.core.params())}
     group.insert(_place([number_of[name] for name, _ in group], number), (spec.name, True))
 
 
-def _take_groups(engine: Engine) -> None:
-    runner = engine._runner
-    assert runner is not None
-    grown = runner.grown()
-    groups = {number: runner.options_of(number) for number, _ in grown if number >= len(engine.core.groups())}
-    joining = _joining(engine, grown)
-    known = [number for number in (engine._index.get(id(param)) for param, _ in joining) if number is not None]
-    specs = _specs(engine, [(param, group) for param, group in joining if id(param) not in engine._index])
-    engine.core.check_addition(list(groups.values()), specs, known)
-    for options in groups.values():
-        engine.core.add_group(options)
-    for spec in specs:
-        engine._index[id(spec.tensor)] = number = engine.core.add_param(spec)
-        set_home(spec.tensor, Home(engine.core, number, engine), engine._loans)
-    for number, params in grown:
-        runner.take_group(number, params)
-        engine._group_names += [[] for _ in range(number + 1 - len(engine._group_names))]
-    for param, group in joining:
-        number = engine._index[id(param)]
-        engine.core.set_joins(number, group)
-        name = engine.core.param(number).name
-        engine._frozen.pop(name, None)
-        engine._group_names[group].append((name, False))
-    runner.note_params()
-
-
-def _joining(engine: Engine, grown: list[tuple[int, list[torch.Tensor]]]) -> list[tuple[torch.Tensor, int]]:
-    """What has come, with its group."""
-    assert engine._runner is not None
-    listed = Counter(id(p) for group in engine._runner.base.param_groups for p in group["params"])
-    joining = [(param, group) for group, params in grown for param in params]
-    for param, group in joining:
-        if engine._optimizes(param) or listed[id(param)] > 1:
-            name = next((name for name, p in engine.module.named_parameters() if p is param), "a parameter")
-            raise UsageError(
-                f"[engine] '{name}' was added to param group {group}, and is in another one: change the rates "
-                "of that one"
-            )
-    return joining
-
-
-def _specs(engine: Engine, joining: list[tuple[torch.Tensor, int]]) -> list[_core.ParamSpec]:
-    """Of those that the engine has not seen: of a module that came later, or of none."""
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    first = len(engine.core.params())
-    return [
-        _core.ParamSpec(
-            names.get(id(param), f"optimizer.{first + number}"), param, -1, ROOT, *early_of(param), joins=group
-        )
-        for number, (param, group) in enumerate(joining)
-    ]
-
-
-def _strangers(engine: Engine, group: dict[str, Any]) -> str:
+def _strangers(module: nn.Module, group: dict[str, Any]) -> str:
     """What tells parameters that have no name in the model."""
-    named = {id(param) for param in engine.module.parameters()}
+    named = {id(param) for param in module.parameters()}
     others = [tuple(param.shape) for param in group["params"] if id(param) not in named]
     return f"; no module of the model has its parameters of the shapes {others}" if others else ""
 
 
-def _warn_of_thawed(engine: Engine) -> None:
-    thawed = [name for name, param in engine._frozen.items() if param.requires_grad]
+def _warn_of_thawed(updates: Updates) -> None:
+    thawed = [name for name, param in updates.frozen.items() if param.requires_grad]
     if thawed:
-        engine._frozen = {name: param for name, param in engine._frozen.items() if name not in thawed}
+        updates.frozen = {name: param for name, param in updates.frozen.items() if name not in thawed}
         warnings.warn(
             f"[engine] {', '.join(thawed)}: requires gradients now, and is in no param group of the optimizer, which "
             "does not train it; add it: optimizer.add_param_group({'params': [...]})",

@@ -6,63 +6,67 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tessera.engine._preflight import check_all_used
+from tessera import _core
+from tessera.engine._contents import Contents
+from tessera.engine._joining import HasModule, Joining
+from tessera.engine._preflight import check_all_used, wants_all_used
+from tessera.engine._updates import Updates
 
-if TYPE_CHECKING:
-    from tessera.engine._engine import Engine
 
+class Look:
+    """What an engine does of it. `settings`: its configuration."""
 
-class EngineLook:
-    """What an Engine does of it."""
+    def __init__(
+        self, engine: HasModule, settings: _core.Config, updates: Updates, joining: Joining, contents: Contents
+    ) -> None:
+        self._engine, self._updates, self._joining, self._contents = engine, updates, joining, contents
+        self._core = updates.core
+        self._wants_all_used = wants_all_used(settings)
+        self.in_backward: bool = settings.get("tessera.update_in_backward")  # where the updates are, too
+        self.looked: tuple[str, Exception | None] | None = None  # before step_together() steps
 
-    _looked: tuple[str, Exception | None] | None = None  # before step_together() steps
-
-    def _look_before_forward(self) -> None:
+    def before_forward(self) -> None:
         """An error of one rank here would leave the others waiting: the step that follows tells all."""
-        engine = cast("Engine", self)
-        if engine._runner is None or not torch.is_grad_enabled():
-            engine._follow_params()
-        elif engine._updates_in_backward:  # which then refuses what step() would
-            engine.core.set_fault(self._look(before_step=True)[0])
+        if self._updates.runner is None or not torch.is_grad_enabled():
+            self._joining.follow()
+        elif self.in_backward:  # which then refuses what step() would
+            self._core.set_fault(self.look(before_step=True)[0])
         else:
             self._followed()
 
     def _followed(self) -> Exception | None:
         """What speaks against the parameters that begin to be trained."""
         try:
-            cast("Engine", self)._follow_params()
+            self._joining.follow()
         except Exception as error:
             return error
         return None
 
-    def _look(self, before_step: bool) -> tuple[str, Exception | None]:
+    def look(self, before_step: bool) -> tuple[str, Exception | None]:
         """What keeps this rank from an update, for the others to hear, and the error behind it. Local."""
-        engine = cast("Engine", self)
-        if self._looked is not None:
-            return self._looked
+        if self.looked is not None:
+            return self.looked
         problem = self._followed()
         if problem is None and before_step:
             try:
-                engine._trainable("step").before_step()
-                if engine._wants_all_used:
-                    check_all_used(engine.core, engine._optimized)
+                self._updates.trained_by("step").before_step()
+                if self._wants_all_used:
+                    check_all_used(self._core, self._updates.optimized)
             except Exception as error:
                 problem = error
-        return engine._contents.fault(engine.module) if problem is None else told(problem), problem
+        return self._contents.fault(self._engine.module) if problem is None else told(problem), problem
 
-    def _look_before_norm(self) -> tuple[str, Exception | None]:
-        """As _look(), without what happens once a step."""
-        engine = cast("Engine", self)
-        if self._looked is not None:
-            return self._looked
+    def before_norm(self) -> tuple[str, Exception | None]:
+        """As look(), without what happens once a step."""
+        if self.looked is not None:
+            return self.looked
         problem = self._followed()
         if problem is None:
             try:
-                runner = engine._trainable("grad_norm")
+                runner = self._updates.trained_by("grad_norm")
                 runner.check_kept()
                 runner.publish_groups()
             except Exception as error:

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from tessera import _core
-from tessera.engine._info import EngineGetters
 from tessera.errors import ConfigError, UsageError
-from tessera.optim._runners import NativeRunner
+from tessera.optim.engines import NativeRunner, Runner
 
 KINDS = {
     "optim_states": _core.StateKind.OptimizerStates,
@@ -35,7 +34,12 @@ def kinds_of(include: Iterable[Any] | None) -> list[_core.StateKind]:
     return [KINDS[name] for name in dict.fromkeys(names)]
 
 
-class EngineMoving(EngineGetters):
+class Moving:
+    """`settings`: of the engine; `runner`: of its optimizer."""
+
+    def __init__(self, core: _core.Engine, settings: _core.Config, runner: Runner | None) -> None:
+        self._core, self._settings, self._runner = core, settings, runner
+
     def offload_states(
         self,
         include: Iterable[Any] | None = None,
@@ -55,16 +59,16 @@ class EngineMoving(EngineGetters):
             raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
         to = DEVICES[place]
         if to is None:
-            warnings.warn("[engine.offload_states] device 'none': nothing is moved", stacklevel=2)
+            warnings.warn("[engine.offload_states] device 'none': nothing is moved", stacklevel=3)
             return
-        self.core.offload_states(kinds, to, pin_memory)
+        self._core.offload_states(kinds, to, pin_memory)
 
     def finish_update(self) -> None:
         """With tessera.update_runs_on: returns once the last step()'s update has come to its end, on all ranks. For
         whoever reads or writes parameters of the module itself between step() and the next forward; what the engine has
         for that (zero.GatheredParameters, module_state_dict(), checkpoints, tessera.state) waits by itself, and so do
         forwards without gradients. IoError, on all ranks, where a disk failed. Collective."""
-        self.core.finish_update()
+        self._core.finish_update()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        self.core.reload_states()
+        self._core.reload_states()

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
-
-if TYPE_CHECKING:
-    from tessera.engine._engine import Engine
 
 _KINDS = (ConfigError, IoError, UsageError)  # that all ranks raise where one does; other kinds are the first elsewhere
 
 
 @contextlib.contextmanager
-def on_all(engine: Engine) -> Iterator[None]:
+def on_all(core: _core.Engine) -> Iterator[None]:
     """What fails inside on one rank is an error on all of them, of all engines that save together: there its own,
     elsewhere one that says it. Inside there is nothing collective but what all ranks of this engine fail in alike.
     Collective."""
@@ -27,7 +23,7 @@ def on_all(engine: Engine) -> Iterator[None]:
         problem = error
     kind = next((number for number, kind in enumerate(_KINDS) if isinstance(problem, kind)), 0)
     text = "" if problem is None else f"{kind}{str(problem) or type(problem).__name__}"
-    texts = _core.checkpoint_exchange(engine.core, text, "")
+    texts = _core.checkpoint_exchange(core, text, "")
     if problem is not None:
         raise problem
     for rank, said in enumerate(texts):

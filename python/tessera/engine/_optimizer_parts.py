@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tessera import _core
 from tessera._blobs import CUT, OWN_KINDS, Saved, check_like, check_taken, cut_of
+from tessera.engine._run import Run
 from tessera.errors import ConfigError, IoError
-from tessera.optim._runners import ExternalRunner
-
-if TYPE_CHECKING:
-    from tessera.engine._engine import Engine
+from tessera.optim.engines import ExternalRunner
 
 # A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
 _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
@@ -31,18 +29,18 @@ _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_
 # ---------------------------------------------------------------- states of a client's optimizer
 
 
-def client_states(engine: Engine, names: dict[int, str]) -> tuple[dict[str, Any], list[tuple[int, str, torch.Tensor]]]:
+def client_states(run: Run, names: dict[int, str]) -> tuple[dict[str, Any], list[tuple[int, str, torch.Tensor]]]:
     """Of an optimizer that runs itself: what is not a value for each element of this rank's part, by parameter (with
     CUT where that says what of it they are of), and what is. Where all ranks have the same, one has it here."""
     numbers: dict[str, Any] = {}
     states: list[tuple[int, str, torch.Tensor]] = []
-    runner = engine._runner
+    runner = run._updates.runner
     if not isinstance(runner, ExternalRunner):
         return numbers, states
-    whole = not engine._settings.placements.shards_states
-    mesh = engine.core.mesh()
+    whole = not run._settings.placements.shards_states
+    mesh = run.core.mesh()
     writes = not whole or all(mesh.rank(axis) == 0 for axis in _COPIES)
-    specs = engine.core.params()
+    specs = run.core.params()
     for number, param, target in runner.targets:
         name = names[id(param)]
         for key, value in runner.base.state.get(target, {}).items():
@@ -53,7 +51,7 @@ def client_states(engine: Engine, names: dict[int, str]) -> tuple[dict[str, Any]
             elif writes or specs[number].varies.name:
                 numbers.setdefault(name, {})[key] = value
                 if _is_cut(value):
-                    numbers[name][CUT] = _cut_here(engine, specs[number], number, target)
+                    numbers[name][CUT] = _cut_here(run, specs[number], number, target)
     return numbers, states
 
 
@@ -61,9 +59,9 @@ def _is_cut(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _cut_here(engine: Engine, spec: _core.ParamSpec, number: int, target: torch.Tensor) -> list[Any]:
-    mesh = engine.core.mesh()
-    return cut_of(*engine.core.local_range(number), target.shape, mesh.rank(spec.varies), mesh.size(spec.varies))
+def _cut_here(run: Run, spec: _core.ParamSpec, number: int, target: torch.Tensor) -> list[Any]:
+    mesh = run.core.mesh()
+    return cut_of(*run.core.local_range(number), target.shape, mesh.rank(spec.varies), mesh.size(spec.varies))
 
 
 def _fitting(name: str, states: list[dict[str, Any]], cut: list[Any]) -> dict[str, Any]:
@@ -81,20 +79,20 @@ def _fitting(name: str, states: list[dict[str, Any]], cut: list[Any]) -> dict[st
 
 
 def states_from(
-    engine: Engine, restore: _core.Restore, saved: Saved, names: dict[int, str]
+    run: Run, restore: _core.Restore, saved: Saved, names: dict[int, str]
 ) -> dict[int, dict[str, Any]] | None:
     """By number of the parameter: what the client's optimizer shall have. None for one of the core's."""
-    runner = engine._runner
+    runner = run._updates.runner
     if not isinstance(runner, ExternalRunner):
         return None
     reader = saved.reader
     kinds = sorted({kind for _, kind, *_ in reader.tensors()} - OWN_KINDS)
-    own = f"optimizer-{_core.checkpoint_place(engine.core)}"
+    own = f"optimizer-{_core.checkpoint_place(run.core)}"
     numbers: dict[str, list[dict[str, Any]]] = {}
     for _, of_rank in sorted(saved.optimizers(), key=lambda blob: (blob[0] == own, blob[0])):  # its own last: it holds
         for name, state in of_rank.items():
             numbers.setdefault(name, []).append(state)
-    specs = engine.core.params()
+    specs = run.core.params()
     records = {alias: p for p in reader.params() for alias in (p.name, *p.aliases)}
     result: dict[int, dict[str, Any]] = {}
     for number, param, target in runner.targets:
@@ -102,7 +100,7 @@ def states_from(
         if record is None:
             continue
         of_all = numbers.get(record.name, [])
-        state = _fitting(record.name, of_all, _cut_here(engine, specs[number], number, target)) if of_all else {}
+        state = _fitting(record.name, of_all, _cut_here(run, specs[number], number, target)) if of_all else {}
         for kind in kinds:
             part = restore.client_state(number, kind)
             if part is not None:
@@ -158,8 +156,8 @@ def _makes_all_at_once(base: torch.optim.Optimizer) -> bool:
     return type(base).__module__.startswith(("torch.optim.", "tessera.optim."))
 
 
-def put_states(engine: Engine, states: dict[int, dict[str, Any]]) -> None:
-    runner = engine._runner
+def put_states(run: Run, states: dict[int, dict[str, Any]]) -> None:
+    runner = run._updates.runner
     assert isinstance(runner, ExternalRunner)
     for number, _, target in runner.targets:
         if states.get(number):
@@ -177,14 +175,14 @@ class SavedGroup:
     values: dict[str, Any]
 
 
-def groups_from(engine: Engine, saved: Saved, reader: _core.CheckpointReader) -> list[SavedGroup | None] | None:
+def groups_from(run: Run, saved: Saved, reader: _core.CheckpointReader) -> list[SavedGroup | None] | None:
     """By param group here: the one in the checkpoint that has its parameters; None where it has none of them. None in
     all: a run of C++. ConfigError where parameters of one group have other values of several there."""
     values = saved.param_groups()
-    if values is None or engine.basic_optimizer is None:
+    if values is None or run.basic_optimizer is None:
         return None
     there = [SavedGroup(number, of) for number, of in enumerate(values)]
-    here = [[name for name, _ in group] for group in engine._group_names]
+    here = [[name for name, _ in group] for group in run._updates.group_names]
     names = saved.group_names()
     if names is None or len(names) != len(there):
         if len(there) != len(here):
@@ -213,9 +211,9 @@ def groups_from(engine: Engine, saved: Saved, reader: _core.CheckpointReader) ->
     ]
 
 
-def check_groups(engine: Engine, saved: list[SavedGroup | None] | None) -> None:
+def check_groups(run: Run, saved: list[SavedGroup | None] | None) -> None:
     """IoError for a value that is of another kind than the group's, no number, or beyond what it can be."""
-    for group, of in zip(_groups_of(engine), saved or (), strict=False):
+    for group, of in zip(_groups_of(run), saved or (), strict=False):
         for key, value in _taken(group, of):
             what = f"'param_groups', '{key}' of group {of.number if of else 0}"
             check_like(value, _present(group, key), what, finite=True)
@@ -231,8 +229,8 @@ def _check_range(key: str, value: Any, present: Any, what: str) -> None:
             raise IoError(f"[checkpoint] {what} is damaged: {one!r:.40} is not from {low} to below {high}")
 
 
-def _groups_of(engine: Engine) -> list[dict[str, Any]]:
-    return [] if engine.basic_optimizer is None else engine.basic_optimizer.param_groups
+def _groups_of(run: Run) -> list[dict[str, Any]]:
+    return [] if run.basic_optimizer is None else run.basic_optimizer.param_groups
 
 
 def _taken(group: dict[str, Any], of: SavedGroup | None) -> list[tuple[str, Any]]:
@@ -269,12 +267,12 @@ def _of_kind(value: Any, present: Any) -> Any:
     return value
 
 
-def put_groups(engine: Engine, saved: list[SavedGroup | None] | None) -> None:
-    if engine.basic_optimizer is None:
+def put_groups(run: Run, saved: list[SavedGroup | None] | None) -> None:
+    if run.basic_optimizer is None:
         return
-    groups = engine.basic_optimizer.param_groups
+    groups = run.basic_optimizer.param_groups
     if saved is None:
-        for group, options in zip(groups, engine.core.groups(), strict=False):
+        for group, options in zip(groups, run.core.groups(), strict=False):
             values = {key: getattr(options, key) for key in _FROM_CORE} | {"betas": (options.beta1, options.beta2)}
             group.update({key: _of_kind(value, group[key]) for key, value in values.items() if key in group})
         return
@@ -283,12 +281,12 @@ def put_groups(engine: Engine, saved: list[SavedGroup | None] | None) -> None:
         group.update(taken)
 
 
-def schedule_from(engine: Engine, saved: Any, groups: list[SavedGroup | None] | None) -> Any:
+def schedule_from(run: Run, saved: Any, groups: list[SavedGroup | None] | None) -> Any:
     """What the schedule here shall take of a saved one. IoError where it cannot; the schedule is as before."""
-    schedule = engine.lr_scheduler
+    schedule = run.lr_scheduler
     if not hasattr(schedule, "load_state_dict"):
         return saved
-    state = saved if groups is None else _schedule_for(saved, groups, engine)
+    state = saved if groups is None else _schedule_for(saved, groups, run)
     present = schedule.state_dict() if hasattr(schedule, "state_dict") else None
     if isinstance(present, dict):
         check_like(state, present, "'schedule'")
@@ -301,32 +299,32 @@ def schedule_from(engine: Engine, saved: Any, groups: list[SavedGroup | None] | 
     return state
 
 
-def put_schedule(engine: Engine, saved: Any, run: dict[str, Any]) -> None:
+def put_schedule(run: Run, saved: Any, values: dict[str, Any]) -> None:
     """`saved`: of schedule_from(), None where there is none."""
-    schedule = engine.lr_scheduler
+    schedule = run.lr_scheduler
     if not hasattr(schedule, "load_state_dict"):
         return
     if saved is not None:
         schedule.load_state_dict(saved)
-    elif "schedule_steps" in run and hasattr(schedule, "last_batch_iteration"):
-        schedule.load_state_dict({"last_batch_iteration": run["schedule_steps"] - 1})
-    rates_saved = any("lr" in group for group in run.get("groups", []))
+    elif "schedule_steps" in values and hasattr(schedule, "last_batch_iteration"):
+        schedule.load_state_dict({"last_batch_iteration": values["schedule_steps"] - 1})
+    rates_saved = any("lr" in group for group in values.get("groups", []))
     if not rates_saved and hasattr(schedule, "apply_last"):  # some of DeepSpeed's files lack them
         schedule.apply_last()
 
 
-def _schedule_for(saved: Any, groups: list[SavedGroup | None], engine: Engine) -> Any:
+def _schedule_for(saved: Any, groups: list[SavedGroup | None], run: Run) -> Any:
     """The state of a schedule with what it has by param group in the order of the groups here, and of their kind."""
     if isinstance(saved, list):
-        return [_schedule_for(one, groups, engine) for one in saved]
-    if not isinstance(saved, dict) or engine.basic_optimizer is None:
+        return [_schedule_for(one, groups, run) for one in saved]
+    if not isinstance(saved, dict) or run.basic_optimizer is None:
         return saved
-    rates = [group.get("lr") for group in engine.basic_optimizer.param_groups]
+    rates = [group.get("lr") for group in run.basic_optimizer.param_groups]
     numbers = [n if group is None else group.number for n, group in enumerate(groups)]
     state = dict(saved)
     for key, value in saved.items():
         if key == "_schedulers":
-            state[key] = _schedule_for(value, groups, engine)
+            state[key] = _schedule_for(value, groups, run)
         elif key in _OF_GROUPS and isinstance(value, (list, tuple)) and max(numbers, default=0) < len(value):
             state[key] = type(value)(_of_kind(value[n], rate) for n, rate in zip(numbers, rates, strict=True))
     return state

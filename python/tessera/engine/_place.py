@@ -16,7 +16,7 @@ from tessera._config import dtype_at
 from tessera._copies import cast_buffers, named_for_fp32
 from tessera._device import same_objects
 from tessera.errors import ConfigError
-from tessera.zero._owners import holder_of
+from tessera.zero.engines import holder_of
 
 
 def place(model: nn.Module, device: torch.device | None) -> torch.device:

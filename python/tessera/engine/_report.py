@@ -26,3 +26,8 @@ def show_progress() -> None:
     logger.addHandler(_Console())
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+
+
+def warn_of(lines: list[str]) -> None:
+    for line in lines:
+        logger.warning(line)

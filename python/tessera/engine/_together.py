@@ -43,7 +43,7 @@ def step_together(
         return _step(mine, Over(mine, group), copies)
     finally:
         for engine in mine:
-            engine._looked = None
+            engine._look.looked = None
 
 
 def _step(mine: list[Engine], over: Over, copies: list[nn.Parameter]) -> float | None:
@@ -64,14 +64,14 @@ def _step(mine: list[Engine], over: Over, copies: list[nn.Parameter]) -> float |
     if problem is not None and not alone:
         raise problem
     for engine in mine:
-        engine._looked = fault, problem  # without a group, where the ranks of the first one meet, all hear it
+        engine._look.looked = fault, problem  # without a group, where the ranks of the first one meet, all hear it
     norm = _common_norm(mine, over, copies) if boundary else None
     _step_each(mine, norm)
     return norm
 
 
 def _at_boundary(engine: Engine) -> bool:
-    engine._trainable("step")
+    engine._updates.trained_by("step")
     return not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary()
 
 
@@ -79,7 +79,7 @@ def _fault(engines: list[Engine], boundaries: list[bool]) -> tuple[str, Exceptio
     """The first thing that keeps one of them from its step; the others are not to step then."""
     for engine, boundary in zip(engines, boundaries, strict=True):
         if boundary:
-            fault, problem = engine._look(before_step=not engine._updates_in_backward)
+            fault, problem = engine._look.look(before_step=not engine._look.in_backward)
             if fault:
                 return fault, problem
         try:
@@ -121,7 +121,7 @@ def _common_norm(engines: list[Engine], over: Over, copies: list[nn.Parameter]) 
     squares, problem = 0.0, None
     for engine in engines:  # each: others of its ranks may hold no engine that failed
         try:
-            squares += engine.norm_contribution([param for param in copies if engine._optimizes(param)])
+            squares += engine.norm_contribution([param for param in copies if engine._updates.optimizes(param)])
         except dist.DistBackendError:
             raise
         except Exception as error:  # of the ranks of one engine

@@ -4,20 +4,43 @@ and the profile of a forward. One Watch belongs to one engine; rank 0 speaks."""
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from tessera import _core
 from tessera.engine._report import logger, show_progress
 from tessera.flops import FlopsProfiler
+from tessera.loss_scale import LossScaler
 from tessera.monitor import Event, Monitor
-
-if TYPE_CHECKING:
-    from tessera.engine._engine import Engine
 
 _PHASES = ("forward", "backward", "step", "gather", "reduce")
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+
+
+class Watched(Protocol):
+    """What is told of an engine."""
+
+    @property
+    def core(self) -> _core.Engine: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None: ...
+    @property
+    def global_steps(self) -> int: ...
+    @property
+    def skipped_steps(self) -> int: ...
+    @property
+    def global_samples(self) -> int: ...
+    @property
+    def loss_scaler(self) -> LossScaler: ...
+    def fp16_enabled(self) -> bool: ...
+    def get_lr(self) -> list[Any]: ...
+    def get_mom(self) -> list[Any]: ...
 
 
 class Watch:
@@ -47,7 +70,7 @@ class Watch:
         every = self._config.get("comms_logger.prof_all")
         return _core.CallRecord([] if every else self._config.get("comms_logger.prof_ops"))
 
-    def built(self, engine: Engine) -> None:
+    def built(self, engine: Watched) -> None:
         """The engine has its core from here on."""
         found = ("tessera.device_share", "zero_optimization.offload_optimizer.ratio")
         if self._speaks and "auto" in map(self._config.get, found):
@@ -61,7 +84,7 @@ class Watch:
 
     # ---------------------------------------------------------------- forward
 
-    def profiles(self, engine: Engine) -> bool:
+    def profiles(self, engine: Watched) -> bool:
         """The next forward is the one to profile: the first of its optimizer step."""
         return (
             self.profile_step is not None
@@ -71,7 +94,7 @@ class Watch:
         )
 
     @contextlib.contextmanager
-    def profiled(self, engine: Engine) -> Any:
+    def profiled(self, engine: Watched) -> Any:
         """Counts and times the forward inside; the report is printed by rank 0."""
         section = self._config.to_dict()["flops_profiler"]
         self.profiler = FlopsProfiler(engine.module, recompute_fwd_factor=section["recompute_fwd_factor"])
@@ -88,7 +111,7 @@ class Watch:
 
     # ---------------------------------------------------------------- steps
 
-    def stepped(self, engine: Engine) -> None:
+    def stepped(self, engine: Watched) -> None:
         """After every optimizer step."""
         if self.times_phases:
             self._take_times(engine)
@@ -107,7 +130,7 @@ class Watch:
         if self._memory and self._speaks and engine.global_steps % (self._every or 1) == 0:
             logger.info("memory (MB) | %s", " | ".join(memory_line(engine)))
 
-    def _take_times(self, engine: Engine) -> None:
+    def _take_times(self, engine: Watched) -> None:
         """What the phases took since the last step; gather and reduce lie inside the others."""
         now = {name: engine.core.phases()[name][0] for name in _PHASES}
         self.step_seconds = {name: now[name] - self._seconds[name] for name in _PHASES}
@@ -116,7 +139,7 @@ class Watch:
             parts = [f"{name}: {self.step_seconds[name] * 1e3:.2f}" for name in _PHASES]
             logger.info("time (ms) | %s | of these %s", " | ".join(parts[:3]), " | ".join(parts[3:]))
 
-    def _events(self, engine: Engine) -> list[Event]:
+    def _events(self, engine: Watched) -> list[Event]:
         x = engine.global_samples
         rates = engine.get_lr()
         events: list[Event] = [("Train/Samples/lr", float(rates[0]), x)] if rates else []
@@ -168,7 +191,7 @@ class Watch:
         self.monitor.close()
 
 
-def memory_line(engine: Engine) -> list[str]:
+def memory_line(engine: Watched) -> list[str]:
     """What the engine holds on this rank, by kind, and what the device has in use."""
     held = engine.core.memory()
     kinds = ("params", "grads", "master", "states", "buckets", "peak_buckets", "shared")

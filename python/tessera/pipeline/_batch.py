@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from tessera._nested import Nesting
 from tessera.errors import ConfigError
+from tessera.pipeline._module import PipelineModule
 from tessera.pipeline._schedule import Shape
 
-if TYPE_CHECKING:
-    from tessera.pipeline._engine import PipelineEngine
+
+class StageEngine(Protocol):
+    """What computes on a stage: its PipelineEngine."""
+
+    @property
+    def module(self) -> PipelineModule: ...
+    @property
+    def stage_id(self) -> int: ...
+    def _run_chunk(self, inputs: Any, chunk: int, casts: bool) -> Any: ...
+    def _backward_of_loss(self, loss: torch.Tensor) -> None: ...
+    def _count_micro_batch(self) -> None: ...
+    def _join(self) -> None: ...
 
 _VALUES = Nesting("pipeline", "a layer returned", "stages", "stage")
 
@@ -23,7 +34,7 @@ class Batch:
     """`batches`: (inputs, labels) of every micro-batch, on the first and the last stage. `trains`: every forward has a
     backward. What the core calls, it calls on the thread that runs the batch."""
 
-    engine: PipelineEngine
+    engine: StageEngine
     shape: Shape
     batches: Sequence[tuple[Any, Any]] | None = None
     trains: bool = True

@@ -10,7 +10,7 @@ import torch
 
 from tessera import _core
 from tessera.errors import ConfigError
-from tessera.optim._factory import class_of, plain_values
+from tessera.optim.engines import class_of, plain_values
 from tessera.pipeline._grid import Everyone
 from tessera.pipeline._module import PipelineModule
 

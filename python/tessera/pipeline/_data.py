@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map
@@ -12,12 +12,20 @@ from tessera.data import RepeatingLoader
 from tessera.errors import ConfigError, StageFailed, UsageError
 from tessera.pipeline._grid import Everyone, Grid
 
-if TYPE_CHECKING:
-    from tessera.pipeline._engine import PipelineEngine
+
+class Reader(Protocol):
+    """Who reads: the engine of a stage."""
+
+    @property
+    def training_dataloader(self) -> Any: ...
+    @property
+    def device(self) -> torch.device: ...
+    def is_first_stage(self) -> bool: ...
+    def is_last_stage(self) -> bool: ...
 
 
 class Feed:
-    def __init__(self, engine: PipelineEngine, grid: Grid, everyone: Everyone) -> None:
+    def __init__(self, engine: Reader, grid: Grid, everyone: Everyone) -> None:
         self._engine, self._grid, self._everyone = engine, grid, everyone
         self._own: Iterator[Any] | None = None
 

@@ -112,25 +112,26 @@ class PipelineEngine(Engine):
         check_optimizers([None if one is None else Optimizer.from_plain(one) for one in everyone], self._grid.name)
         super()._check_optimizer(base)
 
-    def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy) -> None:
+    def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy, joins: dict[int, int]) -> None:
         self._agree()  # that it can be built: what comes is collective inside a stage
         if not any(True for _ in self.module.parameters()) and self._grid.device is not None:
             self.device = self._grid.device  # functions have none of their own
-        super()._build_core(base, policy)
+        super()._build_core(base, policy, joins)
 
     def _connect(self) -> None:
         interval = self._settings.get("pipeline.activation_checkpoint_interval")
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
-        self._casts_to = self._input_dtype
+        self._casts_to = self._forward.input_dtype
         self._feed = Feed(self, self._grid, self._everyone)
-        beside = [self._mesh.group(axes) for axes in self._grid.axes]
+        beside = [self._ranks.mesh.group(axes) for axes in self._grid.axes]
         chunks = self.module.num_chunks
         self._interpreter = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
         self._ties.attach(self.core, Batch(self, self._shape(1)))
         self._copies = self._grid.copies(self.module)
         if self._everyone.size > 1:
-            copies = [self._index[id(param)] for param in self._copies if id(param) in self._index]
+            index = self._updates.index
+            copies = [index[id(param)] for param in self._copies if id(param) in index]
             _core.span_checkpoints(self.core, self._everyone.group, copies)
 
     # ---------------------------------------------------------------- what and where
@@ -167,7 +168,7 @@ class PipelineEngine(Engine):
         iterator that has nothing left is a StopIteration, one that ends inside the batch a UsageError, on all ranks.
         """
         self._check_usable("train_batch")
-        self._trainable("train_batch")
+        self._updates.trained_by("train_batch")
         shape = self._shape(self.micro_batches)
         table = training(self._settings.get("pipeline.schedule"), shape, self._grid.stage)
         with self._in_batch("train_batch"):
@@ -236,7 +237,7 @@ class PipelineEngine(Engine):
     # ---------------------------------------------------------------- what a Batch calls
 
     def _run_chunk(self, inputs: Any, chunk: int, casts: bool) -> Any:
-        self._input_dtype = self._casts_to if casts else None
+        self._forward.input_dtype = self._casts_to if casts else None
         return super().forward(inputs, chunk=chunk)
 
     def _count_micro_batch(self) -> None:
@@ -314,15 +315,15 @@ class PipelineEngine(Engine):
         if self._settings.get("checkpoint.format") == "deepspeed":
             self._not_served('save_checkpoint with checkpoint.format "deepspeed"', 'use the format "tessera"')
         self._join()  # it writes to the names of this stage
-        own, self._group_names = self._group_names, self._names_of_all()
+        own, self._updates.group_names = self._updates.group_names, self._names_of_all()
         try:
             return super().save_checkpoint(*args, **kwargs)
         finally:
-            self._group_names = own
+            self._updates.group_names = own
 
     def _names_of_all(self) -> list[list[tuple[str, bool]]]:
         """By param group: the names of all stages, each once."""
-        everyone = self._everyone.values(self._group_names)
+        everyone = self._everyone.values(self._updates.group_names)
         return [
             list(dict.fromkeys((name, trained) for names in same for name, trained in names))
             for same in zip(*everyone, strict=True)
@@ -335,3 +336,6 @@ class PipelineEngine(Engine):
                 del self.__dict__[held]
         self._grid.forget()
         _mesh.discard(self._grid.groups)
+
+
+PipelineModule._tessera_engine = PipelineEngine

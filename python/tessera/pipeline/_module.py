@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -132,6 +132,10 @@ class PipelineModule(_Names, nn.Module):
     tied module's are "tied_modules.KEY.weight". Called, it runs the layers of one chunk of this stage.
     """
 
+    _tessera_engine: ClassVar[
+        Callable[..., Any]
+    ]  # what tessera.initialize() calls: PipelineEngine, which is made of this
+
     def __init__(
         self,
         layers: Sequence[Layer],
@@ -172,12 +176,6 @@ class PipelineModule(_Names, nn.Module):
         for chunk in range(num_chunks):
             for number in self.layers_of(chunk):
                 self._build(number)
-
-    def _tessera_engine(self, *args: Any, **kwargs: Any) -> Any:
-        """What tessera.initialize() calls."""
-        from tessera.pipeline._engine import PipelineEngine
-
-        return PipelineEngine(*args, **kwargs)
 
     # ---------------------------------------------------------------- what is where
 

@@ -216,6 +216,10 @@ class Partition:
             if id(param) in index:
                 set_home(param, Home(self._core, index[id(param)], self._engine(), partition), self._loans)
 
+    def take(self, param: torch.Tensor, number: int) -> None:
+        """A parameter that came later is the engine's, with this number in its core; not partitioned."""
+        set_home(param, Home(self._core, number, self._engine()), self._loans)
+
     def hook(self, module: nn.Module, number: int, leaf: bool = False, cover: _Scope | None = None) -> _Scope:
         """Tells the core when `module` runs, as its module `number`."""
         owned = [self._wrap(part) for part in (module.modules() if leaf else [module]) if part._parameters]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from tessera import _core
 from tessera._loans import Loans
-
-if TYPE_CHECKING:
-    from tessera.zero._hooks import Partition
 
 _HOME = "_tessera_home"  # of parameters: Home
 _COPIER = "__deepcopy__"  # _Copier
@@ -30,6 +28,14 @@ class Holder(Protocol):
     def held_values(self, number: int, /) -> torch.Tensor: ...
     def destroyed(self) -> bool: ...
     def inside_module(self) -> bool: ...
+
+
+class Hooks(Protocol):
+    """What an engine has put on the modules that use its partitioned parameters (zero/_hooks.py)."""
+
+    hooked_late: set[int]
+
+    def hook(self, module: nn.Module, number: int, /) -> Any: ...
 
 
 class Mark:
@@ -54,7 +60,7 @@ class Home(Mark):
 
     __slots__ = ("engine", "holder", "number", "partition")
 
-    def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Partition | None = None) -> None:
+    def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Hooks | None = None) -> None:
         self.holder = weakref.ref(holder)
         self.number = number
         self.engine = None if engine is None else weakref.ref(engine)
@@ -151,7 +157,7 @@ def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
     return found[0], found[1]
 
 
-def hooks_of(param: torch.Tensor) -> Partition | None:
+def hooks_of(param: torch.Tensor) -> Hooks | None:
     """What hooks the modules that use `param`, where a live core partitions it."""
     home: Home | None = getattr(param, _HOME, None)
     return None if home is None or home.partition is None or home_of(param) is None else home.partition()

@@ -1,4 +1,5 @@
-"""Tensor parallelism of an engine's model: cut before the core takes parameters, whole where they leave it."""
+"""What other packages need of models that are cut, beside what users have in tessera.parallel: an engine's model, cut
+before its core takes parameters, whole where they leave it."""
 
 from __future__ import annotations
 
@@ -11,16 +12,19 @@ from torch import nn
 from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel import is_model_parallel_parameter
-from tessera.parallel._apply import Cutter, bind, cuts_of, plan_of
+from tessera.parallel._apply import Cutter, Hold, Whole, bind, cuts_of, plan_of
 from tessera.parallel._cuts import ParamCut
 from tessera.parallel._draws import Draws
 from tessera.parallel._hand import bind_hand, has_rules, share
 from tessera.parallel._inputs import check_same_inputs, explain_sizes
 from tessera.parallel._inside import Watch
-from tessera.parallel._modules import Ranks
+from tessera.parallel._modules import Ranks, cut_of
 from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
+from tessera.parallel._record import Record, made, take_record
 from tessera.parallel._regions import KEY
-from tessera.zero._init import partition_again, whole_for_good
+from tessera.parallel._rules import facts_of_config
+
+__all__ = ["Record", "TensorParallel", "cut_of", "cuts_of", "facts_of_config", "made", "take_record"]
 
 _Spec = tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]]
 
@@ -76,11 +80,10 @@ class TensorParallel:
         self._mesh = _core.Mesh()
         self._group = self._mesh.group(_core.Axis.Tp)
 
-    def cut(self) -> None:
-        """Collective."""
+    def cut(self, whole: Whole, hold: Callable[[_core.Mesh], Hold]) -> None:
+        """`whole`: makes a partitioned parameter whole; `hold`: what partitions its slices again. Collective."""
         if self.plan is not None and not self._is_cut:
-            again = partition_again(self._mesh)
-            cutter = Cutter(self._model, self.plan, self._group, whole_for_good, again, self._overlap)
+            cutter = Cutter(self._model, self.plan, self._group, whole, hold(self._mesh), self._overlap)
             self._undo = cutter.undo
             cutter.run()
             self._ranks = cutter.ranks

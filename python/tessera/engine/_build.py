@@ -1,0 +1,150 @@
+"""What the core of an engine is built of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera._loans import Loans
+from tessera.autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype, init_autocast_params
+from tessera.engine._ranks import Ranks
+from tessera.engine._updates import Updates
+from tessera.errors import ConfigError
+from tessera.optim.engines import (
+    ExternalRunner,
+    NativeRule,
+    NativeRunner,
+    Runner,
+    SlicesRunner,
+    WholeOptimizer,
+    describe,
+    params_of,
+    read_group,
+)
+from tessera.parallel.engines import TensorParallel
+from tessera.units import ROOT, UnitPolicy, outline
+from tessera.zero.engines import early_of
+from tessera.zero.leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
+
+Base = torch.optim.Optimizer | None
+
+
+def check_optimizer(settings: _core.Config, configured: bool, base: Base, nothing: str) -> list[str]:
+    """ConfigError where the stage needs an optimizer; warnings. `configured`: the caller or the configuration has one;
+    `nothing`: what to say where it trains nothing."""
+    placements, stage = settings.placements, settings.get("zero_optimization.stage")
+    requires = placements.shards_states and not placements.shards_params
+    if not configured:
+        if requires:
+            raise ConfigError(
+                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
+            )
+        return []
+    if nothing and base is None and requires:
+        raise ConfigError(
+            f"[initialize] {nothing}, and zero_optimization.stage {stage} cuts what an optimizer has; thaw what is "
+            "to be trained before, or use stage 0 or 3 to evaluate"
+        )
+    return [f"[initialize] {nothing}: until something is, this engine only evaluates"] if nothing else []
+
+
+def options_of(settings: _core.Config, base: Base, rule: NativeRule | None, ranks: Ranks) -> _core.EngineOptions:
+    options = _core.engine_options(settings, ranks.dp_world_size)
+    options.rule = rule.rule if rule is not None else _core.Rule.External
+    if base is not None and rule is None:
+        options.client_optimizer = describe(base)
+    return options
+
+
+def group_options(base: Base, rule: NativeRule | None) -> list[_core.GroupOptions]:
+    groups = [_core.GroupOptions() for _ in base.param_groups] if base is not None else []
+    if base is not None and rule is not None:
+        for number, group in enumerate(groups):
+            read_group(rule, base, number, group)
+    return groups
+
+
+def mark_dtypes(model: nn.Module, settings: _core.Config, options: _core.EngineOptions, loans: Loans) -> None:
+    """In which dtype gradients of each parameter travel, under torch_autocast."""
+    if options.autocast.enabled:
+        modules = settings.get("torch_autocast.lower_precision_safe_modules")
+        with loans.watching(model.parameters(), PARAM_COMM_DTYPE_ATTR_NAME):
+            init_autocast_params(model, options.autocast.dtype, modules)
+
+
+def units_of(
+    model: nn.Module, settings: _core.Config, policy: UnitPolicy, loans: Loans
+) -> tuple[dict[str, str], list[str]]:
+    """The unit of each parameter, and warnings."""
+    units = policy(model)
+    if not settings.placements.shards_params:
+        return units, []
+    with loans.watching(model.modules(), LEAF_MARK):
+        warnings = apply_config(model, settings)
+    for module in model.modules():
+        if z3_leaf_module(module):
+            for param in module.parameters():
+                loans.put(param, LEAF_MARK, True)
+    return _core.partition_units(outline(model), units, leaf_paths(model)), warnings
+
+
+@dataclass(frozen=True)
+class Specs:
+    params: list[_core.ParamSpec]  # all, those of the optimizer that the model lacks behind its own
+    group_names: list[list[tuple[str, bool]]]  # Updates.group_names
+
+
+def specs_of(
+    model: nn.Module, base: Base, units: dict[str, str], marked: bool, parallel: TensorParallel, joins: dict[int, int]
+) -> Specs:
+    """`marked`: mark_dtypes() has marked them; `joins`: of groups_of_frozen()."""
+    groups = base.param_groups if base is not None else []
+    group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"] if p.requires_grad}
+    named: list[tuple[str, torch.Tensor]] = list(model.named_parameters())
+    known = {id(param) for _, param in named}
+    strangers = [param for param in params_of(groups) if id(param) not in known]
+    named += [(f"optimizer.{number}", param) for number, param in enumerate(strangers)]
+    names = {id(param): name for name, param in named}
+    specs = [
+        _core.ParamSpec(
+            name,
+            param,
+            group_of.get(id(param), -1),
+            units.get(name, ROOT),
+            *early_of(param),
+            get_comm_dtype(param) if marked and has_comm_dtype(param) else None,
+            *parallel.spec_of(param),
+            joins=joins.get(id(param), -1),
+        )
+        for name, param in named
+    ]
+    return Specs(specs, [[(names[id(p)], p.requires_grad) for p in group["params"]] for group in groups])
+
+
+def updates_of(core: _core.Engine, specs: Specs, settings: _core.Config, ranks: Ranks) -> Updates:
+    """Without a runner still."""
+    shards = settings.placements.shards_states
+    return Updates(
+        core,
+        runner=None,
+        index={id(spec.tensor): number for number, spec in enumerate(specs.params)},
+        optimized=frozenset(number for number, spec in enumerate(specs.params) if spec.group >= 0),
+        frozen={s.name: s.tensor for s in specs.params if s.group < 0 > s.joins and not s.tensor.requires_grad},
+        group_names=specs.group_names,
+        params_are_masters=not shards and core.options().zero.precision.master_is_param(),
+        cuts_states=shards and ranks.seq_dp_world_size > 1,
+    )
+
+
+def runner_of(updates: Updates, base: Base, rule: NativeRule | None) -> Runner | None:
+    index = {key: number for key, number in updates.index.items() if number in updates.optimized}
+    if base is None:
+        return None
+    if rule is not None:
+        return NativeRunner(updates.core, base, rule, index)
+    if isinstance(base, WholeOptimizer):
+        return SlicesRunner(updates.core, base, index, updates.params_are_masters, updates.cuts_states)
+    return ExternalRunner(updates.core, base, index, on_params=updates.params_are_masters)

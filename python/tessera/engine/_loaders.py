@@ -1,0 +1,54 @@
+"""Loaders of an engine's data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tessera import _core
+from tessera.data import Loader, make_loader
+from tessera.engine._ranks import Ranks
+
+
+class Loading(Protocol):
+    """An engine, whose defaults a user may exchange."""
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any] | None: ...
+    @property
+    def num_local_io_workers(self) -> int: ...
+    @property
+    def _ranks(self) -> Ranks: ...
+    @property
+    def _settings(self) -> _core.Config: ...
+    def train_micro_batch_size_per_gpu(self) -> int: ...
+
+
+class Loaders:
+    def __init__(self, engine: Loading) -> None:
+        self._engine = engine
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Loader:
+        """A loader of this rank's part of `dataset`; the micro batch is the default batch size."""
+        engine = self._engine
+        return make_loader(
+            dataset,
+            batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
+            rank=engine._ranks.get_data_parallel_rank(),
+            world_size=engine._ranks.dp_world_size,
+            route=route,
+            pin_memory=pin_memory,
+            data_sampler=data_sampler,
+            collate_fn=collate_fn or engine.collate_fn,
+            num_workers=engine.num_local_io_workers if num_local_io_workers is None else num_local_io_workers,
+            drop_last=engine._settings.get("dataloader_drop_last"),
+        )

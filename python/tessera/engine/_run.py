@@ -1,0 +1,54 @@
+"""What checkpoints are made of, and go back to."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tessera import _core
+from tessera.engine._contents import Contents
+from tessera.engine._ranks import Ranks
+from tessera.engine._updates import Updates
+
+
+class Run(Protocol):
+    """An engine, with what a user may exchange of it."""
+
+    @property
+    def core(self) -> _core.Engine: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None: ...
+    @property
+    def lr_scheduler(self) -> Any: ...
+    @property
+    def training_dataloader(self) -> Any: ...
+    @property
+    def _settings(self) -> _core.Config: ...
+    @property
+    def _ranks(self) -> Ranks: ...
+    @property
+    def _updates(self) -> Updates: ...
+    @property
+    def _contents(self) -> Contents: ...
+    @property
+    def _of_several(self) -> bool: ...
+    def _join(self) -> None: ...
+
+
+def names_of(run: Run) -> dict[int, str]:
+    """Of every parameter, by id, the name that the core has for it."""
+    return {id(spec.tensor): spec.name for spec in run.core.params()}
+
+
+def buffers_of(run: Run) -> dict[str, torch.Tensor]:
+    """Those that state_dict() has, each once."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in run.module.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found

@@ -1,0 +1,144 @@
+"""Saving a run: what only Python has goes beside the core's part as blobs."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tessera import _core
+from tessera._blobs import pickled
+from tessera._deepspeed import OWN_KEYS, save_as_deepspeed
+from tessera._random import random_states
+from tessera.engine._on_all import on_all
+from tessera.engine._optimizer_parts import client_states
+from tessera.engine._run import Run, buffers_of, names_of
+from tessera.errors import ConfigError
+from tessera.optim.engines import NativeRunner
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """The arguments of save_checkpoint(); None: as the section `checkpoint` says."""
+
+    folder: str | os.PathLike[str] | None
+    tag: Any
+    client_state: dict[str, Any]
+    latest: bool
+    exclude_frozen: bool
+    asynchronous: bool | None
+    keep_last: int | None
+    random_state: bool | None
+
+
+def save(run: Run, request: SaveRequest) -> None:
+    """Collective."""
+    config = run._settings
+    asynchronous = _given(request.asynchronous, config, "asynchronous")
+    keep_last = _given(request.keep_last, config, "keep_last")
+    as_deepspeed = config.get("checkpoint.format") == "deepspeed"
+    _core.wait_for_checkpoint(run.core)
+    run._join()
+    # Whatever fails on one rank fails here, before the first of them counts on the others.
+    with on_all(run.core):
+        _check(request, as_deepspeed, asynchronous)
+        run._contents.check(run.module, "save_checkpoint")
+        options = _core.SaveOptions(
+            tag="" if request.tag is None else str(request.tag),
+            latest=request.latest and not as_deepspeed,
+            frozen=not request.exclude_frozen,
+            asynchronous=asynchronous,
+            keep_last=0 if as_deepspeed else keep_last,
+            tags=config.get("checkpoint.tag_validation"),
+        )
+        if isinstance(run._updates.runner, NativeRunner):
+            run._updates.runner.publish_groups()
+        names = names_of(run)
+        numbers, states = client_states(run, names)
+        blobs = _blobs(run, request.client_state, numbers)
+        if _given(request.random_state, config, "random_state"):
+            random = random_states()
+            if (begin := getattr(run.training_dataloader, "begin", None)) is not None:
+                random["pass"] = begin
+            blobs[f"random-{_core.checkpoint_place(run.core)}"] = pickled(random, "the random generators")
+        values = {}
+        if hasattr(run.lr_scheduler, "last_batch_iteration"):
+            values["schedule_steps"] = run.lr_scheduler.last_batch_iteration + 1
+        buffers = [(name, "buffer", tensor) for name, tensor in buffers_of(run).items()]
+        assert request.folder is not None  # _check()
+        folder = os.fspath(request.folder)
+
+    def write(folder: str) -> str:
+        aliases = _aliases(run, names)
+        return _core.save_checkpoint(run.core, folder, options, json.dumps(values), blobs, buffers, states, aliases)
+
+    if as_deepspeed:
+        stage = config.get("zero_optimization.stage")
+        save_as_deepspeed(run.core, folder, write, stage, run._ranks.dp_world_size, request.latest, keep_last)
+    else:
+        write(folder)
+
+
+def _given(value: Any, config: _core.Config, key: str) -> Any:
+    return config.get(f"checkpoint.{key}") if value is None else value
+
+
+def _check(request: SaveRequest, as_deepspeed: bool, asynchronous: bool) -> None:
+    client_state = request.client_state
+    if not request.folder:
+        raise ConfigError("[engine.save_checkpoint] save_dir is empty; name a folder")
+    if not isinstance(client_state, dict):
+        raise ConfigError(f"[engine.save_checkpoint] client_state is a dict, not a {type(client_state).__name__}")
+    if "checkpoint_parallel_dimensions" in client_state:
+        raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
+    if as_deepspeed and asynchronous:
+        raise ConfigError('[engine.save_checkpoint] checkpoint.format "deepspeed" cannot be written asynchronously')
+    if as_deepspeed and not OWN_KEYS.isdisjoint(client_state):
+        own = ", ".join(sorted(OWN_KEYS & client_state.keys()))
+        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own}")
+
+
+def _aliases(run: Run, names: dict[int, str]) -> dict[str, list[str]]:
+    aliases: dict[str, list[str]] = {}
+    for name, param in run.module.named_parameters(remove_duplicate=False):
+        own = names.get(id(param), name)
+        if own != name:
+            aliases.setdefault(own, []).append(name)
+    return aliases
+
+
+def _extra(run: Run) -> dict[str, Any]:
+    """What modules add to a state dict by get_extra_state()."""
+    extra = {}
+    for prefix, module in run.module.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            extra[prefix] = module.get_extra_state()
+    return extra
+
+
+def _blobs(run: Run, client_state: dict[str, Any], numbers: dict[str, Any]) -> dict[str, bytes]:
+    """This rank's. Each can be read without the others."""
+    place = _core.checkpoint_place(run.core)
+    blobs = {f"optimizer-{place}": pickled(numbers, "the optimizer's state")} if numbers else {}
+    if place != 0:
+        return blobs
+    base = run.basic_optimizer
+    groups = [] if base is None else base.param_groups
+    part: dict[str, Any] = {
+        "group_names": [[name for name, trained in group if trained] for group in run._updates.group_names],
+        "config": run._settings.to_dict(),
+    }
+    if hasattr(run.training_dataloader, "state_dict"):
+        part["loader"] = run.training_dataloader.state_dict()
+    blobs["python"] = pickled(part, "the run's state")
+    blobs["client_state"] = pickled(client_state, "client_state")
+    plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    blobs["param_groups"] = pickled(plain, "a param group")
+    if hasattr(run.lr_scheduler, "state_dict"):
+        blobs["schedule"] = pickled(run.lr_scheduler.state_dict(), "the schedule's state")
+    if extra := _extra(run):
+        blobs["extra"] = pickled(extra, f"get_extra_state() of {', '.join(map(repr, extra))}")
+    return blobs

@@ -1,0 +1,56 @@
+"""What an engine updates, and the optimizer that does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tessera import _core
+from tessera.errors import ConfigError, UsageError
+from tessera.optim.engines import Runner
+
+
+@dataclass(eq=False)
+class Updates:
+    core: _core.Engine
+    runner: Runner | None  # None: this engine only evaluates
+    index: dict[int, int]  # of all parameters, by id, the number in the core
+    optimized: frozenset[int]  # numbers
+    frozen: dict[str, torch.Tensor]  # of these nobody has said who trains them
+    # By param group, in its order: name, and whether it is trained. An optimizer may get other objects in their place.
+    group_names: list[list[tuple[str, bool]]]
+    params_are_masters: bool  # what the optimizer gets are the module's own parameters, whole and exact
+    cuts_states: bool  # this rank has a part of the optimizer's states
+
+    def trained_by(self, call: str) -> Runner:
+        """The runner. UsageError where engine.`call` has none."""
+        if self.core.destroyed():
+            raise UsageError(f"[engine.{call}] the engine was destroyed; build a new one")
+        if self.runner is None:
+            raise UsageError(f"[engine.{call}] there is no optimizer; pass one to tessera.initialize or configure one")
+        return self.runner
+
+    def optimizes(self, param: torch.Tensor) -> bool:
+        return self.index.get(id(param)) in self.optimized
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
+        if self.core.options().zero.precision.master_is_param():
+            return {}
+        views = {name: self.core.local_view(number, _core.Quantity.Master) for name, number in self._numbers().items()}
+        return {name: view for name, view in views.items() if view is not None}
+
+    def load_masters(self, masters: dict[str, torch.Tensor]) -> None:
+        numbers = self._numbers()
+        if numbers.keys() != masters.keys():
+            names = ", ".join(sorted(numbers.keys() ^ masters.keys()))
+            raise ConfigError(f"[optimizer.load_state_dict] the masters are of another model; only one has {names}")
+        for name, number in numbers.items():
+            self.core.set_local(number, _core.Quantity.Master, masters[name])
+        self.core.refresh_params()
+
+    def _numbers(self) -> dict[str, int]:
+        """Of what is optimized, in the order of the core."""
+        params = self.core.params()
+        return {params[number].name: number for number in sorted(self.optimized)}

@@ -1,0 +1,84 @@
+"""The state dict of an engine's module, and regions in which its parameters are whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch import nn
+
+from tessera import _core
+from tessera._copies import own_copies
+from tessera.parallel.engines import TensorParallel
+from tessera.zero.engines import Region, parts_of
+
+
+class HasWeights(Protocol):
+    """An engine, whose module a user may exchange."""
+
+    @property
+    def core(self) -> _core.Engine: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def _parallel(self) -> TensorParallel: ...
+    @property
+    def _settings(self) -> _core.Config: ...
+    def _whole(self) -> contextlib.AbstractContextManager[bool]: ...
+
+
+class Weights:
+    def __init__(self, engine: HasWeights) -> None:
+        self._engine = engine
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """module.state_dict(), on request without frozen parameters. Stage 3 and tensor parallelism: whole values,
+        copied; collective. So it is where an update runs on (finish_update())."""
+        module = self._engine.module
+        with self._engine._whole() as partitioned:
+            state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            if partitioned:
+                state.update(own_copies(state))
+            self._engine._parallel.make_whole(state, prefix)
+        if exclude_frozen_parameters:
+            for name, param in module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[[dict[str, Any], nn.Module], None] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """module.load_state_dict(); the masters follow. Every rank loads the same values. Collective in stage 3."""
+        core, module = self._engine.core, self._engine.module
+        # A region in any stage: it sees what a custom function writes to p.data, too.
+        everything = list(range(len(core.params())))
+        with Region([(core, everything)], _core.Writes.Own):
+            if custom_load_fn is not None:
+                custom_load_fn(checkpoint, module)
+            else:
+                module.load_state_dict(self._engine._parallel.slices(checkpoint), strict=strict)
+        core.adopt_params()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[bool]:
+        """A region in which all parameters are whole. Collective in stage 3; True where it gathers any."""
+        core = self._engine.core
+        if not core.destroyed():
+            core.finish_update()
+        if core.destroyed() or not self._engine._settings.placements.shards_params:
+            yield False
+            return
+        with Region(parts_of(self._engine.module.parameters(), writable=False)):
+            yield True

@@ -1,0 +1,49 @@
+"""What other packages need of optimizers, beside what users have in tessera.optim: how an engine builds one and runs
+it."""
+
+from __future__ import annotations
+
+from tessera.optim._factory import (
+    as_lists,
+    build_optimizer,
+    build_schedule,
+    class_of,
+    describe,
+    keep_optimizer,
+    nothing_trained,
+    params_of,
+    plain_values,
+)
+from tessera.optim._rules import NativeRule, is_tested, native_rule, read_group
+from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
+from tessera.optim._slices import SlicesRunner
+from tessera.optim._states import OptimizerStates
+from tessera.optim._whole import AUX_ADAM, Muon, WholeOptimizer, muon_groups, orthogonal
+from tessera.optim._wrapper import Optimizer
+
+__all__ = [
+    "AUX_ADAM",
+    "ExternalRunner",
+    "Muon",
+    "NativeRule",
+    "NativeRunner",
+    "Optimizer",
+    "OptimizerStates",
+    "Runner",
+    "SlicesRunner",
+    "WholeOptimizer",
+    "as_lists",
+    "build_optimizer",
+    "build_schedule",
+    "class_of",
+    "describe",
+    "is_tested",
+    "keep_optimizer",
+    "muon_groups",
+    "native_rule",
+    "nothing_trained",
+    "orthogonal",
+    "params_of",
+    "plain_values",
+    "read_group",
+]
