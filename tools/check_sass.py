@@ -1,6 +1,7 @@
 """Reads the machine code of the CUDA kernels and checks what makes them fast. The pass over whole eights
 (tessera/kernels/cuda/eight.cuh) of each kernel
-  * accesses memory 16 bytes at a time,
+  * accesses memory 16 bytes at a time: as many bytes as the edges of ranges do, element by element,
+  * marks them as read and written once (.EF),
   * has all of its loads on their way before anything waits for one, with no branch among them but the one for a copy
     that is adopted, and none before them but the search of the segment and the ends of a range: no dtype is asked for,
   * keeps nothing in local memory.
@@ -18,6 +19,8 @@ from typing import NamedTuple
 ELEMENTS = {"update_eights": 8, "each_eight": 8}  # of a thread, by kernel
 BRANCHES_BEFORE = 4  # the search's two, the range's end, and whether an eight is whole
 
+WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
+
 
 class Instruction(NamedTuple):
     address: int
@@ -27,6 +30,10 @@ class Instruction(NamedTuple):
 
     def is_wide(self, what: str) -> bool:
         return self.opcode.startswith(what) and ".128" in self.opcode
+
+    def width(self) -> int:
+        """Bytes, of an access to memory."""
+        return next((width for part, width in WIDTHS.items() if part in self.opcode.split(".")), 4)
 
     def target(self) -> int | None:
         """Where a branch goes, unless into a register."""
@@ -103,6 +110,22 @@ def executed(kernel: Kernel) -> float:
     return (total + 1) / ELEMENTS[kernel.kind()]
 
 
+def faults_of_streams(kernel: Kernel) -> list[str]:
+    found = []
+    for what, does in (("LDG", "loads"), ("STG", "stores")):
+        accesses = [one for one in kernel.code if one.opcode.startswith(what)]
+        wide = sum(one.width() for one in accesses if one.is_wide(what))
+        narrow = sum(one.width() for one in accesses if not one.is_wide(what))
+        if wide != narrow:
+            found.append(f"{does} {wide} bytes 16 at a time, where its elements have {narrow}")
+        found += [
+            f"{one.opcode} at {one.address:#x}: no streaming hint"
+            for one in accesses
+            if one.is_wide(what) and ".EF" not in one.opcode
+        ]
+    return found
+
+
 def faults(kernel: Kernel) -> list[str]:
     code = kernel.code
     found = [f"{one.opcode} at {one.address:#x}: local memory" for one in code if re.match(r"(LD|ST)L\b", one.opcode)]
@@ -111,6 +134,8 @@ def faults(kernel: Kernel) -> list[str]:
         return [*found, "no load of 16 bytes"]
     if kernel.kind() and not any(one.is_wide("STG") for one in code):
         found.append("no store of 16 bytes")
+    if kernel.kind():
+        found += faults_of_streams(kernel)
     branches = [i for i, one in enumerate(code) if one.target() is not None]
     before = sum(i < loads[0] for i in branches)
     if kernel.kind() and before > BRANCHES_BEFORE:

@@ -16,6 +16,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/shard/host_slabs.h"
+#include "tessera/shard/part.h"
 
 namespace tessera::offload {
 
@@ -77,7 +78,8 @@ class HostHome final : public shard::Home {
   void store(Range range, const at::Tensor& values) override {
     PendingView(at::Tensor(), arriving(range)).wait();
     each_part(range, [&](const at::Tensor& there, Range part) {
-      const at::Tensor from = values.narrow(0, part.begin - range.begin, part.size());
+      const bool all = part == range;
+      const at::Tensor from = all ? values : values.narrow(0, part.begin - range.begin, part.size());
       if (!from.is_cpu() || from.const_data_ptr() != there.const_data_ptr()) there.copy_(from);
     });
   }
@@ -91,7 +93,7 @@ class HostHome final : public shard::Home {
   void each_part(Range range, const F& f) const {
     for (const auto& [begin, values] : pieces_) {
       const Range part = shard::intersect(range, {begin, begin + values.numel()});
-      if (!part.empty()) f(values.narrow(0, part.begin - begin, part.size()), part);
+      if (!part.empty()) f(shard::part_of(values, {part.begin - begin, part.end - begin}), part);
     }
   }
 

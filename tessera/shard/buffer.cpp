@@ -21,6 +21,8 @@ const at::Tensor& PendingView::wait() {
 }
 
 const at::Tensor& PendingView::wait_on(c10::Device device) {
+  // A copy from memory that is not page-locked may begin before its stream is there.
+  if (!events_.empty() && values_.defined() && !values_.is_pinned()) return wait();
   for (const auto& event : std::exchange(events_, {}))
     come_after(*event, device);
   return wait();

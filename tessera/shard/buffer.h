@@ -42,7 +42,8 @@ class PendingView {
   PendingView(at::Tensor values, Events events) : values_(std::move(values)), events_(std::move(events)) {}
   // Returns when they are there; throws what went wrong on the way.
   const at::Tensor& wait();
-  // The same for what the current stream of `device` is given from here on: the host does not wait for another stream.
+  // The same for what the current stream of `device` is given from here on: the host does not wait for another stream where the
+  // memory is page-locked.
   const at::Tensor& wait_on(c10::Device device);
 
  private:

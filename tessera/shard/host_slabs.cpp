@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "tessera/shard/part.h"
+
 namespace tessera::shard {
 
 namespace {
@@ -54,7 +56,7 @@ at::Tensor HostSlabs::take(int64_t bytes) {
   slab->used = begin + bytes;
   taken_ += bytes;
   expected_ = std::max<int64_t>(0, expected_ - bytes);
-  return slab->memory.narrow(0, begin, bytes).zero_();
+  return part_of(slab->memory, {begin, begin + bytes}).zero_();  // writes to others are not writes to it
 }
 
 std::vector<at::Tensor> HostSlabs::take_pieces(int64_t bytes, int64_t step) {

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <utility>
+
 #include "tessera/shard/layout.h"
 
 namespace tessera::shard {
@@ -16,6 +18,16 @@ inline at::Tensor part_of(const at::Tensor& flat, Range range) {
       c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage), flat.key_set(), flat.dtype());
   part->set_storage_offset(flat.storage_offset() + range.begin);
   part->set_sizes_contiguous({range.size()});
+  return at::Tensor(std::move(part));
+}
+
+// The first `size` elements of `dtype` in `bytes`, a row of them whose offset is a multiple of that dtype's.
+inline at::Tensor elements_in(const at::Tensor& bytes, int64_t size, at::ScalarType dtype) {
+  const auto type = c10::scalarTypeToTypeMeta(dtype);
+  c10::Storage storage = bytes.storage();
+  auto part = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage), bytes.key_set(), type);
+  part->set_storage_offset(bytes.storage_offset() / static_cast<int64_t>(type.itemsize()));
+  part->set_sizes_contiguous({size});
   return at::Tensor(std::move(part));
 }
 

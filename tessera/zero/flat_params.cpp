@@ -89,7 +89,8 @@ shard::Buffer FlatParams::slice_values() const {
 // Copies to the device that are on their way still read host memory.
 shard::Buffer FlatParams::slice_to_write() {
   forget_ahead();
-  if (copied_) std::exchange(copied_, nullptr)->synchronize();
+  if (copied_ && !copied_->query()) copied_->synchronize();
+  copied_.reset();
   return slice_values();
 }
 
@@ -199,7 +200,7 @@ void FlatParams::bring_slice(const at::Tensor& space) {
   for (size_t i = 0; i < tiles.size(); ++i) {
     while (ahead_.size() < kReads && i + ahead_.size() < tiles.size())
       ahead_.push_back(buffer_.fetch(tiles[i + ahead_.size()]));
-    const at::Tensor values = ahead_.front().wait();
+    const at::Tensor values = space.is_cpu() ? ahead_.front().wait() : ahead_.front().wait_on(space.device());
     const bool pinned = !space.is_cpu() && values.is_pinned();
     const at::Tensor place = space.narrow(0, slice_.begin + tiles[i].begin, tiles[i].size());
     if (words_.defined()) {

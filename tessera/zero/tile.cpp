@@ -52,7 +52,7 @@ void TileRing::reserve(size_t quantity, int64_t size, at::ScalarType dtype, c10:
 }
 
 at::Tensor TileRing::view(const Slot& slot, size_t quantity, int64_t size, at::ScalarType dtype) {
-  return slot.bytes[quantity].narrow(0, 0, size * static_cast<int64_t>(c10::elementSize(dtype))).view(dtype);
+  return shard::elements_in(slot.bytes[quantity], size, dtype);
 }
 
 void TileRing::clear() noexcept {

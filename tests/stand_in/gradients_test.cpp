@@ -231,9 +231,9 @@ TEST(DeviceGradients, PiecesHaveTheBitsOfAFlatBuffer) {
 // Autograd's tensor becomes the gradient where nobody else has it or its memory; else it is copied. Graphs of a device watch
 // theirs, or write to it again.
 TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
-  enum Case { Alone, Kept, TwoOfOneMemory, Watched, OfAGraph };
+  enum Case { Alone, OfALinear, OfALinear3d, Kept, KeptUnderneath, TwoOfOneMemory, Watched, OfAGraph };
   for (const auto device : {c10::Device(at::kCPU), c10::Device(c10::kPrivateUse1, 0)}) {
-    for (const Case which : {Alone, Kept, TwoOfOneMemory, Watched, OfAGraph}) {
+    for (const Case which : {Alone, OfALinear, OfALinear3d, Kept, KeptUnderneath, TwoOfOneMemory, Watched, OfAGraph}) {
       if (which == OfAGraph && !device.is_cpu())
         continue;  // the stand-in's allocator does not say what frees its memory
       for (const int accumulation : {1, 2}) {
@@ -242,12 +242,19 @@ TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
         const at::Tensor factor = at::arange(40000, at::kFloat).view({200, 200}).to(device);
         const engine::Options options = toy_options({.stage = 0, .accumulation = accumulation, .clip = 0});
         Engine engine(options, comm::Mesh(), {{"a", a, 0, ""}, {"b", b, 0, ""}}, {toy_adamw()});
+        const auto loss_of = [&](Case of, const at::Tensor& weight) {  // its gradient is `factor`
+          if (of != OfALinear && of != OfALinear3d && of != KeptUnderneath) return (weight * factor).sum();
+          const auto sizes = of == OfALinear3d ? std::vector<int64_t>{2, 100, 200} : std::vector<int64_t>{200, 200};
+          const at::Tensor of_output = at::eye(200).to(device).view(sizes);
+          return (at::linear(factor.view(sizes), weight) * of_output).sum();
+        };
         at::Tensor kept, memory = at::empty({200, 200});
         std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> watched;
         const void* made = nullptr;
         a.register_hook([&](const at::Tensor& grad) {
           made = grad.const_data_ptr();
           if (which == Kept) kept = grad;
+          if (which == KeptUnderneath) kept = at::Tensor(grad._base());
           if (which == Watched) watched = grad.storage().getWeakStorageImpl();
           if (which != OfAGraph) return at::Tensor();
           made = memory.const_data_ptr();
@@ -256,14 +263,15 @@ TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
         for (int number = 0; number < accumulation; ++number) {
           engine.pre_forward();
           const at::Tensor loss = which == TwoOfOneMemory ? ((a + b.view({200, 200})) * factor).sum()
-                                                          : (a * factor).sum() + (b.view({200, 200}) * factor).sum();
+                                                          : loss_of(which, a) + (b.view({200, 200}) * factor).sum();
           engine.post_forward({loss});
           loss.backward();
           if (number == 0) {
-            EXPECT_EQ(a.grad().const_data_ptr() == made, which == Alone) << which;
+            const bool own = which == Alone || which == OfALinear || which == OfALinear3d;
+            EXPECT_EQ(a.grad().const_data_ptr() == made, own) << which;
           }
           memory.zero_();
-          EXPECT_TRUE(!kept.defined() || kept.cpu().equal(factor.cpu()));
+          EXPECT_TRUE(!kept.defined() || kept.cpu().equal(factor.cpu()) || kept.cpu().equal(factor.cpu().t())) << which;
           if (number + 1 < accumulation) engine.step();
         }
         EXPECT_TRUE(a.grad().cpu().equal(factor.cpu())) << which;
@@ -275,24 +283,41 @@ TEST(DeviceGradients, AreAutogradsOwnWhereNobodySharesThem) {
   }
 }
 
-// The device makes the squares as they leave, which hold until somebody writes to what has left.
+// The device makes the squares of every unit as they leave, which hold until somebody writes to what has left; the host waits for
+// their sum.
 TEST(DeviceGradients, TheNormIsOfTheGradientsAsTheyAre) {
-  at::Tensor weight = at::ones({1000}, c10::Device(c10::kPrivateUse1, 0)).requires_grad_(true);
-  engine::Options options = toy_options({.stage = 1, .clip = 0, .precision = PrecisionPolicy::fp32()});
-  options.zero.home = offload::state_homes({.residence = shard::Residence::Host, .pin_memory = true});
-  Engine engine(options, comm::Mesh(), {{"w", weight, 0, ""}}, {toy_adamw()});
-  weight.square().sum().backward();
-  const double norm = engine.grad_norm();
-  EXPECT_NEAR(norm, 2 * std::sqrt(1000.0), 1e-3);
-  const auto halve = [&] {
-    const at::Tensor gradient = engine.states().local_view(0, engine::Quantity::Gradient);
-    engine.states().set_local(0, engine::Quantity::Gradient, gradient * 0.5);
-  };
-  halve();
-  EXPECT_NEAR(engine.grad_norm(), norm / 2, 1e-3);
-  halve();
-  engine.step();
-  EXPECT_NEAR(engine.global_grad_norm().value(), norm / 4, 1e-3);
+  static std::atomic<int> waits;
+  for (const bool pin : {true, false}) {
+    std::vector<engine::ParamSpec> specs;
+    for (int i = 0; i < 4; ++i) {
+      const at::Tensor weight = at::ones({1000 + i}, c10::Device(c10::kPrivateUse1, 0)).requires_grad_(true);
+      specs.push_back({"w" + std::to_string(i), weight, 0, "u" + std::to_string(i)});
+    }
+    engine::Options options = toy_options({.stage = 1, .clip = 0, .precision = PrecisionPolicy::fp32()});
+    options.zero.home = offload::state_homes({.residence = shard::Residence::Host, .pin_memory = pin});
+    Engine engine(options, comm::Mesh(), specs, {toy_adamw()});
+    at::Tensor loss = at::zeros({}, specs[0].tensor.options().requires_grad(false));
+    for (const engine::ParamSpec& spec : specs)
+      loss = loss + spec.tensor.square().sum();
+    loss.backward();
+    waits = 0;
+    tessera_stand_in_on_wait([] { ++waits; });
+    const double norm = engine.grad_norm();
+    tessera_stand_in_on_wait(nullptr);
+    EXPECT_EQ(waits, 1) << pin;
+    EXPECT_NEAR(norm, 2 * std::sqrt(4006.0), 1e-3);
+    const auto halve = [&] {
+      for (int i = 0; i < 4; ++i) {
+        const at::Tensor gradient = engine.states().local_view(i, engine::Quantity::Gradient);
+        engine.states().set_local(i, engine::Quantity::Gradient, gradient * 0.5);
+      }
+    };
+    halve();
+    EXPECT_NEAR(engine.grad_norm(), norm / 2, 1e-3);
+    halve();
+    engine.step();
+    EXPECT_NEAR(engine.global_grad_norm().value(), norm / 4, 1e-3);
+  }
 }
 
 }  // namespace tessera::testing

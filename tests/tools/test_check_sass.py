@@ -22,7 +22,9 @@ GOOD = [
     "FMUL R4, R4, R8",
     "STG.E.EF.128 desc[UR4][R2.64], R4",
     "EXIT",
-    "@!P2 LDG.E.U16 R4, desc[UR4][R2.64]",
+    *["@!P2 LDG.E.U16 R4, desc[UR4][R2.64]"] * 8,
+    *["@!P2 LDG.E.S16 R5, desc[UR4][R12.64]"] * 8,
+    *["@!P2 STG.E.U16 desc[UR4][R2.64], R4"] * 8,
     "EXIT",
 ]
 
@@ -36,8 +38,11 @@ def said(code: list[str], name: str) -> str:
     ("place", "line", "fault"),
     [
         (None, "", None),
-        (5, "LDG.E.128 R8, desc[UR4][R4.64]", "LDG.E.128 at 0x50 waits for R4"),
-        (5, "LDG.E.U16 R8, desc[UR4][R2.64]", None),
+        (5, "LDG.E.EF.128 R8, desc[UR4][R4.64]", "LDG.E.EF.128 at 0x50 waits for R4"),
+        (5, "LDG.E.U16 R8, desc[UR4][R2.64]", "loads 16 bytes 16 at a time, where its elements have 34"),
+        (5, "LDG.E.128 R8, desc[UR4][R12.64]", "LDG.E.128 at 0x50: no streaming hint"),
+        (9, "@!P2 LDG.E R4, desc[UR4][R2.64]", "loads 32 bytes 16 at a time, where its elements have 34"),
+        (25, "@!P2 STG.E.U8 desc[UR4][R2.64], R4", "stores 16 bytes 16 at a time, where its elements have 15"),
         (3, "STL [R1], R2", "STL at 0x30: local memory"),
         (7, "STG.E [R2.64], R4", "no store of 16 bytes"),
     ],

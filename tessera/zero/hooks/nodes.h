@@ -72,10 +72,13 @@ struct HookAccess {
     if (deleter != nullptr && storage.data_ptr().get_deleter() != deleter) return false;
     constexpr size_t kOurs = 2;  // all owners together count as one, and the reference that asks
     if (storage.getWeakStorageImpl().weak_use_count() != kOurs) return false;
-    const auto shares = [&](const at::Tensor& input) {
-      return input.defined() && input.has_storage() && input.storage().is_alias_of(storage);
-    };
-    const size_t known = 1 + static_cast<size_t>(std::ranges::count_if(inputs, shares));
+    size_t known = 1;
+    for (const at::Tensor& input : inputs) {
+      if (!input.defined() || !input.has_storage() || !input.storage().is_alias_of(storage)) continue;
+      ++known;
+      // As the gradient of a linear layer's weight, a transpose: what it is a view of is known to it alone.
+      if (input.is_view() && input._base().use_count() == 1) ++known;
+    }
     return storage.use_count() == known && storage.nbytes() == grad.nbytes();
   }
 
