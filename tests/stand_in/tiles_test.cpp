@@ -102,8 +102,8 @@ TEST(DeviceTiles, TilesPassThroughTheDevice) {
     int accumulation = 1;
   };
   const double tiles = 3.0 * shard::kTile / kSize;
-  for (const Row& row : {Row{true, false, shard::Residence::Host, "<w><><>", 12 + 4 * tiles},
-                         Row{true, false, shard::Residence::Nvme, "<w><>w<>w", 12 + 4 * tiles},
+  for (const Row& row : {Row{true, false, shard::Residence::Host, "<><><>", 12 + 4 * tiles},
+                         Row{true, false, shard::Residence::Nvme, "<><>w<>w", 12 + 4 * tiles},
                          Row{false, false, shard::Residence::Host, "<<>><<>><<>>", 2 + 4 * tiles},
                          Row{false, false, shard::Residence::Host, "<<<>><<<>><<<>>", 2 + 6 * tiles, 2},
                          Row{false, false, shard::Residence::Nvme, "<<>><<>>w<<>>w", 2 + 4 * tiles},
