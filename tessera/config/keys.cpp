@@ -348,7 +348,9 @@ std::vector<Key> later_rows() {
       {FIELD(tessera.update_in_backward),
        "units are updated while the backward goes on and no gradient is kept, see docs/update_in_backward.md"},
       {FIELD(tessera.update_runs_on),
-       "the update of states that live elsewhere goes on after step(), beside the next forward, see docs/offload.md"},
+       "the update of states that live elsewhere goes on beside the next forward, after step() or from the backward "
+       "on, "
+       "see docs/offload.md"},
       {FIELD(tessera.clip),
        "what gradient_clipping limits: the norm of all gradients; with update_in_backward that of each unit's, or all "
        "by the norm of the step before; unset: global",

@@ -205,7 +205,7 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   check_not_captured("step");
   const PhaseScope scope(m.model->units.phases(), Phase::Step);
   const bool boundary = !m.options.managed_accumulation || m.boundary();
-  if (boundary) finish_update();
+  if (boundary && !m.model->early.on()) finish_update();
   Impl::Fault why{boundary ? fault : "", nullptr};
   m.check_step(boundary, global_norm, why);
   const bool trains = has_uncounted_backward();
@@ -248,8 +248,9 @@ void Engine::Impl::check_for_all(bool boundary, Fault& fault, const std::functio
   }
 }
 
+// An update of the backward's may run on.
 void Engine::Impl::check_may_step() const {
-  here("step");
+  live("step").early.on() ? model->units.check_not_away("step") : model->units.check_here("step");
   TESSERA_CHECK(!no_sync && !coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
                 no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
 }
@@ -265,7 +266,7 @@ void Engine::check_step() const {
 
 // What this rank alone may have against a step.
 void Engine::Impl::check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const {
-  if (!model->units.is_away()) here("step");
+  if (!model->units.is_away() && !model->early.on()) here("step");
   check_for_all(boundary, fault, [&] {
     check_may_step();
     TESSERA_CHECK_VALUE(!global_norm || !(*global_norm < 0), "engine.step", "global_norm must not be negative, got ",

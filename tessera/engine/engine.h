@@ -113,8 +113,8 @@ class Engine {
   // param group 0". Local.
   void set_client_terms(const std::vector<std::string>& lines, const std::vector<DeviceTerm>& on_device = {});
   // zero::Options::update_runs_on: returns once the last update has come to its end, on all ranks (Note [Updates that run on] in
-  // zero/update_lane.h), as forwards without gradients, regions, saves, loads and the next step() do themselves. For who reads
-  // or writes parameters past the engine between step() and a forward. IoError or OutOfMemoryError, on all ranks, where the
+  // zero/update_lane.h), as forwards without gradients, regions, saves, loads and the next update do themselves. For who reads
+  // or writes parameters past the engine between an update and a forward. IoError or OutOfMemoryError, on all ranks, where the
   // update failed. Collective.
   void finish_update();
   // Drops every accumulated gradient, also p.grad. Local.

@@ -84,6 +84,7 @@ std::vector<std::string> Engine::Impl::joining_lines(const std::vector<int>& wai
 
 // All ranks do.
 void Engine::Impl::join(const std::vector<int>& waiting) {
+  model->units.lane().finish();
   for (const int id : waiting)
     params[id].group = params[id].joins;
   try {

@@ -16,6 +16,7 @@
 #include "tessera/zero/memory_for.h"
 #include "tessera/zero/rank_guard.h"
 #include "tessera/zero/tile.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::engine {
 
@@ -77,6 +78,8 @@ double ratio_of_memory(const OffloadOptions& asked, const zero::Options& options
   room.bytes = free + counts.bytes_now - asked.reserve * all;
   room.bytes -= options.weight_home && partitioned ? 0 : counts.held * weight / (partitioned ? shards : 1);
   room.bytes -= kBuckets * counts.largest * (grad + (partitioned ? weight : 0));
+  const bool held = options.update_in_backward && options.update_runs_on && through > 0;
+  room.bytes -= held ? zero::UpdateLane::kHeld * counts.largest * grad : 0;
   room.bytes -= every_backward ? 0 : counts.trained * grad;
   room.bytes -= through > 0 ? kTiles * static_cast<double>(shard::kTile) * (states + grad) : 0;
   room.bytes -= counts.largest / shards * room.stays;  // whole units only

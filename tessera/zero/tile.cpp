@@ -139,10 +139,11 @@ bool Tile::reads_weights() const {
   return !unit_->master.defined() || written != range_.size();
 }
 
-void Tile::set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since) {
+void Tile::set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since, bool apart) {
   if (!travels_) return;
   const bool of_host = place_.is_cpu();
   since_ = since;
+  apart_ = apart;
   TileRing& ring = of_host ? lanes.on_host : lanes.on_device;
   slot_ = &ring.next();
   for (size_t i = 0; i < carried_.size(); ++i)
@@ -203,11 +204,15 @@ const std::shared_ptr<c10::Event>& Tile::update(optim::Rule rule, const std::vec
   for (Carried& c : carried_)
     if (c.pending && !c.travels) c.here = c.pending->wait();
   if (travels_ && !place_.is_cpu()) {
-    updated_ = lanes.work.run(device_, [&] {
-      shard::come_after(*came_, device_);
-      unit_->on_this_stream();
-      run(rule, groups);
-    });
+    using After = shard::SideStream::After;
+    updated_ = lanes.work.run(
+        device_,
+        [&] {
+          shard::come_after(*came_, device_);
+          apart_ ? shard::come_after(*since_, device_) : unit_->on_this_stream();
+          run(rule, groups);
+        },
+        apart_ ? After::Nothing : After::Current);
   } else {
     if (came_) came_->synchronize();
     run(rule, groups);
@@ -231,7 +236,7 @@ std::optional<Returning> Tile::set_back(Lanes& lanes) {
         device_,
         [&] {
           shard::come_after(*since_, device_);
-          unit_->order.take_over(device_);
+          if (!apart_) unit_->order.take_over(device_);
           copy();
         },
         shard::SideStream::After::Nothing);

@@ -82,8 +82,9 @@ class Tile {
   Tile& operator=(const Tile&) = delete;
 
   // What lives elsewhere sets out for where it is updated. Waits for the disk. To the host it does after `since`, which comes after
-  // all that the unit's streams were given, and so does what comes back.
-  void set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since);
+  // all that the unit's streams were given, and so does what comes back. `apart`: others use Unit::order meanwhile; then the device
+  // updates after `since` as well.
+  void set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since, bool apart = false);
   // Where the device does it beside the current stream the event tells when it is done; else null.
   const std::shared_ptr<c10::Event>& update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
                                             Lanes& lanes);
@@ -122,7 +123,7 @@ class Tile {
   double scale_;
   const Options* options_;
   c10::Device device_, place_;
-  bool travels_ = false;
+  bool travels_ = false, apart_ = false;
   std::array<Carried, TileRing::kQuantities> carried_;  // weights, gradients, Unit::state_buffers()
   TileRing::Slot* slot_ = nullptr;
   std::shared_ptr<c10::Event> since_, came_, updated_;

@@ -50,8 +50,9 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector
   add(unit, grads, pieces_of(units_, unit, present), scale);
 }
 
-void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector<Segment>& segments, double scale) {
-  const bool whole = lives_on_device(unit);
+void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector<Segment>& segments, double scale,
+                       const std::shared_ptr<c10::Event>& start) {
+  const bool whole = lives_on_device(unit), apart = start != nullptr;
   if (segments.empty()) {
     update_next();
     if (done_) done_(unit);
@@ -69,10 +70,11 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector
       tile =
           std::make_unique<Tile>(unit, grads, range, std::vector<Segment>(begin, end), last, scale, units_.options());
       // Not after what the current stream is given since, as gathers of units that the device has updated.
-      if (tile->is_of_host()) tile->set_out(lanes_, began_ ? began_ : shard::mark(units_.ranks().device));
+      if (!tile->is_of_host()) return;
+      tile->set_out(lanes_, apart ? start : began_ ? began_ : shard::mark(units_.ranks().device), apart);
     });
     update_next();
-    if (tile && !tile->is_of_host()) disks_.run([&] { tile->set_out(lanes_, nullptr); });
+    if (tile && !tile->is_of_host()) disks_.run([&] { tile->set_out(lanes_, start, apart); });
     next_ = std::move(tile);
     if (!next_ && last && done_) done_(unit);
     begin = end;

@@ -25,8 +25,9 @@ class TilePipeline {
   // Gradients of the owned range are `grads`, not defined() where they lie in pieces, multiplied by `scale`. `present`: by
   // parameter of the model; the others are left alone.
   void add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present, double scale);
-  // The same of what pieces_of() made of it.
-  void add(Unit& unit, const shard::Buffer& grads, const std::vector<Segment>& segments, double scale);
+  // The same of what pieces_of() made of it. `start`, where others use Unit::order meanwhile: after what its streams were given.
+  void add(Unit& unit, const shard::Buffer& grads, const std::vector<Segment>& segments, double scale,
+           const std::shared_ptr<c10::Event>& start = nullptr);
   static std::vector<Segment> pieces_of(const Units& units, const Unit& unit, const std::vector<bool>& present);
   // The last tile's update; what the host updates stays until another tile comes, so that the host waits for a copy that the
   // device is past, and not for all that it has to do. The event tells when the gradients that were added are used; null where

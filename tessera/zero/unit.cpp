@@ -136,8 +136,8 @@ at::Tensor Unit::owned_grads() const {
 }
 
 void Unit::send_grads_to_host() {
-  host_grads = std::make_shared<HostGrads>(owned.size(), grads.options());
-  grads = shard::Buffer(owned.size(), grads.options(), host_grads);
+  host_grads = std::make_shared<HostGrads>(owned.size(), grad_options());
+  grads = shard::Buffer(owned.size(), grad_options(), host_grads);
 }
 
 void Unit::make_grads(int64_t numel) {

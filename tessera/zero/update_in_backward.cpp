@@ -12,11 +12,19 @@
 #include "tessera/base/error.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/side_stream.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::zero {
 
 namespace {
 constexpr size_t kNormsInFlight = 1;
+
+using Release = decltype(ArrivedSum::release);
+
+// Of a sum that somebody else will release.
+Release taken_from(ArrivedSum& sum) {
+  return std::exchange(sum.release, [](const auto&) {});
+}
 
 template <class F>
 void releasing_if_it_throws(const ArrivedSum& sum, const F& f) {
@@ -30,7 +38,12 @@ void releasing_if_it_throws(const ArrivedSum& sum, const F& f) {
 }  // namespace
 
 UpdateInBackward::UpdateInBackward(Units& units, BackwardDriver& driver, Updater& updater)
-    : units_(units), updater_(updater), ranks_(units.ranks()), present_(units.count()) {
+    : units_(units),
+      driver_(driver),
+      updater_(updater),
+      ranks_(units.ranks()),
+      present_(units.count()),
+      disks_(updater.guard()) {
   if (!on()) return;
   ranks_ = ranks_.siblings();
   driver.send_sums_to(this);
@@ -90,12 +103,16 @@ void UpdateInBackward::prepare() {
 
 void UpdateInBackward::compare() {
   if (std::exchange(compared_, true) || !terms_) return;
+  UpdateLane& lane = units_.lane();
+  lane.settle();  // where no backward has begun
+  lane.gather_rest();
   const Terms mine = terms_();
   refuses_ = mine.refuses;
   scale_ = mine.scale;
   if (ranks_.all() == 1) return;
   const comm::Label label = "what a backward updates by";
-  bounds_ = shard::sent_to(ranks_.device, at::tensor({mine.said, -mine.said}, at::kDouble));
+  const double failed = lane.has_failed() ? 1 : 0;
+  bounds_ = shard::sent_to(ranks_.device, at::tensor({mine.said, -mine.said, failed}, at::kDouble));
   ranks_.model->all_reduce(bounds_, comm::ReduceOp::Max, label).wait();  // slices of a model run side by side
   comparison_ = ranks_.shard->all_reduce(bounds_, comm::ReduceOp::Max, label);
 }
@@ -107,8 +124,15 @@ bool UpdateInBackward::refuses() {
     aside.emplace(c10::impl::VirtualGuardImpl(ranks_.device.type()).getStreamFromGlobalPool(ranks_.device));
   comparison_.wait();
   const at::Tensor bounds = std::exchange(bounds_, at::Tensor()).cpu();
-  refuses_ = refuses_ || bounds[0].item<double>() != -bounds[1].item<double>();
+  const bool failed = bounds[2].item<double>() > 0;
+  if (!failed) units_.lane().agreed();
+  refuses_ = refuses_ || failed || bounds[0].item<double>() != -bounds[1].item<double>();
   return refuses_;
+}
+
+void UpdateInBackward::refuse() {
+  units_.lane().finish();  // where the update before failed
+  refuse_(ranks_);
 }
 
 void UpdateInBackward::drop() {
@@ -129,6 +153,8 @@ void UpdateInBackward::forget(at::Tensor& memory, comm::Pending& pending) const 
 // Of a backward that threw.
 void UpdateInBackward::forget_waiting() {
   updater_.drop_units();
+  copies_.finish();
+  units_.lane().abandon();
   forget(bounds_, comparison_);
   for (Waiting& left : std::exchange(waiting_, {})) {
     forget(left.squares, left.pending);
@@ -145,19 +171,25 @@ void UpdateInBackward::take(ArrivedSum sum) {
   at::Tensor total;
   comm::Pending pending;
   releasing_if_it_throws(sum, [&] {
-    const Unit& unit = *sum.unit;
-    const at::Tensor squares =
-        sum.values.defined()
-            ? optim::squares_there(sum.values)
-            : optim::squares_there(unit.owned.size(), unit.pieces({0, unit.owned.size()}), unit.grad_options());
-    sum.unit->squares = squares;
+    sum.unit->squares = squares_of(sum);
     if (!clips) return;
-    total = squares.reshape({1}).clone();
+    total = sum.unit->squares.reshape({1}).clone();
     pending = ranks_.shard->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name + "'");
   });
-  if (!clips) return update(sum, scale_);
+  if (!clips) return update(std::move(sum), scale_);
   waiting_.push_back({std::move(sum), total, std::move(pending)});
   if (waiting_.size() > kNormsInFlight) update_oldest();
+}
+
+// Gradients that leave the device do so here.
+at::Tensor UpdateInBackward::squares_of(ArrivedSum& sum) {
+  const Unit& unit = *sum.unit;
+  if (unit.host_grads) {
+    copies_.leave(sum.values, *unit.host_grads, taken_from(sum));
+    return unit.host_grads->squares();
+  }
+  if (sum.values.defined()) return optim::squares_there(sum.values);
+  return optim::squares_there(unit.owned.size(), unit.pieces({0, unit.owned.size()}), unit.grad_options());
 }
 
 void UpdateInBackward::update_oldest() {
@@ -168,10 +200,10 @@ void UpdateInBackward::update_oldest() {
     oldest.pending.wait();
     scale = optim::clip_coefficient(std::sqrt(oldest.squares.item<double>()), units_.options().unit_clipping);
   });
-  update(oldest.sum, scale);
+  update(std::move(oldest.sum), scale);
 }
 
-void UpdateInBackward::update(const ArrivedSum& sum, double scale) {
+void UpdateInBackward::update(ArrivedSum sum, double scale) {
   std::shared_ptr<c10::Event> used;
   releasing_if_it_throws(sum, [&] {
     try {
@@ -184,26 +216,42 @@ void UpdateInBackward::update(const ArrivedSum& sum, double scale) {
   sum.release(used);
 }
 
-std::shared_ptr<c10::Event> UpdateInBackward::update_from(const ArrivedSum& sum, double scale) {
+std::shared_ptr<c10::Event> UpdateInBackward::update_from(ArrivedSum& sum, double scale) {
   Unit& unit = *sum.unit;
   unit.on_this_stream();
   units_.set_broken("a backward ended with an error after it had updated a part of the model");  // until it is over
   units_.unsharder().settle_before_update(units_[unit.params.front().id].number);
   for (size_t i = 0; i < unit.params.size(); ++i)
     present_[unit.params[i].id] = sum.present[i];
-  return updater_.update_unit(unit, sum.values, present_, scale, disks_);
+  if (!units_.lane().takes(unit)) return updater_.update_unit(unit, sum.values, present_, scale, disks_);
+  leave(sum, scale);
+  return nullptr;
+}
+
+void UpdateInBackward::leave(ArrivedSum& sum, double scale) {
+  Unit& unit = *sum.unit;
+  if (!units_.lane().is_open()) updater_.open_lane(updater_.elsewhere(), disks_);
+  if (unit.host_grads) return updater_.leave_unit(unit, unit.gradients(), present_, scale);
+  updater_.leave_unit(unit, shard::Buffer(sum.values), present_, scale,
+                      [this, release = sum.release](const auto& used) {
+                        release(used);
+                        if (!units_.lane().is_open()) driver_.reducer().free_buckets();  // the backward is over
+                      });
+  taken_from(sum);
 }
 
 void UpdateInBackward::launch_end() {
   while (!waiting_.empty())
     update_oldest();
+  copies_.finish();
   updater_.finish_units(present_);
   if (!refuses()) updater_.launch_gathers();
 }
 
 void UpdateInBackward::finish_end() {
-  RankGuard disks = std::exchange(disks_, RankGuard(false));
+  RankGuard disks = std::exchange(disks_, updater_.guard());
   updater_.finish_gathers(disks);
+  driver_.reducer().free_buckets();
   units_.set_broken("");
 }
 

@@ -12,6 +12,7 @@
 //   Where nothing is clipped the host waits for nothing else: the squares of a unit stay on its device until somebody asks
 //   for the norm; with several ranks that is step(). A rank that has gradients for all of a unit need not know of the
 //   others' to update it.
+//   With Options::update_runs_on units that live elsewhere are left to UpdateLane: Note [Updates that begin in the backward].
 //   Bits are those of the usual step. What must be known before the first unit is updated excludes it: see excluded().
 //
 // Note [Clipping by the step before]
@@ -71,18 +72,21 @@ class UpdateInBackward final : private SumSink {
   void prepare() override;
   void compare() override;
   bool refuses() override;
-  void refuse() override { refuse_(ranks_); }
+  void refuse() override;
   void take(ArrivedSum sum) override;
   void drop() override;
   void launch_end() override;
   void finish_end() override;
-  void update(const ArrivedSum& sum, double scale);
-  std::shared_ptr<c10::Event> update_from(const ArrivedSum& sum, double scale);
+  at::Tensor squares_of(ArrivedSum& sum);
+  void update(ArrivedSum sum, double scale);
+  std::shared_ptr<c10::Event> update_from(ArrivedSum& sum, double scale);
+  void leave(ArrivedSum& sum, double scale);
   void update_oldest();
   void forget(at::Tensor& memory, comm::Pending& pending) const noexcept;
   void forget_waiting();
 
   Units& units_;
+  BackwardDriver& driver_;
   Updater& updater_;
   std::function<Terms()> terms_;
   std::function<void(const Ranks&)> refuse_;
@@ -93,7 +97,8 @@ class UpdateInBackward final : private SumSink {
   double scale_ = 1;  // Terms::scale
   std::deque<Waiting> waiting_;
   std::vector<bool> present_;
-  RankGuard disks_{false};
+  RankGuard disks_;
+  GradCopies copies_;  // of gradients that leave the device
 };
 
 }  // namespace tessera::zero

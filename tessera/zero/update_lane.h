@@ -1,28 +1,43 @@
-// UpdateLane: what of an update runs on after step(), beside the next forward.
+// UpdateLane: what of an update runs on after step(), or after the backward, beside the next forward.
 //
 // Note [Updates that run on]
 //   With Options::update_runs_on an update of a device's model ends with what lives there. Units whose states or weights live
-//   elsewhere are left to a thread, one after the other in the order in which the next forward uses them. What it needs of the
-//   step that may change meanwhile (numbers of steps, hyper-parameters, the scale) it has copies of; counters, p.grad and the
-//   schedule go on at once. So the bits are those of an update that is waited for.
-//   - The thread has a stream of its own, which comes after what step() was given. It calls no group, takes no lock of an
-//     engine's and runs no Python. It works on its units' buffers and on the engine's Lanes, which nobody else uses meanwhile.
+//   elsewhere are left to a thread. What it needs of the step that may change meanwhile (numbers of steps, hyper-parameters,
+//   the scale) it has copies of; counters, p.grad and the schedule go on at once. So the bits are those of an update that is
+//   waited for.
+//   - The thread has a stream of its own. A unit's update comes after what its streams were given before add(). The thread calls
+//     no group, takes no lock of an engine's and runs no Python. It works on its units' buffers and on the engine's Lanes, which
+//     nobody else uses meanwhile, and leaves Unit::order to who runs the model.
 //   - Of each unit it tells when the way back of its weights was launched, with events. await() is for who uses a unit: the
 //     host waits until that was told, the current stream for the events.
-//   - Weights that are whole on several ranks are gathered by the thread that runs the model, in the order of the update, all
-//     up to the unit that it uses: modules must run in the same order on all ranks, as those of partitioned parameters must.
+//   - Weights that are whole on several ranks are gathered by the thread that runs the model, in the order that open() was given,
+//     all up to the unit that it uses: modules must run in the same order on all ranks, as those of partitioned parameters must.
 //   - settle() is for who reads or writes states. It is this rank's alone: it gathers nothing.
 //   - What fails, a disk or memory, is an error of the next call that waits, on one rank. Several ranks agree in finish(), which
 //     the next update is at the latest; until then they go on, since one that stopped would be waited for.
+//
+// Note [Updates that begin in the backward]
+//   With Options::update_in_backward too, units come one by one while the backward goes on, the last ones of the forward first, and
+//   the thread takes them as they are there. Autograd's thread runs none of this and waits for none of it, but for memory:
+//   - What the host updates leaves the device as in a usual step (Note [Gradients leave] in host_grads.h), so its bucket is free
+//     when the copy is over, however far behind the host is.
+//   - What the device updates keeps its bucket until that was launched. The thread takes these first, and of more than kHeld the
+//     backward waits.
+//   - Of the others the thread takes that which the next forward uses first, so that what is left at the end is used late.
+//   Ranks tell each other whether the last update failed with what they compare before the first unit of the next backward is
+//   updated. A backward that threw leaves the lane open: nothing waits for units that have not come, and the next one, or
+//   who drops the gradients, ends it. Nothing of it is gathered, because not all ranks may have come as far.
 #pragma once
 
 #include <condition_variable>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/group.h"
@@ -38,10 +53,15 @@ struct Lanes;
 // All but its thread's part is for the thread that runs the model.
 class UpdateLane {
  public:
+  static constexpr int kHeld = 2;
   struct Work {
     Unit* unit;
     shard::Buffer grads;  // of its owned range
     std::vector<Segment> segments;
+    double scale;  // of the gradients
+    // Ends their use, as ArrivedSum::release; not called by the lane's thread. Without it they are let go of.
+    std::function<void(const std::shared_ptr<c10::Event>&)> release{};
+    std::shared_ptr<c10::Event> start{};  // add() makes it
   };
   using Gather = std::function<comm::Pending(Unit&)>;
 
@@ -52,12 +72,20 @@ class UpdateLane {
 
   // The options ask for it and some states or weights may live elsewhere than on the device, which is not the CPU.
   bool on() const;
+  // Updates of `unit` run on.
+  bool takes(const Unit& unit) const;
 
-  // Leaves `work`, in this order, to the thread, once finish() has ended what ran on before. Gradients are multiplied by `scale`.
-  // `present`: by parameter, which are updated. `gather` starts to gather a unit's weights. `disks` has what failed in the update so
-  // far.
-  void begin(std::vector<Work> work, const std::vector<bool>& present, double scale, Lanes& lanes, Gather gather,
-             RankGuard disks);
+  // An update begins, once finish() has ended the one before, or agreed() was called: of some of `units`, in the order in which
+  // the next forward uses them. `gather` starts to gather a unit's weights. `disks` has what failed in the update so far.
+  void open(const std::vector<Unit*>& units, Lanes& lanes, Gather gather, RankGuard disks);
+  bool is_open() const { return open_; }
+  // Leaves the update of a unit to the thread. `present`: by parameter, which are updated. Waits while kHeld units that are to be
+  // released have not been. Nothing has changed where it throws.
+  void add(Work work, const std::vector<bool>& present);
+  // No more of them come. `disks` has what failed beside it.
+  void close(RankGuard disks = RankGuard(true));
+  // What is open ends, with what was added; nothing of it is gathered, and what failed is forgotten. Local.
+  void abandon();
 
   // The current stream may read the weights of `unit`. Collective where they are gathered: Note [Updates that run on].
   void await(const Unit& unit);
@@ -65,59 +93,70 @@ class UpdateLane {
   bool is_there(const Unit& unit) const;
   // Nothing of it runs on, or await() was called since.
   bool is_awaited(const Unit& unit) const;
-  // All states of this rank are those after the update, for what the current stream is given from here on. On one rank IoError
-  // or OutOfMemoryError where the update failed. Local.
+  // All states of this rank are those after the update, or while it is open after that of the units so far, for what the current
+  // stream is given from here on. On one rank IoError or OutOfMemoryError where the update failed. Local.
   void settle();
   // Gathers what await() has not. Collective.
   void gather_rest();
   // Both. Where the update failed on some rank: IoError or OutOfMemoryError, on all ranks. Collective; nothing happens where
   // no update has run on since the last call.
   void finish();
+  // After settle(): an update of this rank's failed, and ranks have not agreed on it.
+  bool has_failed() const;
+  // No rank has.
+  void agreed() { agreed_ = true; }
   // The thread comes to its end, with the update. Local. What is not gathered stays so: true where there is such.
   bool stop() noexcept;
 
  private:
-  // A unit whose update has run on.
+  // A unit whose update runs on.
   struct Coming {
     Unit* unit = nullptr;
-    bool gathers = false;
-    bool awaited = false;
+    bool gathers = false, added = false, awaited = false;
     // The thread's, under mutex_.
     bool there = false;
     std::vector<std::shared_ptr<c10::Event>> events;  // of its weights
   };
   struct Job {
-    std::vector<Work> work;
     std::vector<optim::GroupOptions> groups;
-    double scale;
     Lanes* lanes;
-    std::shared_ptr<c10::Event> start;
     int threads;
   };
 
   void arrive(Coming& coming);
   void gather_until(size_t end);
   void agree();
-  void loop();
-  void run(Job& job);
-  void tell(size_t number, std::vector<std::shared_ptr<c10::Event>> events);
+  void forget();
+  void collect();
   void wait_for(const std::function<bool()>& what);
+  bool rests() const { return job_ == nullptr || (waiting_.empty() && rests_); }
+
+  void loop();
+  void run(const Job& job);
+  Work* next(const std::function<void()>& end_the_last);
+  void end_first(std::vector<std::shared_ptr<c10::Event>> events);
 
   Units& units_;
   Gather gather_;
   std::vector<bool> present_;
-  std::vector<Coming> coming_;  // in the order of the update; until all of it is settled and gathered
-  std::unordered_map<const Unit*, size_t> numbers_;
-  size_t gathered_ = 0;  // of coming_
-  bool runs_ = false;    // begun and not settled
+  std::vector<Coming> coming_;  // in the order of the next forward; until all of it is settled and gathered
+  std::unordered_map<const Unit*, size_t> numbers_;  // there
+  size_t gathered_ = 0;                              // of coming_
+  bool runs_ = false;                                // begun and not settled
   bool agreed_ = true;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::unique_ptr<Job> job_;  // until the thread is through
-  bool stops_ = false, failed_ = false;
-  RankGuard disks_{true};     // the thread's, while it has a job
-  std::exception_ptr error_;  // as this
+  std::unique_ptr<Job> job_;   // until the thread is through
+  std::vector<Work> waiting_;  // for the thread
+  bool open_ = false, stops_ = false, failed_ = false;
+  bool rests_ = false;  // the thread has done all that came
+  int held_ = 0;        // works to be released
+  std::vector<std::pair<decltype(Work::release), std::shared_ptr<c10::Event>>> used_;
+  RankGuard beside_{true};      // what close() was given
+  RankGuard disks_{true};       // the thread's, while it has a job
+  std::deque<Work> under_way_;  // the thread's
+  std::exception_ptr error_;    // as disks_
   std::thread thread_;
 };
 

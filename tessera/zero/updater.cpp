@@ -361,14 +361,25 @@ void Updater::update_units(const std::vector<Unit*>& units, const GradientSummar
 }
 
 void Updater::run_on(const std::vector<Unit*>& units, const GradientSummary& summary, double scale, RankGuard disks) {
-  std::vector<UpdateLane::Work> work;
+  open_lane(units, disks);
   for (Unit* unit : units) {
-    work.push_back({unit, unit->gradients(), TilePipeline::pieces_of(units_, *unit, summary.present)});
-    count_updates(*unit, summary.present);
+    leave_unit(*unit, unit->gradients(), summary.present, scale);
     driver_.used_up(*unit);
   }
-  units_.lane().begin(
-      std::move(work), summary.present, scale, lanes_, [this](Unit& unit) { return gather(unit); }, std::move(disks));
+  units_.lane().close();
+}
+
+void Updater::open_lane(const std::vector<Unit*>& units, RankGuard& disks) {
+  if (!lanes_.has_room(units_)) disks.run([&] { lanes_.make_room(units_); });
+  units_.lane().open(units, lanes_, [this](Unit& unit) { return gather(unit); }, disks);
+}
+
+void Updater::leave_unit(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present, double scale,
+                         decltype(ArrivedSum::release) release) {
+  const c10::AutoGradMode no_grad(false);
+  UpdateLane::Work work{&unit, grads, TilePipeline::pieces_of(units_, unit, present), scale, std::move(release)};
+  count_updates(unit, present);
+  units_.lane().add(std::move(work), present);
 }
 
 std::shared_ptr<c10::Event> Updater::update_unit(Unit& unit, const at::Tensor& grads, const std::vector<bool>& present,
@@ -385,17 +396,24 @@ void Updater::finish_units(const std::vector<bool>& present) {
   pipeline_->finish();
   pipeline_.reset();
   for (const auto& unit : units_.all())
-    unit->note_updated(present);
+    if (!units_.lane().takes(*unit)) unit->note_updated(present);
 }
 
 void Updater::launch_gathers() {
   for (const auto& unit : units_.all())
-    gather_unit(*unit);
+    if (!units_.lane().takes(*unit)) gather_unit(*unit);
 }
 
 void Updater::finish_gathers(RankGuard& disks) {
   finish_gathers();
-  agree_on_disks(disks);
+  units_.lane().is_open() ? units_.lane().close(std::move(disks)) : agree_on_disks(disks);
+}
+
+std::vector<Unit*> Updater::elsewhere() const {
+  std::vector<Unit*> order;
+  for (const auto& unit : std::views::reverse(units_.all()))
+    if (!lives_on_device(*unit)) order.push_back(unit.get());
+  return order;
 }
 
 RankGuard Updater::guard() const {

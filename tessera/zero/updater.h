@@ -46,12 +46,19 @@ class Updater {
                                           double scale, RankGuard& disks);
   void finish_units(const std::vector<bool>& present);
   void drop_units() { pipeline_.reset(); }
-  // The other part, for all that are updated so: their weights on all ranks. Collective.
+  // The same for a unit that UpdateLane::takes(), which goes on with it: `grads` are in use until `release` is called.
+  void leave_unit(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present, double scale,
+                  decltype(ArrivedSum::release) release = {});
+  // Before the first of `units`, in the order in which the next forward uses them; `disks` has what failed so far.
+  void open_lane(const std::vector<Unit*>& units, RankGuard& disks);
+  // The other part, for all that update_unit() has updated: their weights on all ranks. Collective.
   void launch_gathers();
-  // Also: what went wrong with any rank's disk is an error on all of them.
+  // Also: what went wrong with any rank's disk is an error on all of them, later where an update runs on.
   void finish_gathers(RankGuard& disks);
   // Of an update; it agrees where states or weights do not live on the device.
   RankGuard guard() const;
+  // In the order in which a forward uses them, those of which that is so.
+  std::vector<Unit*> elsewhere() const;
   // Takes in what the user did to parameters since the last update, as far as the update itself does not (adoption.h). State
   // error where a region holds them. Local.
   void prepare_update();

@@ -52,6 +52,7 @@ ORDER = [
     "tessera:14+host+on",
     "tessera:14+host+share",
     "tessera:14+host+early+share",
+    "tessera:14+host+early+on",
     "tessera:8+host+previous",
     "tessera:14+host+previous",
     "torch:fp32+autocast",

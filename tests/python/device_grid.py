@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -478,6 +478,12 @@ WAYS = {
     "runs on, destroyed amid gathers": Way(destroyed, later=True),
     "runs on, parameters read elsewhere": Way(reads_elsewhere, later=True),
     "runs on, errors": Way(interrupted, accumulation=2, later=True),
+    "early and on, clip by the step before": Way(on_a_stream, early=True, previous=True, later=True),
+}
+WAYS |= {
+    name.replace("runs on", "early and on"): replace(way, early=True)
+    for name, way in WAYS.items()
+    if way.later and not way.early and way.accumulation == 1
 }
 
 

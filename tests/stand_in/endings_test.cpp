@@ -77,6 +77,9 @@ std::vector<Limited> rows_to_end(const std::string& folder) {
         if (stage == 3) all.back().weights = where;
         if (where == Residence::Device) continue;
         all.push_back(all.back());
+        all.back().run.runs_on = true;
+        all.push_back(all.back());
+        all.back().run.runs_on = false;
         all.back().pin = false;
       }
     }

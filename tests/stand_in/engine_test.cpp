@@ -232,13 +232,16 @@ TEST(DeviceEngine, HasTheBitsOfTheCpuWhereverStatesLive) {
           early.run.in_backward = true;
           early.run.precision->skip_nonfinite = false;
           expect_the_cpus_bits(early, what + ", update in the backward");
+          Training both = early;
+          both.run.runs_on = true;
+          expect_the_cpus_bits(both, what + ", update in the backward, running on");
           early.run = run;
           early.run.accumulation = 1;
           expect_the_cpus_bits(early, what + ", one micro-batch");
           early.run.runs_on = true;
           expect_the_cpus_bits(early, what + ", one micro-batch, running on");
           if (stage < 3) continue;
-          for (Training* t : {&training, &later}) {
+          for (Training* t : {&training, &later, &both}) {
             t->states = t->weights = away;
             expect_the_cpus_bits(*t, what + ", weights too");
             t->states = {.residence = shard::Residence::Device};

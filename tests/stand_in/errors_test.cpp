@@ -157,8 +157,12 @@ std::vector<Failing> rows_that_fail() {
   }
   Limited early = row(3);  // the root's gradient comes first: nothing is updated before the error
   early.run.in_backward = true;
-  for (const int after : {0, 4})
-    all.push_back({.row = early, .layer = 2, .after = after, .late = true});
+  for (const bool runs_on : {false, true}) {
+    early.run.runs_on = runs_on;
+    early.states = runs_on ? Host : Device;
+    for (const int after : {0, 4})
+      all.push_back({.row = early, .layer = 2, .after = after, .late = true});
+  }
   return all;
 }
 

@@ -41,8 +41,8 @@ struct ShareRow {
   std::string name() const {
     return c10::str("stage ", run.stage, ", world ", world, ", ", run.precision->bytes_per_parameter(),
                     " bytes, accumulation ", run.accumulation, run.in_backward ? ", in the backward" : "",
-                    ", residence ", int(states), weights ? ", weights too" : "", ", share ", share, ", ratio ", ratio,
-                    pin ? "" : ", not page-locked");
+                    run.runs_on ? ", running on" : "", ", residence ", int(states), weights ? ", weights too" : "",
+                    ", share ", share, ", ratio ", ratio, pin ? "" : ", not page-locked");
   }
 };
 
@@ -146,6 +146,8 @@ TEST(DeviceShare, HasTheBitsOfTheCpuWhateverTheShare) {
               expect_share_has_the_bits(row, expected, folder.path());
               if (share != 0.5) continue;
               ShareRow other = row;
+              other.run.runs_on = true;
+              if (early) expect_share_has_the_bits(other, expected, folder.path());
               other.ratio = 0.9;
               if (mode == 2) expect_share_has_the_bits(other, expected, folder.path());
               other.pin = false;

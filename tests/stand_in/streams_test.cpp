@@ -150,6 +150,9 @@ TEST(Streams, EnginesOnOneOfTheUsers) {
             rows.push_back(rows.back());
             rows.back().run.in_backward = true;
             rows.back().run.clip = 0;
+            if (!rows.back().run.runs_on) continue;
+            rows.push_back(rows.back());
+            rows.back().run.runs_on = false;
           }
         }
       }

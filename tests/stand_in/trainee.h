@@ -25,9 +25,9 @@ struct Limited {
 };
 
 inline std::string text_of(const Limited& row) {
-  return "stage " + std::to_string(row.run.stage) + (row.run.in_backward ? ", in the backward" : "") + ", states " +
-         std::to_string(static_cast<int>(row.states)) + ", weights " + std::to_string(static_cast<int>(row.weights)) +
-         (row.share > 0 ? ", shared" : "") + ", " +
+  return "stage " + std::to_string(row.run.stage) + (row.run.in_backward ? ", in the backward" : "") +
+         (row.run.runs_on ? ", running on" : "") + ", states " + std::to_string(static_cast<int>(row.states)) +
+         ", weights " + std::to_string(static_cast<int>(row.weights)) + (row.share > 0 ? ", shared" : "") + ", " +
          c10::toString(row.run.precision.value_or(amp::PrecisionPolicy::fp32()).param) + (row.frozen ? ", frozen" : "");
 }
 
@@ -55,6 +55,7 @@ inline std::vector<Limited> limited_rows(const std::vector<size_t>& modes = {0, 
           all.push_back({.run = run, .states = states, .weights = weights, .folder = folder});
           const bool shares = states == Host && weights == Device && mode < 4;  // states of 32 bits
           if (shares) all.push_back({.run = run, .states = Host, .share = 0.5});
+          if (shares && in_backward && mode == modes.front()) all.back().run.runs_on = true;
           if (mode != modes.back() || states == Nvme) continue;
           all.push_back(all.back());
           all.back().frozen = true;
@@ -94,6 +95,7 @@ struct Trainee {
   void step(int number) {
     toy_forward(*engine, toy, toy_batch(0, number).to(device)).backward();
     engine->step();
+    engine->finish_update();
   }
   std::vector<at::Tensor> states() {
     std::vector<at::Tensor> all;
