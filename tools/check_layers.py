@@ -11,6 +11,7 @@ The rules, in the order of the functions below:
   circles    no files of the Python packages import each other in a circle, for types neither
   private    a name or module with an underscore is imported inside its own package only
   alias      the package does not import the one that stands for DeepSpeed
+  in tests   public names of the package are used; PRIVATE_IN_TESTS, which only shrinks, has the others
   doors      one folder or file each for c10d, pybind11, autograd internals and the environment
   length     no source file is longer than MAX_LINES
   tests      every folder of sources has one of tests; modules of Python and tools a test with their stem
@@ -74,6 +75,24 @@ ALIAS, ALIAS_NAME = "python/deepspeed_alias/", "deepspeed"
 PYTHON_ROOTS = ("python/tessera/", f"{ALIAS}{ALIAS_NAME}/")
 DEBTS = "tools/import_debts.txt"
 PRIVATE = re.compile(r"_(?!_|core)")  # names of this form; _core, the compiled module, is everybody's
+
+# What tests name of the package's private modules, the alias's too. Nothing is added: a test goes through what users
+# call, or is one of the C++ that is bound.
+PRIVATE_IN_TESTS = {
+    "tests/python/_deepspeed/test_layouts.py": {"tessera._deepspeed"},  # fails a save's last step
+    "tests/python/_deepspeed/test_pt.py": {"tessera._deepspeed"},  # its reader, with files that lie
+    "tests/python/deepspeed_alias/test_alias_names.py": {"deepspeed._lazy", "deepspeed._table"},  # its rows
+    "tests/python/hybrid/conftest.py": {"tessera.hybrid._object_store"},
+    "tests/python/hybrid/test_layout.py": {"tessera._core", "tessera.hybrid._layout"},
+    "tests/python/hybrid/test_link.py": {"tessera.hybrid._mailbox"},
+    "tests/python/hybrid/test_link_processes.py": {"tessera.hybrid._memory"},
+    "tests/python/parallel/test_models.py": {"tessera.parallel._attention"},
+    "tests/python/pipeline/stages.py": {"tessera.pipeline._module"},
+    "tests/python/pipeline/test_parity_of_stages.py": {"tessera.pipeline._schedule"},
+    "tests/python/pipeline/test_schedule.py": {"tessera.pipeline._partition", "tessera.pipeline._schedule"},
+    "tests/python/test_device.py": {"tessera._device"},  # of cards that no machine of the tests has
+    "tests/python/test_package.py": {"tessera._core"},  # what is compiled, against its types
+}
 
 # What a door is -> (pattern, prefixes of the files that may match it).
 DOORS = {
@@ -239,6 +258,39 @@ def debts(files: dict[str, str]) -> list[list[str]]:
     return [line for line in lines if line]
 
 
+def private_names(text: str) -> set[str]:
+    """Names with an underscore that a test takes out of the package, by import, from a module or in a text."""
+    found, modules = set(), {"tessera": "tessera"}  # what a name of the test stands for
+    nodes = list(ast.walk(ast.parse(text)))
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("tessera", ALIAS_NAME):
+            names = {f"{node.module}.{name.name}": name.asname or name.name for name in node.names}
+            modules |= {name: full for full, name in names.items() if full.startswith("tessera.")}
+            found |= names.keys()
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names if name.name.split(".")[0] in ("tessera", ALIAS_NAME)}
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"tessera(\.\w+)+", str(node.value)):
+            found.add(node.value)
+    for node in nodes:
+        path = []
+        while isinstance(node, ast.Attribute):
+            path.insert(0, node.attr)
+            node = node.value
+        if path and isinstance(node, ast.Name) and node.id in modules:
+            found.add(".".join([modules[node.id], *path]))
+    return {match[1] for name in found if (match := re.match(r"(.*?\._(?!_)\w+)", name))}
+
+
+def check_private_in_tests(files: dict[str, str]) -> Iterator[Finding]:
+    for path, text in files.items():
+        if path.startswith("tests/") and path.endswith(".py") and not path.startswith("tests/tools/"):
+            found, allowed = private_names(text), PRIVATE_IN_TESTS.get(path, set())
+            for name in sorted(found - allowed):
+                yield path, f"uses {name}, which is private: go through what users call, or test the C++ that is bound"
+            for name in sorted(allowed - found):
+                yield path, f"does not use {name} any more: take it out of PRIVATE_IN_TESTS"
+
+
 def check_doors(path: str, text: str) -> Iterator[Finding]:
     if layer_of(path) is None:
         return
@@ -329,6 +381,7 @@ def check_all(files: dict[str, str]) -> list[Finding]:
     findings += check_circles(files)
     findings += check_private(files)
     findings += check_tests(files)
+    findings += check_private_in_tests(files)
     return findings
 
 

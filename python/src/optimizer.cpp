@@ -38,7 +38,6 @@ void bind_optimizer(py::module_& m) {
       .def_readwrite("rule", &OptimizerOptions::rule)
       .def_readwrite("defaults", &OptimizerOptions::defaults);
   m.def("native_types", &native_types);
-  m.def("options_of_type", &options_of_type, py::arg("type"), py::arg("adam_w_mode") = true);
   m.def(
       "state_names",
       [](Rule rule, const std::vector<GroupOptions>& groups) {

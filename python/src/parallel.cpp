@@ -70,24 +70,6 @@ void bind_sizes(py::module_& m) {
       py::arg("name"), py::arg("total"), py::arg("kv_heads"));
   py::class_<PackedShape>(m, "PackedShape")
       .def(py::init(&packed_shape), py::arg("shape"), py::arg("partition_dim"), py::arg("where"));
-  py::class_<SubParams>(m, "SubParams")
-      .def_readonly("dim", &SubParams::dim)
-      .def_readonly("sizes", &SubParams::sizes)
-      .def_readonly("unit", &SubParams::unit)
-      .def_readonly("view", &SubParams::view);
-  m.def("resolve_shape", &resolve, py::arg("shape"), py::arg("weight_sizes"), py::arg("where"));
-  m.def(
-      "packed_ranges",
-      [](const Sizes& sub_sizes, int parts, const std::vector<Pair>& rules) {
-        std::vector<SizeRule> size_rules;
-        for (const auto& [heads, grain] : rules)
-          size_rules.push_back({heads, grain});
-        std::vector<std::vector<Pair>> result;
-        for (const Ranges& ranges : packed_ranges(sub_sizes, parts, size_rules))
-          result.push_back(pairs(ranges));
-        return result;
-      },
-      py::arg("sub_sizes"), py::arg("parts"), py::arg("rules") = std::vector<Pair>{{0, 1}});
 }
 
 using Along = at::Tensor (*)(const at::Tensor&, const comm::GroupPtr&, int64_t, const parallel::Sizes&, comm::Label);
@@ -166,13 +148,6 @@ void bind_attention(py::module_& m) {
       .def_readonly("repeat", &Heads::repeat);
   m.def("deal_heads", &deal_heads, py::arg("queries"), py::arg("keys"), py::arg("ranks"),
         py::arg("label") = "parallel");
-  m.def(
-      "to_heads",
-      [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut) {
-        Dealt dealt = to_heads(query, key, value, cut);
-        return std::tuple(dealt.query, dealt.key, dealt.value, dealt.heads);
-      },
-      py::arg("query"), py::arg("key"), py::arg("value"), py::arg("cut"), NoGil());
   py::class_<HeadParts>(m, "HeadParts")
       .def(py::init<const at::Tensor&, const at::Tensor&, const at::Tensor&, const SequenceCut&>(), py::arg("query"),
            py::arg("key"), py::arg("value"), py::arg("cut"), NoGil())
@@ -186,7 +161,6 @@ void bind_attention(py::module_& m) {
           py::arg("part"), NoGil())
       .def("give", &HeadParts::give, py::arg("part"), py::arg("result"), NoGil())
       .def("join", &HeadParts::join, NoGil());
-  m.def("to_sequence", &to_sequence, py::arg("result"), py::arg("heads"), py::arg("cut"), NoGil());
 }
 
 void bind_cost(py::module_& m) {
@@ -319,8 +293,6 @@ void bind_plan(py::module_& m) {
   m.def("width_names", &width_names);
   m.def("preset_names", &preset_names);
   m.def("preset_rules", &preset_rules, py::arg("name"), py::arg("facts"), py::arg("matcher"));
-  m.def("llama_gqa_rules", &llama_gqa_rules, py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"),
-        py::arg("matcher"));
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ from tessera import (  # noqa: E402
     utils,
     zero,
 )
-from tessera._core import Config, Group, Mesh, c10d_group, single_group, thread_groups  # noqa: E402
+from tessera._core import Axis, Config, Group, Mesh, c10d_group, single_group, thread_groups  # noqa: E402
 from tessera._core import version as __version__  # noqa: E402
 from tessera.distributed import init_distributed  # noqa: E402
 from tessera.engine import Engine, initialize, step_together  # noqa: E402
@@ -46,6 +46,7 @@ cmake_prefix_path = os.path.dirname(os.path.abspath(__file__))
 """The prefix where CMake's find_package(Tessera) finds this package's library and headers."""
 
 __all__ = [
+    "Axis",
     "Config",
     "ConfigError",
     "Engine",

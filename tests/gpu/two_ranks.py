@@ -17,7 +17,6 @@ from common import CUDA, DEVICE, DRY, WORK, Results, no_differences, seconds_lef
 from engines import ALL, HOST, apart, batch, config, early, engine_of, exact, masters, net, stages_of, train, unlike
 
 import tessera
-from tessera import _core
 
 TIMEOUT = datetime.timedelta(seconds=300 if DRY else 15)
 
@@ -173,7 +172,7 @@ def world_name() -> str:
 
 def calls_of_a_group() -> dict[str, Any]:
     """Each gives what it should, on the device and, for what ranks tell each other, on the CPU where the group can."""
-    group = _core.c10d_group(world_name())
+    group = tessera.c10d_group(world_name())
     x = torch.arange(8.0, device=DEVICE)
     out, sent = torch.full_like(x, -1), x.clone()
     group.all_gather(out, x, "a check")
@@ -186,11 +185,11 @@ def calls_of_a_group() -> dict[str, Any]:
 
 def over_the_group(stage: int) -> dict[str, Any]:
     """The same bits with the group as without one."""
-    group = _core.c10d_group(world_name())
+    group = tessera.c10d_group(world_name())
     cfg = config(stage, "bf16 14")
     engine = tessera.Engine(net().to(DEVICE), cfg, group=group)
     with_group = train(cfg, engine=engine)
-    alone = train(cfg, engine=tessera.Engine(net().to(DEVICE), cfg, group=_core.single_group()))
+    alone = train(cfg, engine=tessera.Engine(net().to(DEVICE), cfg, group=tessera.single_group()))
     return no_differences(unlike(with_group, alone))
 
 

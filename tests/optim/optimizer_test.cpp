@@ -336,8 +336,17 @@ TEST(OptimizerOptions, OfType) {
   EXPECT_EQ(options_of_type("sgd").rule, Rule::Sgd);
   EXPECT_TRUE(is_native_type("aDaGrAd"));
   EXPECT_FALSE(is_native_type("adamm") || is_native_type("") || is_native_type("Adam "));
-  EXPECT_EQ(options_of_type("lion").defaults.beta2, 0.99);
-  EXPECT_EQ(options_of_type("Adagrad").defaults.eps, 1e-10);
+  // As in tests/python/optim/test_factory.py.
+  for (const std::string type : {"Adam", "AdamW", "SGD", "Adagrad", "Lion"}) {
+    const GroupOptions found = options_of_type(type).defaults;
+    EXPECT_EQ(found.lr, type == "Adagrad" ? 1e-2 : 1e-3);
+    EXPECT_EQ(found.beta1, 0.9);
+    EXPECT_EQ(found.beta2, type == "Lion" ? 0.99 : 0.999);
+    EXPECT_EQ(found.eps, type == "Adagrad" ? 1e-10 : 1e-8);
+    EXPECT_EQ(found.weight_decay + found.momentum + found.dampening + found.lr_decay + found.initial_accumulator_value,
+              0);
+    EXPECT_TRUE(found.decoupled && found.bias_correction && !found.nesterov && !found.maximize);
+  }
   try {
     options_of_type("adamm");
     FAIL();

@@ -26,7 +26,6 @@ from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set
 from torch import nn
 
 import tessera
-from tessera import _core
 from tessera.zero import GatheredParameters, partition_info
 
 DEVICE = "privateuseone"
@@ -137,11 +136,11 @@ def test_host_and_device_share_an_update() -> None:
         assert (plan.rates is not None) == (share == "auto")
         assert (plan.milliseconds > 0) == (share == "auto" and ratio == 1)
         assert sum(row.elements for row in plan.units) >= sum(p.numel() for p in engines[1].module.parameters())
-        by = {row.by for row in plan.units}
+        by = {row.by.name for row in plan.units}
         if share == 0.5:
-            assert by == {_core.UpdatedBy.Host, _core.UpdatedBy.Through} and plan.device_share == 0.5
+            assert by == {"Host", "Through"} and plan.device_share == 0.5
         if ratio == "auto":  # there is room for all of it
-            assert by == {_core.UpdatedBy.Device} and plan.ratio == 0
+            assert by == {"Device"} and plan.ratio == 0
         train_alike(engines, (share, ratio))
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from support import config, make
 
 import tessera
-from tessera import _core
 
 DEVICE = "privateuseone"
 NAME = "of_the_device"
@@ -90,18 +89,15 @@ def shared_by_zero_init() -> str:
 
 
 def no_kernels_on_one() -> str:
-    def no_kernels(device: torch.device) -> None:
-        raise NotImplementedError("the driver is too old")
-
     dist.init_process_group(NAME)
     if os.environ["RANK"] == "1":
-        _core.check_device = no_kernels
+        library.tessera_stand_in_unusable(b"the driver is too old")
     return found(lambda: tessera.initialize(model=make(), config=config(1)))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    stand_in.load(sys.argv[1])
+    library = stand_in.load(sys.argv[1])
     dist.Backend.register_backend(NAME, back_end, devices=[DEVICE])
     started = time.monotonic()
     print(globals()[sys.argv[2]]())

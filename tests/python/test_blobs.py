@@ -1,4 +1,4 @@
-"""What a checkpoint has beside tensors."""
+"""What a checkpoint has beside tensors, by the state of the client in it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,29 @@ import io
 import os
 from argparse import Namespace
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tessera._blobs import pickled, unpickled
+from support import config, make, with_blob
 from tessera.errors import ConfigError, IoError
+
+import tessera
 
 SHARED = [np.int64(3)]
 ARRAYS = [np.arange(6).astype(dtype).reshape(2, 3) for dtype in ("float64", "int8", "uint16", "bool", "complex64")]
 
 
+def saved(folder: Path, value: Any) -> tessera.Engine:
+    engine = tessera.Engine(make(), config())
+    engine.save_checkpoint(folder, tag="t", client_state={"it": value})
+    return engine
+
+
 @pytest.mark.parametrize("trusted", [False, True])
-def test_numbers_and_arrays_of_numpy_need_no_trust(trusted: bool) -> None:
+def test_numbers_and_arrays_of_numpy_need_no_trust(trusted: bool, tmp_path: Path) -> None:
     stream = io.BytesIO(b"\x00abc\xff")
     stream.seek(2)
     value = {
@@ -29,7 +38,7 @@ def test_numbers_and_arrays_of_numpy_need_no_trust(trusted: bool) -> None:
         np.int64(7): torch.ones(2),
         "stream": stream,
     }
-    back = unpickled(pickled(value, "it"), "it", trusted)
+    back = saved(tmp_path, value).load_checkpoint(tmp_path, trusted=trusted)[1]["it"]
     assert back["numbers"] == (0.5, 0.5, True, "a", 1j)
     assert [type(n) for n in back["numbers"]] == [float, float, bool, str, complex]
     for mine, was in zip(back["arrays"], value["arrays"], strict=True):
@@ -39,23 +48,25 @@ def test_numbers_and_arrays_of_numpy_need_no_trust(trusted: bool) -> None:
     assert back["stream"].read() == b"bc\xff" and back["stream"].getvalue() == stream.getvalue()
 
 
-def test_what_holds_itself_stays_so() -> None:
+def test_what_holds_itself_stays_so(tmp_path: Path) -> None:
     value: list[Any] = [np.int64(1)]
     value.append(value)
-    assert unpickled(pickled([1, value[1:]], "it"), "it", True)[0] == 1
+    assert saved(tmp_path, value).load_checkpoint(tmp_path, trusted=True)[1]["it"][0] == 1
 
 
-def test_objects_need_trust_and_the_error_says_so() -> None:
-    data = pickled({"args": Namespace(lr=3)}, "client_state")
+def test_objects_need_trust_and_the_error_says_so(tmp_path: Path) -> None:
+    engine = saved(tmp_path, Namespace(lr=3))
     with pytest.raises(IoError, match=r"client_state.*argparse\.Namespace.*trusted=True") as caught:
-        unpickled(data, "client_state", False)
+        engine.load_checkpoint(tmp_path)
     assert "\x1b" not in str(caught.value)
-    assert unpickled(data, "client_state", True)["args"].lr == 3
+    assert engine.load_checkpoint(tmp_path, trusted=True)[1]["it"].lr == 3
 
 
-def test_what_cannot_be_pickled_or_read_is_named() -> None:
+def test_what_cannot_be_pickled_or_read_is_named(tmp_path: Path) -> None:
+    engine = saved(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"client_state.*pickle"):
-        pickled({"f": lambda: os}, "client_state")
+        engine.save_checkpoint(tmp_path, client_state={"f": lambda: os})
+    with_blob(tmp_path / "t", "client_state", b"PK\x03\x04 no more")
     for trusted in (False, True):
         with pytest.raises(IoError, match="client_state"):
-            unpickled(b"PK\x03\x04 no more", "client_state", trusted)
+            engine.load_checkpoint(tmp_path, trusted=trusted)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from support import Net, batch, config, engines, make, masters, weights
 from torch import nn
 
 import tessera
-from tessera import _core, checkpoints
+from tessera import checkpoints
 
 
 class Tied(Net):
@@ -59,18 +57,6 @@ def test_weights_for_other_tools(saved: Any, tmp_path: Path) -> None:
         value = torch.load(tmp_path / "bin" / file)[name]
         assert torch.equal(value, state[name].to(value.dtype))
         assert value.dtype in (torch.bfloat16, torch.int64)
-
-
-def test_a_list_of_weights_keeps_what_they_are_read_from(saved: Any) -> None:
-    reader = checkpoints.open_checkpoint(saved[0])
-    alive = weakref.ref(reader)
-    tensors = _core.list_export(reader, None, True)
-    del reader
-    gc.collect()
-    assert alive() is not None
-    del tensors
-    gc.collect()
-    assert alive() is None
 
 
 @pytest.mark.parametrize("tag", ["../run/global_step1", "a/b", "."])

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tessera.estimate import estimate
 
 import tessera
-from tessera import _core
 
 SEED, COUNT, SLOWEST = 29, 10_000, 2.0  # seconds for one; the mean is below a millisecond
 
@@ -118,7 +118,7 @@ def outcome(read: Callable[[], tessera.Config]) -> str:
         config.to_dict()
         config.describe()
         try:
-            _core.check_served(config)
+            estimate(1000, config, ranks=4)
             config.resolve_batch(4)
         except NotImplementedError as refusal:
             return str(refusal)

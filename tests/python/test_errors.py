@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import tessera
-from tessera import _core
 
 
 def test_classes() -> None:
@@ -41,28 +40,25 @@ def test_misuse_found_by_the_core_is_a_usage_error(stage: int) -> None:
     engine.destroy()
 
 
-# A method of the bound core that takes the number of a parameter, module or group -> its other arguments.
+# What a program calls of engine.core with the number of a parameter, module or group -> its other arguments.
 NUMBERED: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("enter_module", "use_elsewhere", "is_gathered", "partition_of"), ()),
     **dict.fromkeys(("param_step", "local_range"), ()),
     "leave_module": ([],),
     "register_external": (0,),
     "set_param_step": (1,),
-    "get_full": (_core.Quantity.Master,),
-    "set_full": (_core.Quantity.Master, torch.ones(2)),
-    "local_view": (_core.Quantity.Master,),
-    "set_local": (_core.Quantity.Master, torch.ones(2)),
     "gather_full": (torch.ones(2),),
     "local_part": (torch.ones(2),),
-    "set_group": (_core.GroupOptions(),),
 }
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("number", [-1, 10**6, 2**40])
 def test_a_number_that_the_core_has_not_given_is_refused(stage: int, number: int) -> None:
+    """Of values by their Quantity: tests/zero/state_access_test.cpp."""
     engine = tessera.Engine(make(), config(stage))
-    for name, others in NUMBERED.items():
+    numbered = NUMBERED | {"set_group": (engine.core.groups()[0],)}
+    for name, others in numbered.items():
         with pytest.raises((ValueError, TypeError, IndexError)):
             getattr(engine.core, name)(number, *others)
     for call in (engine.core.add_module, engine.core.gather):

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support import run_ranks
-from tessera._mesh import OwnGroups, core_group, core_mesh, discard, mesh_sizes, world_of
+from support import config, make, run_ranks
 from tessera.errors import ConfigError
 from torch.distributed.device_mesh import init_device_mesh
 
 import tessera
-from tessera import _core
 
-AXES = (_core.Axis.DpReplicate, _core.Axis.DpShard, _core.Axis.Sp, _core.Axis.Tp)
+AXES = (tessera.Axis.DpReplicate, tessera.Axis.DpShard, tessera.Axis.Sp, tessera.Axis.Tp)
 
 
 @pytest.fixture
@@ -25,33 +23,42 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def sizes_of(group: Any, **more: Any) -> list[int]:
+    """Of an engine's axes."""
+    engine = tessera.Engine(make(), config(1, **more), group=group)
+    sizes = [engine.core.mesh().size(axis) for axis in AXES]
+    engine.destroy()
+    return sizes
+
+
 def test_groups_of_the_core_are_taken_as_they_are() -> None:
     def body(rank: int, group: tessera.Group) -> None:
-        assert core_group(group) is group
-        mesh, made = core_mesh(group)
-        assert [mesh.size(axis) for axis in AXES] == [1, 2, 1, 1] and made == [] and made.along == {}
-        assert core_mesh(mesh)[0] is mesh and world_of(mesh) == (rank, 2)
+        engine = tessera.Engine(make(), config(1), group=group)
+        assert engine.core.mesh().group(tessera.Axis.DpShard) is group
+        assert (engine.global_rank, engine.world_size) == (rank, 2)
+        assert [engine.core.mesh().size(axis) for axis in AXES] == [1, 2, 1, 1]
+        engine.destroy()
+        assert sizes_of(tessera.Mesh().set(tessera.Axis.DpReplicate, group)) == [2, 1, 1, 1]
 
     run_ranks(2, body)
 
 
 def test_one_process_needs_no_process_group(alone: None) -> None:
-    assert core_group().size == core_group(dist.group.WORLD).size == 1
-    mesh, made = core_mesh()
-    assert world_of(mesh) == (0, 1) and made == [] and made.along == {"dp_shard": dist.group.WORLD}
+    for group in (None, dist.group.WORLD):
+        engine = tessera.Engine(make(), config(1), group=group)
+        assert engine.process_group("dp_shard") is dist.group.WORLD
+        engine.destroy()
+        assert dist.is_initialized() and sizes_of(group) == [1, 1, 1, 1]
 
 
 def test_sizes_that_need_process_groups_of_torch() -> None:
-    sizes = mesh_sizes(tessera.Config.from_json('{"sequence_parallel_size": 2}'))
-    assert sizes == {"shards": -1, "sp": 2, "tp": 1}
-
     def body(_: int, group: tessera.Group) -> None:
         with pytest.raises(ConfigError, match="pass a Mesh with these axes"):
-            core_mesh(group, **sizes)
+            sizes_of(group, sequence_parallel_size=2)
 
     run_ranks(2, body)
     with pytest.raises(ConfigError, match="sequence_parallel_size is 2, but the mesh has 1 ranks along 'sp'"):
-        core_mesh(_core.Mesh(tessera.thread_groups(2)[0]), **sizes)
+        sizes_of(tessera.Mesh(tessera.thread_groups(2)[0]), sequence_parallel_size=2)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +76,12 @@ def test_dimensions_of_a_device_mesh(names: tuple[str, ...], along: list[str] | 
     mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
     if along is None:
         with pytest.raises(ConfigError, match="name them, in this order"):
-            core_mesh(mesh)
+            tessera.Engine(make(), config(1), group=mesh)
     else:
-        assert list(core_mesh(mesh)[1].along) == along
-
-
-def test_a_forked_copy_only_forgets_groups(alone: None) -> None:
-    groups = OwnGroups([dist.group.WORLD], {"dp_shard": dist.group.WORLD})
-    groups.process = os.getppid()
-    discard(groups)
-    assert groups == [] and groups.along == {} and dist.is_initialized()
+        engine = tessera.Engine(make(), config(1), group=mesh)
+        known = ("dp_replicate", "dp_shard", "sp", "tp")
+        found = {axis: engine.process_group(axis) for axis in known}
+        assert {axis: group for axis, group in found.items() if group is not None} == dict(
+            zip(along, mesh.get_all_groups(), strict=True)
+        )
+        engine.destroy()

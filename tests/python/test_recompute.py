@@ -12,7 +12,6 @@ from tessera.recompute import RandomStates, Recompute
 from torch import nn
 
 import tessera
-from tessera import _core
 
 
 class Wide(nn.Module):
@@ -157,7 +156,7 @@ def test_partitioned_inputs_of_an_engine_lie_along_tp() -> None:
     cfg = config(1, activation_checkpointing={"partition_activations": True})
 
     def body(engine: tessera.Engine, rank: int) -> float:
-        group = engine.core.mesh().group(_core.Axis.Tp)
+        group = engine.core.mesh().group(tessera.Axis.Tp)
         before = group.stats().all_gather.calls
         engine.recompute(engine.module, torch.ones(6, 5, requires_grad=True) * 1).sum().backward()
         return group.stats().all_gather.calls - before

@@ -20,5 +20,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split("  ")[0].strip() for line in lines] == list(found)
 
 
-def test_a_folder_that_is_not_there() -> None:
-    assert report._free("/nowhere at all") == {"folder": "/nowhere at all", "free_gb": None}
+def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/nowhere at all")
+    assert report.main(["--json"]) == 0
+    assert {"folder": "/nowhere at all", "free_gb": None} in json.loads(capsys.readouterr().out)["disk"]

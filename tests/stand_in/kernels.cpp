@@ -206,8 +206,10 @@ void sum_of_squares(const SumSegment* segments, int64_t count, void* handle) {
   }
 }
 
+const char* unusable = "";
+
 std::string why_unusable() {
-  return "";
+  return unusable;
 }
 bool is_captured(void* stream) {
   return stream_of_handle(stream) == captured;
@@ -243,6 +245,9 @@ int64_t tessera_stand_in_launches() {
 int64_t tessera_stand_in_launches_of(const char* name) {
   const size_t i = tessera::stand_in::entry(name);
   return i < tessera::stand_in::launches.size() ? tessera::stand_in::launches[i].load() : -1;
+}
+void tessera_stand_in_unusable(const char* why) {
+  tessera::stand_in::unusable = why;
 }
 void tessera_stand_in_fail_next_launch() {
   tessera::stand_in::fail_next = true;

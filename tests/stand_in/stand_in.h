@@ -32,7 +32,8 @@ int64_t tessera_stand_in_pinned_bytes();   // page-locked memory, lent and kept 
 void tessera_stand_in_on_copy(void (*notice)(bool to_host, int64_t bytes));
 void tessera_stand_in_set_capacity(int64_t bytes);                  // of each device; what is more is out of memory
 void tessera_stand_in_fail_allocation(int device, int64_t number);  // that many from now on go well; -1: all
-void tessera_stand_in_fail(bool on);  // from now on all that the devices are asked for throws, or no longer
+void tessera_stand_in_unusable(const char* why);  // said by a table that has not been asked for yet; the caller's text
+void tessera_stand_in_fail(bool on);              // from now on all that the devices are asked for throws, or no longer
 // `notice` is called when the host waits for a device: for an event, a stream, a copy that blocks, or one that torch would lead
 // through memory that is not page-locked; null: no more.
 void tessera_stand_in_on_wait(void (*notice)());

@@ -154,6 +154,33 @@ def test_private_names(path, line, debt):
 
 
 @pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("from tessera.zero._owners import holder_of", {"tessera.zero._owners"}),
+        ("from tessera import _core as core, zero", {"tessera._core"}),
+        ("from tessera import zero\nzero._hooks.x = zero.Init", {"tessera.zero._hooks"}),
+        ("import tessera\nengine._x = self._x, tessera.zero._hooks.x", {"tessera.zero._hooks"}),
+        ("import tessera._core", {"tessera._core"}),
+        ("patch.setattr('tessera.zero._init.f', 1)", {"tessera.zero._init"}),
+        ("from deepspeed._table import MODULES", {"deepspeed._table"}),
+        ("import tessera, torch\ntorch._C.f(tessera.__version__, deepspeed._groups())", set()),
+        ("'tessera._core has it'", set()),
+    ],
+)
+def test_tests_use_public_names(text, names, monkeypatch):
+    path = "tests/python/test_x.py"
+    assert {line.split()[2].rstrip(",") for line in findings({path: text})} == names
+    monkeypatch.setitem(check_layers.PRIVATE_IN_TESTS, path, {"tessera._core"})
+    found = findings({path: text})
+    assert any("take it out" in line for line in found) == ("tessera._core" not in names)
+    assert findings({"bench/x.py": text}) == []
+
+
+def test_files_that_may_name_private_modules_are_there():
+    assert all((ROOT / path).is_file() for path in check_layers.PRIVATE_IN_TESTS)
+
+
+@pytest.mark.parametrize(
     ("text", "home", "elsewhere"),
     [
         ("c10d::ProcessGroup* g;", "tessera/comm/a.h", "tessera/zero/a.h"),

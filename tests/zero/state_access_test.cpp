@@ -25,7 +25,12 @@ TEST(StateAccess, WhatIsSetIsRead) {
       }
     }
     EXPECT_THROW(engine.states().set_full(0, Quantity::Master, at::zeros({2})), c10::ValueError);
-    EXPECT_THROW(engine.states().get_full(17, Quantity::Master), c10::ValueError);
+    for (const int number : {-1, 17, 1'000'000}) {
+      EXPECT_THROW(engine.states().get_full(number, Quantity::Master), c10::ValueError);
+      EXPECT_THROW(engine.states().set_full(number, Quantity::Master, at::zeros({2})), c10::ValueError);
+      EXPECT_THROW(engine.states().local_view(number, Quantity::Master), c10::ValueError);
+      EXPECT_THROW(engine.states().set_local(number, Quantity::Master, at::zeros({2})), c10::ValueError);
+    }
   });
 }
 

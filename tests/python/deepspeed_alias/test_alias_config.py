@@ -103,23 +103,13 @@ def _no_record() -> Any:
     deepspeed._TP_MODEL_INIT_ARGS = None
 
 
-def test_tp_model_init_is_recorded_and_used_once() -> None:
-    from deepspeed import _tensor_parallel
-    from tessera._config import load_config
-
-    from tessera.parallel import _record
-
+def test_tp_model_init_is_recorded() -> None:
+    """And used once: test_alias_tensor_parallel.py."""
     model = make()
     assert deepspeed.tp_model_init(model, 2, torch.bfloat16) is model
     deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="Conflicting tp_model_init"):
         deepspeed.tp_model_init(model, 4, torch.bfloat16)
-    given = {"train_batch_size": 4, "tensor_parallel": {"tp": {"tp_group": None, "tp_size": 2}}}
-    merged = _tensor_parallel.handed_over(given, model)
-    assert merged["tensor_parallel"] == {"autotp_size": 2, "tp": {"tp_size": 2}}
-    assert _record.take_record(model, load_config(merged), None) == _record.Record(2, torch.bfloat16)
-    assert _tensor_parallel.handed_over(given, model) is given
-    assert _record.take_record(model, load_config(merged), None) is None
 
 
 CONFLICTS = [

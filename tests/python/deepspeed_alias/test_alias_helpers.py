@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -210,13 +211,20 @@ def test_arguments() -> None:
     assert args.deepscale_config is None
 
 
-def test_timers() -> None:
+def test_timers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Milliseconds, of a clock that says 0, 1, 10 and 14 seconds."""
+    monkeypatch.setattr(time, "perf_counter", iter((0.0, 1.0, 10.0, 14.0)).__next__)
     timers = deepspeed.utils.timer.SynchronizedWallClockTimer()
-    timers("a").start()
-    timers("a").stop(record=True)
-    assert timers.has_timer("a") and timers("a").elapsed(reset=False) >= 0
-    assert timers.get_mean(["a", "b"]).keys() == {"a"}
-    timers.log(["a"])
+    for _ in range(2):
+        timers("a").start()
+        timers("a").stop(record=True)
+    monkeypatch.undo()
+    assert timers.has_timer("a") and not timers.has_timer("b")
+    assert timers("a").elapsed(reset=False) == 5000
+    with caplog.at_level(logging.INFO, logger="tessera"):
+        timers.log(["a", "b"], normalizer=2)
+    assert "time (ms) | a: 2500.00" in caplog.text and timers("a").elapsed() == 0
+    assert timers.get_mean(["a", "b"], normalizer=0.5) == {"a": 5000} and timers.get_mean(["a"]) == {"a": 0}
 
 
 def test_small_helpers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

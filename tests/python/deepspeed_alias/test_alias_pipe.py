@@ -21,7 +21,6 @@ from deepspeed.runtime.pipe.topology import (
     ProcessTopology,
 )
 from stages import batch, config, data, in_processes, layers, loss_fn, module
-from tessera.pipeline._topology import _of_world
 from torch import nn
 
 import tessera
@@ -144,7 +143,7 @@ def test_names_are_those_of_the_package() -> None:
     assert float(engine.train_batch(data(0))) > 0
 
 
-def test_topologies() -> None:
+def test_topologies(monkeypatch: pytest.MonkeyPatch) -> None:
     deepspeed.init_distributed("gloo")
     grid = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=3)
     assert grid.world_size() == 12 and grid.get_dim("pipe") == 2 and grid.get_dim("none") == 0
@@ -162,6 +161,7 @@ def test_topologies() -> None:
     alone = PipelineParallelGrid()
     assert torch.distributed.get_world_size(alone.get_pipe_parallel_group()) == alone.pipe_parallel_size == 1
     assert torch.distributed.get_rank(alone.get_slice_parallel_group()) == alone.get_stage_id() == 0
-    assert _of_world(12).dims == [6, 2]
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 12)
+    assert [PipelineParallelGrid(rank=3).topology().get_dim(axis) for axis in ("pipe", "data")] == [6, 2]
     assert grid.get_axis_list("model", 1) == [1, 3, 5, 7, 9, 11]
     assert ProcessTopology(["a"], [2]).get_axis_comm_lists("b") == []

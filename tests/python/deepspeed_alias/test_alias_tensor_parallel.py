@@ -109,7 +109,7 @@ def gathered(rank: int) -> None:
 
 
 def other_groups(rank: int) -> None:
-    """tp_model_init over ranks that do not follow one another."""
+    """tp_model_init over ranks that do not follow one another; the engine after the next is not cut."""
     from deepspeed.utils import groups
 
     pairs = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
@@ -117,10 +117,16 @@ def other_groups(rank: int) -> None:
     deepspeed.tp_model_init(model, 2, torch.float32, tp_group=pairs)
     config = settings(2)
     del config["tensor_parallel"]["autotp_size"]
+    config["tensor_parallel"]["tp"] = {"tp_group": pairs, "tp_size": 2}
     engine = deepspeed.initialize(model=model, config=config)[0]
+    assert engine.mp_world_size == 2 and config["tensor_parallel"]["tp"]["tp_group"] is pairs
     assert dist.get_process_group_ranks(groups.get_tensor_model_parallel_group()) == [rank % 2, rank % 2 + 2]
     assert groups.get_tensor_model_parallel_src_rank() == rank % 2 == groups.get_data_parallel_rank()
     engine.destroy()
+    del config["tensor_parallel"]
+    again = deepspeed.initialize(model=Stack(), config=config)[0]
+    assert again.mp_world_size == 1
+    again.destroy()
 
 
 def sequence_groups(rank: int) -> None:

@@ -25,6 +25,7 @@ from support import (
     run_mesh,
     run_processes,
     run_ranks,
+    shard_group,
     weights,
 )
 from tessera.errors import ConfigError, UsageError
@@ -99,7 +100,7 @@ def test_an_engine_of_any_stage_goes_on_with_whole_states(name: str, stage: int,
     want = plain(name)
 
     def body(engine: Any, rank: int, model: Any, optimizer: Any) -> None:
-        group = engine._ranks.mesh
+        group = shard_group(engine)
         with GatheredParameters(model.parameters()):
             engine.destroy()
         other = tessera.Engine(model, settings(to), optimizer=optimizer, group=group)
@@ -116,7 +117,7 @@ def test_parts_are_refused_by_torch_and_taken_by_an_engine_of_the_same_cut(name:
     want = plain(name)
 
     def body(engine: Any, rank: int, model: Any, optimizer: Any) -> None:
-        group = engine._ranks.mesh
+        group = shard_group(engine)
         engine.destroy()
         if stage > 0:
             with pytest.raises(UsageError, match=r"only the part .* inside zero\.GatheredParameters"):
@@ -133,7 +134,7 @@ def test_parts_are_refused_by_torch_and_taken_by_an_engine_of_the_same_cut(name:
 @pytest.mark.parametrize("name", ["adamw", "adamax"])
 def test_parts_of_another_cut_are_refused_on_all_ranks(name: str) -> None:
     def body(engine: Any, rank: int, model: Any, optimizer: Any) -> None:
-        group = engine._ranks.mesh
+        group = shard_group(engine)
         engine.destroy()
         for stage, own in ((0, group), (1, tessera.single_group())):
             with pytest.raises((ConfigError, OSError), match=r"are a part, elements|another rank could not take"):
@@ -149,7 +150,7 @@ def test_offloaded_states_end_with_the_engine_but_in_a_region(world: int, tmp_pa
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
 
     def body(engine: Any, rank: int, model: Any, optimizer: Any) -> None:
-        group = engine._ranks.mesh
+        group = shard_group(engine)
         engine.destroy()
         with pytest.raises(UsageError, match="only the part"):
             optimizer.step()

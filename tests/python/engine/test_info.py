@@ -38,7 +38,7 @@ def test_getters() -> None:
     assert engine.config.get("zero_optimization.leaf_module.names") == [] and engine.config.get("bf16.enabled") is True
     tree = engine.config.to_dict()
     assert tree["gradient_clipping"] == 0.5 and tree["tessera"] == engine.config.get("tessera")
-    assert tessera._core.Config.from_dict(tree).to_dict() == tree
+    assert tessera.Config.from_dict(tree).to_dict() == tree
     with pytest.raises(tessera.ConfigError, match=r"did you mean 'zero_optimization\.stage'"):
         engine.config.get("zero_optimization.stagee")
     engine.destroy()

@@ -15,7 +15,6 @@ from support import OPTIMIZERS, batch, config, make, micro, run_ranks, same_bits
 from torch import nn
 
 import tessera
-from tessera import _core
 
 Mend = Callable[[], Any]
 
@@ -123,10 +122,9 @@ def models(count: int) -> list[nn.Module]:
     return [make() for _ in range(count)]
 
 
-def values(engine: Any) -> dict[str, torch.Tensor]:
-    """Of what the engine was built of. Collective."""
-    core = engine.core
-    return {spec.name: core.get_full(n, _core.Quantity.Master).clone() for n, spec in enumerate(core.params())}
+def values(engine: Any, params: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Of `params`, which the engine was built of. Collective."""
+    return {name: tessera.state.get_full_fp32_param(engine, param).clone() for name, param in params.items()}
 
 
 def fails(call: Callable[[], Any]) -> str:
@@ -144,17 +142,18 @@ def test_a_rank_that_cannot_step(kind: str | None, trouble: Any, words: str, sta
 
     def body(rank: int, group: tessera.Group) -> str:
         engine = build(built[rank], kind, stage, group)
+        params = dict(engine.module.named_parameters())
         micro(engine, rank)
-        before = values(engine)
+        before = values(engine, params)
         mend = trouble(engine) if rank == 1 else None
         loss = engine(*batch(rank))
         loss.backward()
         text = fails(engine.step)
-        assert engine.global_steps == engine.micro_steps == 1 and same_bits(values(engine), before)
+        assert engine.global_steps == engine.micro_steps == 1 and same_bits(values(engine, params), before)
         if mend is not None:
             mend()
         engine.step()
-        assert engine.global_steps == 2 and not same_bits(values(engine), before)
+        assert engine.global_steps == 2 and not same_bits(values(engine, params), before)
         return text
 
     start = time.monotonic()
@@ -200,17 +199,18 @@ def test_the_update_in_the_backward_is_refused_before_it(
     early = {"tessera": own, "gradient_clipping": 0.5 if clip else 0.0}
 
     def train(engine: Any, rank: int, tries: bool) -> dict[str, torch.Tensor]:
+        params = dict(engine.module.named_parameters())
         micro(engine, rank)
         if tries:
-            before = values(engine)
+            before = values(engine, params)
             mend = trouble(engine) if rank == world - 1 else lambda: None
             text = fails(lambda: engine(*batch(9)).backward())
             assert re.search(words, text), text
-            assert same_bits(values(engine), before) and engine.global_steps == engine.micro_steps == 1
+            assert same_bits(values(engine, params), before) and engine.global_steps == engine.micro_steps == 1
             mend()
         micro(engine, 5 + rank)
         assert engine.global_steps == 2
-        return values(engine)
+        return values(engine, params)
 
     def run(tries: bool) -> list[dict[str, torch.Tensor]]:
         built = models(world)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import copy
-import json
+import random
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support import OPTIMIZERS, Net, batch, config, engines, losses_of, make, run, same_bits, weights
-from tessera._blobs import CUT, pickled
-from tessera._deepspeed._pieces import OWN_BUFFERS
-from tessera._random import random_states
+from support import OPTIMIZERS, Net, batch, config, engines, losses_of, make, run, same_bits, weights, with_blob
 from tessera.errors import ConfigError, IoError
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import tessera
-from tessera import _core
+
+RANK_BUFFERS = "tessera_rank_buffers.pt"  # beside DeepSpeed's files
 
 
 def engine_of(**more: Any) -> Any:
@@ -92,6 +92,7 @@ def test_buffers_of_every_rank_come_back(
 
     saved = engines(make(Normed), 2, cfg, save)
     assert not torch.equal(saved[0]["norm.running_mean"], saved[1]["norm.running_mean"])
+    assert bool(list(tmp_path.rglob(RANK_BUFFERS))) == (form == "deepspeed" and stage < 3)
     for rank, buffers in enumerate(engines(make(Normed, seed=5), 2, cfg, load)):
         assert same_bits(buffers, saved[rank])
     others = engines(make(Normed, seed=5), 3, cfg, load)
@@ -104,8 +105,8 @@ def test_buffers_of_every_rank_come_back(
 def test_equal_buffers_are_written_once(form: str, tmp_path: Path) -> None:
     cfg = config(1, checkpoint={"format": form})
     engines(make(Normed), 2, cfg, lambda engine, rank: engine.save_checkpoint(tmp_path))
-    assert not list(tmp_path.rglob(OWN_BUFFERS))
-    kinds = {kind for _, kind, *_ in tessera.checkpoints._open(tmp_path, None, False).tensors()}
+    assert not list(tmp_path.rglob(RANK_BUFFERS))
+    kinds = {kind for _, kind, *_ in tessera.checkpoints.open_checkpoint(tmp_path).tensors()}
     assert "buffer" in kinds and "rank_buffer" not in kinds
 
 
@@ -147,7 +148,7 @@ class Drawn(torch.utils.data.IterableDataset[torch.Tensor]):
     """Its rows are random."""
 
     def __iter__(self) -> Any:
-        return (torch.randn(5) for _ in range(32))
+        return (torch.randn(5) + random.random() + np.random.rand() for _ in range(32))
 
 
 @pytest.mark.parametrize("kind", ["rows", "random order", "workers", "stream"])
@@ -187,14 +188,8 @@ def test_what_is_drawn_after_a_resume_amid_an_epoch(kind: str, tmp_path: Path) -
     engine.destroy()
 
 
-def with_blob(folder: Path, name: str, value: Any) -> None:
-    """The checkpoint says that, and its checksums are good."""
-    path = folder / "t" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    del manifest["crc32c"]
-    manifest["blobs"][name] = {"hex": pickled(value, name).hex()}
-    path.write_text(tessera._core.sealed_manifest(json.dumps(manifest)))
-
+CUT = "tessera.cut"  # beside the states of a parameter: of which elements they are
+RANDOM = {"torch": torch.get_rng_state(), "python": random.getstate()}
 
 BAD_BLOBS: list[tuple[str, Any]] = [
     *((name, value) for name in ("python", "client_state", "extra", "random-0") for value in ([1], None, 2**64)),
@@ -218,7 +213,7 @@ BAD_BLOBS: list[tuple[str, Any]] = [
     ("python", {"group_names": [3]}),
     ("python", {"loader": {"epoch": 2**64, "samples": 0}}),
     ("random-0", {"torch": torch.zeros(3, dtype=torch.uint8)}),
-    ("random-0", random_states() | {"device": [1]}),
+    ("random-0", RANDOM | {"device": [1]}),
     ("extra", {"counted": "x"}),
     *(("schedule", value) for value in ([1], None, {}, "x")),
     *(("schedule", {"last_batch_iteration": value}) for value in ("x", None, [1], 2**70, 0.5)),
@@ -270,13 +265,15 @@ SCHEDULES: dict[str, Any] = {  # of torch, by what the client makes
 def check_refused(folder: Path, cfg: dict[str, Any], name: str, value: Any, match: str, **how: Any) -> None:
     """load_checkpoint() says IoError on all ranks, and the engine is as it was. `how`: of engines()."""
 
+    meet = threading.Barrier(2)
+
     def body(engine: Any, rank: int) -> None:
         run(engine, rank, 1)
         engine.save_checkpoint(folder, tag="t", random_state=True)
         engine.load_checkpoint(folder)
-        _core.checkpoint_exchange(engine.core, "", "")
-        rank or with_blob(folder, name, value)
-        _core.checkpoint_exchange(engine.core, "", "")
+        meet.wait(60)
+        rank or with_blob(folder / "t", name, value)
+        meet.wait(60)
         run(engine, rank, 2)
         before, of_run = weights(engine.module), of_the_run(engine)
         with pytest.raises(IoError, match=match):
@@ -323,7 +320,7 @@ def test_a_step_of_another_form_is_taken(tmp_path: Path) -> None:
     def body(engine: Any, rank: int) -> None:
         run(engine, rank, 1)
         engine.save_checkpoint(tmp_path, tag="t")
-        with_blob(tmp_path, "optimizer-0", {name: {"step": 5} for name, _ in engine.module.named_parameters()})
+        with_blob(tmp_path / "t", "optimizer-0", {name: {"step": 5} for name, _ in engine.module.named_parameters()})
         engine.load_checkpoint(tmp_path)
         run(engine, rank, 1)
         assert {float(state["step"]) for state in engine.basic_optimizer.state.values()} == {6.0}
@@ -344,7 +341,7 @@ def test_a_damaged_step_is_named_by_a_conversion(tmp_path: Path) -> None:
     engine = tessera.Engine(model, cfg, optimizer=torch.optim.Adamax(model.parameters()))
     run(engine, 0, 1)
     engine.save_checkpoint(tmp_path, tag="t")
-    with_blob(tmp_path, "optimizer-0", {"embed.weight": {"step": "x"}})
+    with_blob(tmp_path / "t", "optimizer-0", {"embed.weight": {"step": "x"}})
     with pytest.raises(IoError, match=r"embed\.weight', 'step' is damaged"):
         tessera.checkpoints.to_deepspeed(tmp_path, tmp_path / "out", stage=1, world_size=1)
     engine.destroy()

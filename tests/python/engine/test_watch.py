@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support import PAIR_SPECS, Net, Pair, batch, config, engines, make, run
-from tessera.engine._watch import table
 
 import tessera
 
@@ -134,7 +133,11 @@ def test_collectives_are_summed(stage: int, caplog: pytest.LogCaptureFixture) ->
         if row["bytes"]:
             assert row["busbw_gbps"] > 0 and row["algbw_gbps"] > 0
     assert sum(row["calls"] for row in rows) > 0
-    assert "collectives\n" in lines(caplog) and "comm op: " in lines(caplog) and "gradients of unit" in lines(caplog)
+    assert "comm op: " in lines(caplog) and "gradients of unit" in lines(caplog)
+    head, *cells = lines(caplog).split("collectives\n")[1].splitlines()[: len(rows) + 1]
+    assert head.split() == list(rows[0]) and len({len(line) for line in (head, *cells)}) == 1
+    for row, line in zip(rows, cells, strict=True):
+        assert line.split()[0] == row["op"] and f"{row['total_ms']:.3f}" in line.split()
 
 
 def test_some_operations_only() -> None:
@@ -162,13 +165,11 @@ def test_collectives_of_a_cut_model_are_timed_too() -> None:
     assert all(engines(make(Pair), {"tp": 2}, cfg, body))
 
 
-def test_a_table() -> None:
-    assert table([{"op": "a", "ms": 1.5}, {"op": "bcd", "ms": 10.0}]).splitlines() == [
-        " op      ms",
-        "  a   1.500",
-        "bcd  10.000",
-    ]
-    assert table([]) == "(none)"
+def test_a_summary_before_anything_was_sent(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = config(0, comms_logger={"enabled": True})
+    with caplog.at_level(logging.INFO):
+        found = engines(make(), 1, cfg, lambda engine, rank: engine.comm_summary())
+    assert found == [[]] and "collectives\n(none)" in lines(caplog)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support import PAIR_SPECS, Pair, batch, config, engines, make, run, train_plain, weights
-from tessera.optim._whole import Lamb, Muon, muon_groups, orthogonal
 from torch import nn
 
 import tessera
+from tessera.optim import Lamb, Muon
 
 STAGES = [0, 1, 2, 3]
 
@@ -93,25 +93,20 @@ def test_checkpoints_hold_the_states(kind: str, tmp_path: Any) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3 if kind == "muon" else 1e-5)
 
 
-def test_muon_is_torchs() -> None:
+@pytest.mark.parametrize("shape", [(5, 9), (8, 8), (16, 4)])
+def test_muon_is_torchs(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    ours, theirs = nn.Linear(5, 9, bias=False), nn.Linear(5, 9, bias=False)
+    ours, theirs = nn.Linear(*shape, bias=False), nn.Linear(*shape, bias=False)
     theirs.load_state_dict(ours.state_dict())
     a = Muon(ours.parameters(), lr=0.02, weight_decay=0.1)
     b = torch.optim.Muon(theirs.parameters(), lr=0.02, weight_decay=0.1)
     for k in range(4):
-        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(k))
+        x = torch.randn(3, shape[0], generator=torch.Generator().manual_seed(k))
         for net, optimizer in ((ours, a), (theirs, b)):
             optimizer.zero_grad()
             net(x).square().sum().backward()
             optimizer.step()
         assert torch.equal(ours.weight, theirs.weight)
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
-def test_orthogonal(shape: tuple[int, int]) -> None:
-    values = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(1)), 5).float())
-    assert values.min() > 0.3 and values.max() < 1.3  # what five steps of these coefficients give
 
 
 def test_lamb_by_hand() -> None:
@@ -203,10 +198,12 @@ def test_muon_groups_follow_names_and_marks() -> None:
             self.other.weight.use_muon = False  # type: ignore[assignment]
 
     model = Model()
-    groups, params = muon_groups(model.named_parameters(), [{"params": list(model.parameters())}], {"lr": 1.0})
-    assert params == {"lr": 1.0}
-    assert [p is model.hidden.weight for p in groups[0]["params"]] == [True] and groups[0]["use_muon"]
-    assert len(groups[1]["params"]) == 4
+    cfg = config(optimizer={"type": "Muon", "params": {"lr": 1.0}})
+    optimizer = tessera.initialize(model=model, config=cfg)[1]
+    assert optimizer is not None
+    groups = {group["use_muon"]: group for group in optimizer.param_groups}
+    assert [p is model.hidden.weight for p in groups[True]["params"]] == [True] and groups[True]["lr"] == 1.0
+    assert len(groups[False]["params"]) == 4
 
 
 def test_wrong_arguments() -> None:

@@ -12,7 +12,6 @@ from test_models import settings
 from tiny_models import LLAMA, MODELS, of, text
 
 import tessera
-from tessera import _core
 
 WIDE = LLAMA | {"hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": 24}
 
@@ -32,7 +31,7 @@ def test_a_step_sends_what_the_model_says(tp: int, replays: bool, regions: bool,
 
     def body(engine: tessera.Engine, rank: int) -> Any:
         engine(**text(0, length=8)).loss.backward()  # the first forward compares inputs
-        group = engine.core.mesh().group(_core.Axis.Tp)
+        group = engine.core.mesh().group(tessera.Axis.Tp)
         group.reset_stats()
         engine(**text(0, length=8)).loss.backward()
         return group.stats()

@@ -328,7 +328,7 @@ def test_models_that_zero_init_builds(stage: int) -> None:
     whole = of("Llama", LLAMA)().state_dict()
 
     def body(rank: int, mesh: tessera.Mesh) -> Any:
-        with tessera.zero.Init(config_dict_or_path=cfg, data_parallel_group=mesh.group([tessera._core.Axis.Tp])):
+        with tessera.zero.Init(config_dict_or_path=cfg, data_parallel_group=mesh.group([tessera.Axis.Tp])):
             model = tessera_llama()
         with tessera.zero.GatheredParameters(model.parameters(), modifier_rank=0):
             if rank == 0:
@@ -361,7 +361,7 @@ def test_models_of_the_meta_device_are_filled_slice_by_slice(name: str, stage: i
     def body(rank: int, mesh: tessera.Mesh) -> Any:
         with torch.device("meta"):
             meta = type(model)(model.config) if name == "llama" else type(model)()
-        plan = tessera.parallel.shard_model(meta, cfg, group=mesh.group(tessera._core.Axis.Tp))
+        plan = tessera.parallel.shard_model(meta, cfg, group=mesh.group(tessera.Axis.Tp))
         assert plan.size == 2 and sum(p.numel() for p in meta.parameters()) < sum(p.numel() for p in model.parameters())
         assert tessera.parallel.load_slices(meta, tmp_path) == []
         with pytest.raises(ValueError, match=r"no file has .*layers.1.mlp"):

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
-from support import run_ranks
-from tessera.parallel._cuts import ParamCut
+from support import config, run_ranks
+from torch import nn
 
 import tessera
+from tessera.parallel import WholeSlices
+
+RULES = {"layer_specs": [{"patterns": [r"0\.weight"], "shape": [[6, 4], -1]}], "use_default_specs": False}
 
 
 def test_slices_join_to_the_whole() -> None:
-    whole = torch.arange(60.0).view(3, 10, 2)
-    # Two sub-parameters of 6 and 4, cut unevenly over three ranks, of which the last gets nothing.
-    cut = ParamCut((3, 10, 2), 1, (((0, 4), (6, 9)), ((4, 6), (9, 10)), ((0, 0),)))
+    """Two sub-parameters of 6 and 4 rows, cut unevenly over three ranks."""
+    model = nn.Sequential(nn.Linear(3, 10))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    copies = [copy.deepcopy(model) for _ in range(3)]
+    cfg = config() | {"tensor_parallel": {"autotp_size": 3, "partition_config": RULES}}
 
     def body(rank: int, group: tessera.Group) -> None:
-        mine = cut.take(whole, rank)
-        assert mine.shape == cut.shape(rank) and mine.is_contiguous()
-        assert mine.untyped_storage().nbytes() == 4 * mine.numel()
-        assert cut.gather(mine, group, "test").equal(whole)
+        tessera.parallel.shard_model(copies[rank], cfg, group=group)
+        own = torch.cat([torch.arange(6).split(2)[rank], torch.arange(6, 10).tensor_split(3)[rank]])
+        for name, mine in copies[rank].named_parameters():
+            assert mine.equal(whole[name][own]) and mine.is_contiguous()
+            assert mine.untyped_storage().nbytes() == 4 * mine.numel()
+        with WholeSlices(list(copies[rank].parameters()), copies[rank]):
+            assert all(param.equal(whole[name]) for name, param in copies[rank].named_parameters())
 
     run_ranks(3, body)
-    assert cut.take(whole, 0)[:, 4:].equal(whole[:, 6:9])
-    assert cut.spec(1) == ((3, 10, 2), 1, ((4, 6), (9, 10)))

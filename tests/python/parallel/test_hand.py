@@ -12,7 +12,6 @@ from support import Pair, config, make, masters, run_mesh
 from torch import nn
 
 import tessera
-from tessera import _core
 from tessera.parallel import WholeSlices, column_linear, row_linear
 
 SKIP = {"layer_specs": [{"patterns": [".*"], "partition_type": "skip"}]}
@@ -52,7 +51,7 @@ def test_alone_they_are_slices_of_the_layer(tp: int, gather: bool) -> None:
     out.square().sum().backward()
 
     def body(rank: int, mesh: Any) -> None:
-        group, mine_x = mesh.group(_core.Axis.Tp), x.clone().requires_grad_()
+        group, mine_x = mesh.group(tessera.Axis.Tp), x.clone().requires_grad_()
         first = column_linear(copy.deepcopy(up), group, gather=gather)
         second = row_linear(copy.deepcopy(down), group)
         got_hidden = first(mine_x)
@@ -100,12 +99,12 @@ def test_an_engine_trains_them_as_the_whole_model(stage: int, rules: dict[str, A
     def body(rank: int, mesh: Any) -> dict[str, Any]:
         mine = copy.deepcopy(model)
         more: dict[str, Any] = {}
-        if mesh.size(_core.Axis.Tp) > 1:
-            cut(mine, mesh.group(_core.Axis.Tp))
+        if mesh.size(tessera.Axis.Tp) > 1:
+            cut(mine, mesh.group(tessera.Axis.Tp))
             more = {"tensor_parallel": {"autotp_size": 2} | ({"partition_config": rules} if rules else {})}
         engine = tessera.Engine(mine, cfg | more, group=mesh)
         try:
-            return train(engine, mesh.rank([_core.Axis.DpShard]))
+            return train(engine, mesh.rank([tessera.Axis.DpShard]))
         finally:
             engine.destroy()
 
@@ -127,7 +126,7 @@ def test_whole_values_for_a_while(stage: int) -> None:
 
     def body(rank: int, mesh: Any) -> None:
         mine = copy.deepcopy(model)
-        cut(mine, mesh.group(_core.Axis.Tp))
+        cut(mine, mesh.group(tessera.Axis.Tp))
         settings: dict[str, Any] = config(stage) | {"tensor_parallel": {"autotp_size": 2, "partition_config": FIRST}}
         engine = tessera.Engine(mine, settings, group=mesh)
         params, shape = [mine.up.weight, mine.first.down.weight, mine.down.weight], mine.up.weight.shape
@@ -155,7 +154,7 @@ def test_copies_and_pickles_of_them() -> None:
 
     def body(rank: int, mesh: Any) -> None:
         mine = models[rank]
-        cut(mine, mesh.group(_core.Axis.Tp))
+        cut(mine, mesh.group(tessera.Axis.Tp))
         want = mine(inputs(0))
         settings = config(0) | {"tensor_parallel": {"autotp_size": 2, "partition_config": SKIP}}
         for other in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))):
@@ -169,7 +168,7 @@ def test_copies_and_pickles_of_them() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     def body(rank: int, mesh: Any) -> None:
-        group = mesh.group(_core.Axis.Tp)
+        group = mesh.group(tessera.Axis.Tp)
         with pytest.raises(ValueError, match="only linear layers"):
             column_linear(nn.LayerNorm(4), group)
         mine = make(Deep)

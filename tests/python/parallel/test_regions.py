@@ -14,7 +14,6 @@ from tiny_models import LLAMA, MODELS, of, text
 from torch import nn
 
 import tessera
-from tessera import _core
 
 
 @pytest.mark.parametrize(
@@ -157,7 +156,7 @@ def test_a_key_that_could_not_hold_says_so(caplog: pytest.LogCaptureFixture) -> 
     copies = [copy.deepcopy(model) for _ in range(2)]
 
     def body(rank: int, mesh: tessera.Mesh) -> None:
-        tp = mesh.group(_core.Axis.Tp)
+        tp = mesh.group(tessera.Axis.Tp)
         tessera.parallel.shard_model(copies[rank], adam(2), group=tp)
         with pytest.raises(ValueError, match="the model was cut without it"):
             tessera.Engine(copies[rank], adam(2, **REGIONS), group=mesh)

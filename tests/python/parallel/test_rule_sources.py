@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from support import config
-from tessera.parallel._rules import _planned, facts_of, model_type, tp_plan_of
 from tiny_models import LLAMA, MODELS, of
 from torch import nn
 
@@ -59,6 +58,8 @@ def test_model_types_choose_rules() -> None:
     other = {"patterns": [r".*_proj\.weight$"], "partition_type": "row", "model_types": ["qwen2"]}
     assert set(cut(planned(MODELS["llama"][0](), **custom(other, llama, ROW))).values()) == {"Column", "Row"}
     assert set(cut(planned(MODELS["qwen2"][0](), **custom(other, llama, ROW))).values()) == {"Row"}
+    fused = {"patterns": [".*query_key_value"], "model_types": ["chat_glm"]}  # a model without a configuration
+    assert set(cut(planned(MODELS["chatglm"][0](), **custom(fused))).values()) == {"Column"}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,8 @@ def test_model_types_choose_rules() -> None:
         (custom({**COLUMN, "shape": [[1, [2]], -1]}), "no whole number"),
         (custom({**COLUMN, "shape": [-1, -1]}), "2 entries of -1"),
         (custom({**COLUMN, "shape": [0, -1]}), "sizes are positive or -1"),
-        (custom({**COLUMN, "shape": ["3", -1]}), "no whole number"),
+        *((custom({**COLUMN, "shape": [wrong, -1]}), "no whole number") for wrong in ("3", 2.5, True)),
+        (custom({**COLUMN, "shape": [[1, 2], [3, 4]]}), "nested tuple only allowed at partition_dim"),
         (custom({**COLUMN, "shape": [5, -1]}), "q_proj.*5 equal sub-parameters do not divide 32"),
         (custom({**COLUMN, "shape": [[8, 8], -1]}), "q_proj.*is of 16 outputs, the weight has 32"),
         (custom(COLUMN, strict_mode=True), "No matching spec.*o_proj"),
@@ -119,11 +121,15 @@ def test_styles_of_newer_plans() -> None:
     assert cut(planned(model)) == want
     model.config.model_type = "codegen"  # whose plan cuts through its fused layer
     assert planned(model).source == "heuristics"
-    for style, name, partition in (("packed_colwise", "gate_up_proj", "Column"), ("rowwise", "down_proj", "Row")):
-        (rule,) = _planned(f"layers.*.mlp.experts.{name}", style, model)
-        assert rule.partition.name == partition
-        assert rule.matches(f"model.layers.1.mlp.experts.{name}")
-    assert _planned("layers.*.mlp.experts.gate_up_proj_bias", "grouped_gemm", model) == []
+    experts = MODELS["gpt_oss"][0]()
+    plan = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise", "gate_up_proj_bias": "grouped_gemm"}
+    experts._tp_plan = {}
+    experts.config.base_model_tp_plan = {f"layers.*.mlp.experts.{name}": style for name, style in plan.items()}
+    made = planned(experts)
+    found = {(d.path, d.param, d.partition.name) for d in made.core.decisions if d.path.endswith(".experts")}
+    names = [f"model.layers.{number}.mlp.experts" for number in range(2)]
+    kinds = (("gate_up_proj", "Column"), ("down_proj", "Row"))
+    assert made.source == "tp_plan" and found == {(name, *kind) for name in names for kind in kinds}
 
 
 def odd_plan() -> nn.Module:
@@ -158,16 +164,6 @@ def test_fused_layers_that_a_rule_takes_for_one_are_warned_of() -> None:
     for shape in ([3, -1], [1, -1]):
         assert planned(MODELS["chatglm"][0](), **custom({**rule, "shape": shape}, ROW)).warnings == []
     assert planned(MODELS["bloom"][0](), **custom(rule)).warnings == []  # head by head
-
-
-def test_a_model_says_what_it_is() -> None:
-    facts = facts_of(MODELS["qwen2_5_vl"][0]())
-    assert (facts.model_type, facts.heads, facts.kv_heads, facts.hidden) == ("qwen2_5_vl", 4, 2, 32)
-    for name, kv in (("falcon", 2), ("falcon, all heads", 4), ("llama, preset", 2), ("bloom", 4)):
-        assert facts_of(MODELS[name][0]()).kv_heads == kv, name
-    assert model_type(MODELS["chatglm"][0]()) == "chat_glm"
-    assert tp_plan_of(nn.Linear(2, 2)) == {}
-    assert tp_plan_of(MODELS["llama"][0]())["lm_head"] in ("colwise_rep", "colwise_gather_output")
 
 
 def test_the_plan_can_be_read() -> None:

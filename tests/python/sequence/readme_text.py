@@ -41,6 +41,12 @@ def text_batch(number: int, documents: tuple[int, ...] = (LENGTH,)) -> dict[str,
     return {"input_ids": tokens, "position_ids": position_ids.contiguous(), "labels": labels}
 
 
+def shared_part(batch: dict[str, torch.Tensor], rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """What `rank` of those that share the sequence has of it, with the labels of the next token."""
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    return {name: value.chunk(ranks, 1)[rank] for name, value in {**batch, "shift_labels": labels}.items()}
+
+
 def plain_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())

@@ -1,53 +1,70 @@
-"""Packed sequences and sliding windows: as attention with the mask written out."""
+"""Packed sequences and sliding windows over ranks that share them: as attention with the mask written out."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+import copy
 
 import pytest
 import torch
-from tessera.sequence import _documents
-from tessera.sequence._documents import attend, documents
-from torch.nn import functional as F
+import transformers
+from support import run_mesh
+from test_transformers import register
+from torch import nn
 
-LENGTH = 20
+import tessera
+
+LENGTH = 560  # windows have masks for 256 queries at least
 
 
 def positions(*lengths: int) -> torch.Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def core(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float) -> Any:
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling)
-    return out.transpose(1, 2), None
-
-
-def dense(tensors: list[torch.Tensor], position_ids: torch.Tensor, window: int | None) -> torch.Tensor:
-    index = torch.arange(LENGTH)
-    number = torch.nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
-    mask = (index[:, None] >= index) & (number[:, :, None] == number[:, None])
-    if window is not None:
-        mask &= index[:, None] - index < window
-    return core(None, *tensors, mask[:, None], scaling=0.7)[0]
-
-
 ROWS = {
-    "one": [positions(20), positions(20)],
-    "alike": [positions(7, 1, 12), positions(7, 1, 12)],
-    "different": [positions(7, 13), positions(20)],
-    "padded": [torch.cat([positions(15), torch.zeros(5, dtype=torch.long)]), positions(4, 16)],
+    "one": [positions(LENGTH), positions(LENGTH)],
+    "alike": [positions(20, 1, LENGTH - 21), positions(20, 1, LENGTH - 21)],
+    "different": [positions(7, LENGTH - 7), positions(LENGTH)],
+    "padded": [torch.cat([positions(LENGTH - 8), torch.zeros(8, dtype=torch.long)]), positions(4, LENGTH - 4)],
 }
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 6, 40])
+def mistral(window: int | None) -> nn.Module:
+    torch.manual_seed(0)
+    options = transformers.MistralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=window,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    return transformers.MistralForCausalLM(options)
+
+
+def mask_of(position_ids: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[rows, 1, LENGTH, LENGTH]: what attends to what."""
+    index = torch.arange(LENGTH)
+    number = nn.functional.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
+    mask = (index[:, None] >= index) & (number[:, :, None] == number[:, None])
+    if window is not None:
+        mask &= index[:, None] - index < window
+    return mask[:, None]
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 257, 600])
 @pytest.mark.parametrize("rows", ROWS)
-def test_as_with_a_mask(rows: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_documents, "_BLOCK", 4)
-    position_ids = torch.stack(ROWS[rows])
-    generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, 3, LENGTH, 4, generator=generator) for _ in range(3)]
-    found = documents(position_ids)
-    assert len(found) == (2 if rows in ("different", "padded") else 1)
-    got = attend(core, SimpleNamespace(), (tensors[0], tensors[1], tensors[2]), found, window, scaling=0.7)
-    torch.testing.assert_close(got, dense(tensors, position_ids, window))
+def test_as_with_a_mask(rows: str, window: int | None) -> None:
+    position_ids, model = torch.stack(ROWS[rows]), mistral(window)
+    tokens = torch.randint(64, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    want = model(tokens, position_ids=position_ids, attention_mask=mask_of(position_ids, window)).logits
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def body(rank: int, mesh: tessera.Mesh) -> torch.Tensor:
+        register(copies[rank], mesh)
+        mine = (t.chunk(2, 1)[rank].contiguous() for t in (tokens, position_ids))
+        return copies[rank](next(mine), position_ids=next(mine)).logits.detach()
+
+    torch.testing.assert_close(torch.cat(run_mesh(body, sp=2), 1), want, rtol=1e-4, atol=1e-5)

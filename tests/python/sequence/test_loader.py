@@ -1,4 +1,4 @@
-"""Batches cut along the sequence. test_groups.py has the adapter over processes."""
+"""Batches cut along the sequence. test_groups.py has the adapter in a program."""
 
 from __future__ import annotations
 
@@ -6,27 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support import free_port, run_processes
 from tessera.errors import ConfigError
 from tessera.sequence import UlyssesSPDataLoaderAdapter
-from tessera.sequence._loader import cut_batch
 
 
 def make(length: int, **more: Any) -> dict[str, Any]:
     tokens = torch.arange(2 * length).view(2, length)
     position_ids = torch.arange(length).expand(2, length)
     return {"input_ids": tokens, "labels": tokens.clone(), "position_ids": position_ids, "name": "text"} | more
-
-
-def test_parts_of_a_batch() -> None:
-    batch = make(6, weight=torch.ones(2), attention_mask=torch.tensor([[1] * 6, [1] * 4 + [0] * 2]))
-    first, second = cut_batch(batch, 2)
-    assert set(first) == {"input_ids", "shift_labels", "position_ids", "name", "weight"}
-    assert second["input_ids"].tolist() == [[3, 4, 5], [9, 10, 11]]
-    assert second["position_ids"].tolist() == [[3, 4, 5]] * 2
-    assert first["shift_labels"].tolist() == [[1, 2, 3], [7, 8, 9]]  # the next rank's first token, too
-    assert second["shift_labels"].tolist() == [[4, 5, -100], [10, 11, -100]]
-    assert first["name"] == "text" and torch.equal(second["weight"], batch["weight"])
-    assert "labels" in batch  # the caller's batch is as it was
 
 
 def without(key: str) -> dict[str, Any]:
@@ -38,19 +27,37 @@ def without(key: str) -> dict[str, Any]:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "position_ids": (without("position_ids"), "the batch has no position_ids, only input_ids, labels, name"),
     "input_ids": (without("input_ids"), "the batch has no input_ids"),
-    "length": (
-        make(10),
-        "10 tokens a sequence is not divisible by the 4 ranks of sequence_parallel_size; pad it to 12",
-    ),
+    "length": (make(9), "9 tokens a sequence is not divisible by the 2 ranks of sequence_parallel_size; pad it to 10"),
     "padding": (make(8, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1]])), "padding must be at the end"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_batches(case: str) -> None:
-    batch, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
-        list(cut_batch(batch, 4))
+def worker(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+    def parts(batch: dict[str, Any]) -> list[dict[str, Any]]:
+        """This rank's of both ranks' batches, which are alike."""
+        return list(UlyssesSPDataLoaderAdapter([batch], rank, dist.group.WORLD, 2, "cpu"))
+
+    batch = make(6, weight=torch.ones(2), attention_mask=torch.tensor([[1] * 6, [1] * 4 + [0] * 2]))
+    found = parts(batch)
+    assert len(found) == 2
+    for part in found:
+        assert set(part) == {"input_ids", "shift_labels", "position_ids", "name", "weight"}
+        assert part["input_ids"].tolist() == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]][rank]
+        assert part["position_ids"].tolist() == [[[0, 1, 2]] * 2, [[3, 4, 5]] * 2][rank]
+        # The next rank's first token, too.
+        assert part["shift_labels"].tolist() == [[[1, 2, 3], [7, 8, 9]], [[4, 5, -100], [10, 11, -100]]][rank]
+        assert part["name"] == "text" and torch.equal(part["weight"], batch["weight"])
+    assert "labels" in batch  # the caller's batch is as it was
+    for wrong, message in WRONG.values():
+        with pytest.raises(ValueError, match=message):
+            parts(wrong)
+    dist.destroy_process_group()
+
+
+def test_parts_of_a_batch_and_wrong_ones() -> None:
+    run_processes(2, worker, free_port())
 
 
 def test_one_rank() -> None:

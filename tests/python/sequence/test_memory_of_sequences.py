@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import tessera
-from tessera import _core
 
 LAYERS, WIDTH, INNER, HEADS, KEYS, HEAD_DIM, VOCABULARY = 2, 128, 256, 8, 4, 16, 64
 SP, TOKENS, TILE = 4, 512, 16  # ranks, tokens of the shorter sequence, tokens of a tile
@@ -85,7 +84,7 @@ def peak(length: int, tiled: bool) -> int:
     ids = torch.randint(0, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
 
     def body(rank: int, mesh: tessera.Mesh) -> int:
-        sp = mesh.group(_core.Axis.Sp)
+        sp = mesh.group(tessera.Axis.Sp)
         groups = SequenceParallelGroups(sp, tessera.single_group(), sp)
         UlyssesSPAttentionHF.register_with_transformers(copies[rank], "sdpa", SP, 1, groups=groups)
         begin = rank * tokens

@@ -9,21 +9,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from readme_text import BATCH, LENGTH, llama, plain_loss, text_batch
+from readme_text import BATCH, LENGTH, llama, plain_loss, shared_part, text_batch
 from support import assert_close, config, engines, full_grads, run_mesh, weights
 from tessera.sequence import SequenceParallelGroups, UlyssesSPAttentionHF, mean_over_sequence
-from tessera.sequence._loader import cut_batch
 from torch import nn
 from torch.nn import functional as F
 
 import tessera
-from tessera import _core
 
 PACKED = (7, 13, 12)  # documents, none of which ends where a rank's part does
 
 
 def groups_of(mesh: tessera.Mesh) -> SequenceParallelGroups:
-    sp, dp = _core.Axis.Sp, _core.Axis.DpShard
+    sp, dp = tessera.Axis.Sp, tessera.Axis.DpShard
     return SequenceParallelGroups(mesh.group(sp), mesh.group(dp), mesh.group([dp, sp]))
 
 
@@ -37,7 +35,7 @@ def register(model: nn.Module, mesh: tessera.Mesh, **more: Any) -> SequenceParal
 
 
 def shared_loss(model: Any, batch: dict[str, torch.Tensor], groups: SequenceParallelGroups) -> torch.Tensor:
-    part = list(cut_batch(batch, groups.get_sequence_parallel_world_size()))[groups.get_sequence_parallel_rank()]
+    part = shared_part(batch, groups.get_sequence_parallel_rank(), groups.get_sequence_parallel_world_size())
     logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), part["shift_labels"].flatten())
     return mean_over_sequence(loss, part["shift_labels"], groups.get_sequence_parallel_group())

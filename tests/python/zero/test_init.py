@@ -7,15 +7,12 @@ import ctypes
 import gc
 import os
 import resource
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import Net, batch, config, free_port, make, masters, run_processes, run_ranks, same_bits, weights
-from tessera.zero._init import EarlyParameters
-from tessera.zero._owners import holder_of
 from torch import nn
 
 import tessera
@@ -76,24 +73,25 @@ def test_an_engine_trains_what_was_built_in_partitions(stage: int) -> None:
     run_ranks(3, body)
 
 
-def test_what_construction_code_reads_is_partitioned_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EarlyParameters, "OPEN_ELEMENTS", 10)
+def test_what_construction_code_reads_is_partitioned_again() -> None:
+    """But for the last 2**21 elements: one of these layers."""
     most = 0
 
-    class Probe(Numbered):
+    class Probe(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             nonlocal most
-            for name, _ in self.named_parameters():
-                whole = [p for p in dict.values(self.embed._parameters) if not is_partitioned(p)]
-                most = max(most, len(whole))
-                assert name in ("embed.weight", "embed.bias", "gain") or not whole
+            self.layers = nn.ModuleList(nn.Linear(1200, 1200, bias=False) for _ in range(4))
+            for number, layer in enumerate(self.layers):
+                nn.init.constant_(layer.weight, number)
+                params = [p for one in self.layers for p in dict.values(one._parameters) if p is not None]
+                most = max(most, sum(not is_partitioned(p) for p in params))
 
     def body(rank: int, group: tessera.Group) -> None:
         with zero.Init(data_parallel_group=group, dtype=torch.float32):
             model = Probe()
-        got, want = weights(model), weights(Numbered())
-        assert same_bits(got, want)
+        for number, value in enumerate(weights(model).values()):
+            assert value is not None and value.eq(number).all()
 
     run_ranks(2, body)
     assert most == 1
@@ -203,15 +201,27 @@ def test_a_failing_constructor_leaves_nothing_behind() -> None:
         with zero.Init(data_parallel_group=group, dtype=torch.float32):
             model = nn.Linear(3, 3)
         assert is_partitioned(model.weight)
-        holder = holder_of(model.weight)
-        assert holder is not None
-        watched = weakref.ref(holder[0])
-        del holder, model
-        gc.collect()
-        assert watched() is None, "a model that is dropped frees its shards"
 
     run_ranks(2, body)
     assert nn.Linear.__init__ is LINEAR_INIT
+
+
+def test_a_model_that_is_dropped_frees_its_shards() -> None:
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def body(rank: int, group: tessera.Group) -> None:
+        with zero.Init(data_parallel_group=group, dtype=torch.float32):
+            model = nn.Linear(1024, 1024)
+        assert is_partitioned(model.weight)
+
+    for _ in range(3):
+        run_ranks(2, body)
+    before, size = resident(), 4 * 1024 * 1024
+    for _ in range(20):
+        run_ranks(2, body)
+    assert resident() - before < 5 * size
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from gradient_penalties import PENALTIES
 from support import batch, config, engines, make, same_bits, weights
-from tessera._config import load_config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -233,6 +232,6 @@ def test_what_excludes_it_is_named() -> None:
     with pytest.raises(ValueError, match="gradient_clipping 1"):
         engines(make(), 1, settings(1, True, gradient_clipping=1.0), life)
     with pytest.raises(ValueError, match=r"needs tessera\.update_in_backward"):
-        load_config({"tessera": {"clip_by_unit": True}})
+        tessera.Config.from_dict({"tessera": {"clip_by_unit": True}})
     with pytest.raises(ValueError, match=r"tessera\.clip: needs tessera\.update_in_backward"):
-        load_config({"tessera": {"clip": "previous"}})
+        tessera.Config.from_dict({"tessera": {"clip": "previous"}})
