@@ -86,11 +86,16 @@ PRIVATE_IN_TESTS = {
     "tests/python/hybrid/test_layout.py": {"tessera._core", "tessera.hybrid._layout"},
     "tests/python/hybrid/test_link.py": {"tessera.hybrid._mailbox"},
     "tests/python/hybrid/test_link_processes.py": {"tessera.hybrid._memory"},
+    "tests/python/parallel/test_classes.py": {
+        "tessera.parallel._attention",
+        "tessera.parallel._classes",
+    },  # their names
     "tests/python/parallel/test_models.py": {"tessera.parallel._attention"},
     "tests/python/pipeline/stages.py": {"tessera.pipeline._module"},
     "tests/python/pipeline/test_parity_of_stages.py": {"tessera.pipeline._schedule"},
     "tests/python/pipeline/test_schedule.py": {"tessera.pipeline._partition", "tessera.pipeline._schedule"},
     "tests/python/test_device.py": {"tessera._device"},  # of cards that no machine of the tests has
+    "tests/python/test_nested.py": {"tessera._nested"},  # any value at all
     "tests/python/test_package.py": {"tessera._core"},  # what is compiled, against its types
 }
 
