@@ -298,7 +298,7 @@ void bind_counters(EngineClass& c) {
           "set_group", [](Engine& e, size_t index, const optim::GroupOptions& group) { e.groups().at(index) = group; },
           py::arg("index"), py::arg("group"))
       .def("options", &Engine::options, py::return_value_policy::reference_internal)
-      .def("mesh", &Engine::mesh, py::return_value_policy::reference_internal)
+      .def("mesh", &Engine::mesh, py::return_value_policy::copy)  // it outlives the engine's end
       .def("memory", &Engine::memory)
       // {phase: (seconds, how often)}
       .def("phases", [](Engine& e) {

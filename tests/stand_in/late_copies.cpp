@@ -59,13 +59,13 @@ void do_those(const Which& which) {
     }
     const Waiting one = std::move(*it);
     it = waiting.erase(it);
-    --all().count;
     if (sum_of(one.what.host) != one.sum) {
       found(std::string("the host writes to memory that a copy ") + (one.what.to_host ? "writes" : "reads") + " on " +
             name_of(one.what.stream) +
             ", for which it has not waited: " + std::to_string(one.what.host.end - one.what.host.begin) + " bytes");
     }
     one.what.copy();
+    --all().count;  // now: who finds none does not wait for the lock
   }
 }
 

@@ -64,10 +64,10 @@ class Moving:
         self._core.offload_states(kinds, to, pin_memory)
 
     def finish_update(self) -> None:
-        """With tessera.update_runs_on: returns once the last step()'s update has come to its end, on all ranks. For
-        whoever reads or writes parameters of the module itself between step() and the next forward; what the engine has
-        for that (zero.GatheredParameters, module_state_dict(), checkpoints, tessera.state) waits by itself, and so do
-        forwards without gradients. IoError, on all ranks, where a disk failed. Collective."""
+        """With tessera.update_runs_on: returns once the last update has come to its end, on all ranks. For who reads
+        or writes parameters of the module itself between it and the next forward; what the engine has for that
+        (zero.GatheredParameters, module_state_dict(), checkpoints, tessera.state) waits by itself, and so do forwards
+        without gradients. IoError, on all ranks, where a disk failed. Collective."""
         self._core.finish_update()
 
     def reload_states(self, non_blocking: bool = False) -> None:

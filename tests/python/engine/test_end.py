@@ -100,10 +100,10 @@ def test_an_engine_of_any_stage_goes_on_with_whole_states(name: str, stage: int,
     want = plain(name)
 
     def body(engine: Any, rank: int, model: Any, optimizer: Any) -> None:
-        group = shard_group(engine)
+        mesh = engine.core.mesh()
         with GatheredParameters(model.parameters()):
             engine.destroy()
-        other = tessera.Engine(model, settings(to), optimizer=optimizer, group=group)
+        other = tessera.Engine(model, settings(to), optimizer=optimizer, group=mesh)
         train(other, rank, 2)
         assert_close(weights(model), want)
         other.destroy()
