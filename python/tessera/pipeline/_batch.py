@@ -26,6 +26,7 @@ class StageEngine(Protocol):
     def _count_micro_batch(self) -> None: ...
     def _join(self) -> None: ...
 
+
 _VALUES = Nesting("pipeline", "a layer returned", "stages", "stage")
 
 
