@@ -40,8 +40,9 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what) const {
 }
 
 // `r`: of the owned range of its unit, within a trained parameter; undefined where there is nothing. A view where it lives on
-// the device.
+// the device. A backward that updates and threw has left work on the streams of its hooks.
 at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Range r) const {
+  place.unit->on_this_stream();
   const Unit& unit = *place.unit;
   switch (what) {
     case Quantity::Weight:
@@ -76,6 +77,7 @@ bool StateAccess::is_there(const Place& place, Quantity what) const {
 
 void StateAccess::write_owned(const Place& place, Quantity what, const at::Tensor& values, RankGuard& disks) {
   Unit& unit = *place.unit;
+  unit.on_this_stream();
   const shard::Range r = unit.owned_slice(*place.param);
   switch (what) {
     case Quantity::Master:
@@ -205,6 +207,7 @@ void StateAccess::write(ParamId param, Quantity what, shard::Range range, const 
   }
   if (!place.trained()) return place.flat->write(place.item, range, values);
   Unit& unit = *place.unit;
+  unit.on_this_stream();
   const shard::Range there = in_owned(place, range);
   if (what == Quantity::Master) {
     place.param->ahead = true;
@@ -225,6 +228,7 @@ shard::Range StateAccess::in_owned(const Place& place, shard::Range range) const
 at::Tensor StateAccess::writable_view(ParamId param, Quantity what, shard::Range range) const {
   const Place& place = units_.at(param, "writable_view");
   if (!place.trained()) return {};
+  place.unit->on_this_stream();
   const Unit& unit = *place.unit;
   const shard::Range there = in_owned(place, range);
   const bool is_weight = what == Quantity::Master && unit.master_is_weight();
@@ -247,6 +251,7 @@ void StateAccess::reset(ParamId param, Quantity what) {
   TESSERA_CHECK_VALUE(state_of(*place.unit, what).defined(), "engine", "parameter '", place.name(),
                       "' has no such state");
   const double value = optim::initial_state(units_.rule(), units_.groups()[place.param->group]);
+  place.unit->on_this_stream();
   place.unit->fill_state(what == Quantity::State0 ? 0 : 1, *place.param, value);
 }
 
