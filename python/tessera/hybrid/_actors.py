@@ -13,7 +13,7 @@ from typing import Any
 
 from tessera.distributed import free_port, init_distributed
 from tessera.errors import ConfigError, UsageError
-from tessera.hybrid._mailbox import C10D
+from tessera.hybrid._joining import C10D
 from tessera.hybrid._object_store import Exchange, MeetingStore
 
 _GRACE = 2.0  # seconds after a first failure for the others to say theirs
@@ -43,13 +43,12 @@ class Meeting:
 
     address: str
     port: int
-    prefix: str
-    name: str  # of no other program, nor another start of this one
+    name: str  # a secret of this start of the program: begins all keys of the store
 
     def store(self, timeout: float) -> Any:
         """A client of the caller's own."""
         client = C10D.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout))
-        return MeetingStore(self.prefix, client, lambda: self.exchange)
+        return MeetingStore(self.name, client, lambda: self.exchange)
 
     @functools.cached_property
     def exchange(self) -> Any:

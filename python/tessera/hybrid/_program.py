@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
+import socket
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,7 +17,7 @@ from typing import Any
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
 from tessera.hybrid._actors import ActorGroup, Meeting, Pending, import_ray, start_together, wait
-from tessera.hybrid._mailbox import C10D
+from tessera.hybrid._joining import C10D
 
 _MANIFEST = "program.json"
 _PARTS = "parts-"  # the folder of one save, which the manifest names
@@ -33,7 +35,6 @@ class Program:
             raise ConfigError(f"[hybrid] groups of a program need names of their own, got {[g.name for g in groups]}")
         self._folder = None if folder is None else Path(folder)
         self._store: Any = None
-        self._starts = 0
 
     def __enter__(self) -> Program:
         self.start()
@@ -49,13 +50,9 @@ class Program:
             raise UsageError("[hybrid] there is no Ray cluster yet; call ray.init() first")
         address = ray.util.get_node_ip_address()
         if self._store is None:
-            self._store = C10D.TCPStore(
-                "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
-            )
-        # What ranks of an earlier start have left in the store is not for these.
-        name = f"tessera-{uuid.uuid4().hex}"
-        meeting = Meeting(address, self._store.port, f"start/{self._starts}", name)
-        self._starts += 1
+            self._store = _serve(address)
+        # What ranks of an earlier start have left in the store is not for these. Without the name no key is found.
+        meeting = Meeting(address, self._store.port, f"tessera-{secrets.token_hex(16)}")
         start_together(list(self._groups.values()), meeting)
 
     def stop(self) -> None:
@@ -136,6 +133,25 @@ class Program:
         if self._folder is None:
             raise UsageError(f"[hybrid] {call}() needs a folder; give the Program one")
         return self._folder
+
+
+def _serve(address: str) -> Any:
+    """A store that listens on this address of the host, and no other."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listening:
+        listening.bind(where)
+        listening.listen()
+        port = listening.getsockname()[1]
+        store = C10D.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=10),
+            master_listen_fd=listening.fileno(),
+        )
+        listening.detach()  # it is the store's
+    return store
 
 
 def _is_manifest(value: Any) -> bool:

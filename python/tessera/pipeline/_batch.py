@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tessera._nested import Nesting
 from tessera.errors import ConfigError
 from tessera.pipeline._schedule import Shape
-from tessera.pipeline._values import join, split
 
 if TYPE_CHECKING:
     from tessera.pipeline._engine import PipelineEngine
+
+_VALUES = Nesting("pipeline", "a layer returned", "stages", "stage")
 
 
 @dataclass
@@ -37,11 +39,11 @@ class Batch:
         """(tensors, note) for the next part of the model; of the last part the loss, where there is one."""
         stage = self.engine.stage_id
         first = self.shape.is_first(stage, chunk)
-        inputs = self._micro_batch(micro)[0] if first else join(note, tensors)
+        inputs = self._micro_batch(micro)[0] if first else _VALUES.join(note, tensors)
         made = self.engine._run_chunk(inputs, chunk, casts=first)
         if self.shape.is_last(stage, chunk):
             return [], "", self._loss_of(made, micro)
-        return *split(made), None
+        return *_VALUES.split(made), None
 
     def _micro_batch(self, micro: int) -> tuple[Any, Any]:
         assert self.batches is not None

@@ -86,19 +86,22 @@ class PipelineEngine(Engine):
         """A part of the construction that stages do each for themselves: an error of one is one of all. Collective."""
         try:
             yield
-        except (dist.DistBackendError, StageFailed):
+        except StageFailed:
+            raise
+        except dist.DistBackendError as error:  # this rank comes to no meeting any more
+            self._everyone.group.abort(self._failure_text(error))
             raise
         except Exception as error:
             self._agree(error)
             raise
         self._agree()
 
+    def _failure_text(self, problem: Exception) -> str:
+        where = self._grid.name() if "_grid" in self.__dict__ else f"rank {self._everyone.rank}"
+        return f"[pipeline] {where} failed while it was built: {type(problem).__name__}: {problem}"
+
     def _agree(self, problem: Exception | None = None) -> None:
-        text = ""
-        if problem is not None:
-            where = self._grid.name() if "_grid" in self.__dict__ else f"rank {self._everyone.rank}"
-            text = f"[pipeline] {where} failed while it was built: {type(problem).__name__}: {problem}"
-        texts = self._everyone.texts(text)
+        texts = self._everyone.texts("" if problem is None else self._failure_text(problem))
         if problem is None and any(texts):
             raise StageFailed(next(filter(None, texts)))
 

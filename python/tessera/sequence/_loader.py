@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import collections
-import pickle
+import io
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tessera._nested import Nesting
 from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
 
 Batch = dict[str, Any]
+_BATCHES = Nesting("UlyssesSPDataLoaderAdapter", "the batch holds", "ranks", "rank", ConfigError)
 
 
 class UlyssesSPDataLoaderAdapter:
     """Micro-batches of `dl`, each rank's part of the sequence at a time.
 
-    Every rank of `sp_group` has batches of its own, dicts of tensors [batch, sequence, ...] and other values; all ranks
-    go through rank 0's first, then through rank 1's and so on. A rank gets its part of dim 1 of every tensor that is as
-    long as input_ids, all else whole. `labels` become `shift_labels`, moved by one token over the whole sequence (the
-    last is -100), because a part of them cannot be moved; `attention_mask`, which a part could not use either, is left
-    out: padding must be at the end. `position_ids` are required: they tell where a part lies, and packed sequences from
-    each other.
+    Every rank of `sp_group` has batches of its own, dicts of tensors [batch, sequence, ...] and other values (numbers,
+    texts, None, and lists, tuples and dicts of them); all ranks go through rank 0's first, then through rank 1's and so
+    on. A rank gets its part of dim 1 of every tensor that is as long as input_ids, all else whole. `labels` become
+    `shift_labels`, moved by one token over the whole sequence (the last is -100), because a part of them cannot be
+    moved; `attention_mask`, which a part could not use either, is left out: padding must be at the end. `position_ids`
+    are required: they tell where a part lies, and packed sequences from each other.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
@@ -53,13 +55,13 @@ class UlyssesSPDataLoaderAdapter:
         one that fails: it with its own error, whatever that is, the others with what it says."""
         problem: Exception | None = None
         try:
-            messages = [pickle.dumps(part) for part in cut_batch(next(self._iterator), self.sp_world_size)]
+            messages = [_packed(part) for part in cut_batch(next(self._iterator), self.sp_world_size)]
         except StopIteration:
-            messages = [pickle.dumps(None)] * self.sp_world_size
+            messages = [_packed(None)] * self.sp_world_size
         except Exception as error:
             problem = error
             text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            messages = [pickle.dumps((isinstance(error, ConfigError), text))] * self.sp_world_size
+            messages = [_packed((isinstance(error, ConfigError), text))] * self.sp_world_size
         received = self._exchange(messages)
         if problem is not None:
             raise problem
@@ -82,7 +84,7 @@ class UlyssesSPDataLoaderAdapter:
     def _exchange(self, messages: list[bytes]) -> list[Any]:
         """messages[r] goes to rank r; what came, by rank."""
         if self.sp_world_size == 1:
-            return [pickle.loads(message) for message in messages]
+            return [_unpacked(message) for message in messages]
         lengths = [len(message) for message in messages]
         sent = torch.tensor(lengths, device=self.device)
         came = torch.empty_like(sent)
@@ -91,7 +93,20 @@ class UlyssesSPDataLoaderAdapter:
         payload = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8).to(self.device)
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         dist.all_to_all_single(buffer, payload, sizes, lengths, group=self.sp_group)
-        return [pickle.loads(part.cpu().numpy().tobytes()) for part in buffer.split(sizes)]
+        return [_unpacked(part.cpu().numpy().tobytes()) for part in buffer.split(sizes)]
+
+
+def _packed(value: Any) -> bytes:
+    """A message that runs nothing where it is read."""
+    tensors, note = _BATCHES.split(value)
+    file = io.BytesIO()
+    torch.save({"note": note, "tensors": tensors}, file)
+    return file.getvalue()
+
+
+def _unpacked(message: bytes) -> Any:
+    found = torch.load(io.BytesIO(message), weights_only=True)
+    return _BATCHES.join(found["note"], found["tensors"])
 
 
 def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:
@@ -121,7 +136,7 @@ def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:
 
 def _part(value: Any, length: int, begin: int, step: int) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() > 1 and value.size(1) == length:
-        return value.narrow(1, begin, step).clone()  # clone: pickle would take the whole storage along
+        return value.narrow(1, begin, step).clone()  # clone: saved, it would take the whole storage along
     return value
 
 

@@ -26,6 +26,9 @@ class Plain:
     def add(self, number: int) -> int:
         return self.offset + self.place.rank + number
 
+    def where(self) -> Any:
+        return self.place.meeting
+
     def total(self) -> float:
         value = torch.tensor(float(self.place.rank + 1))
         dist.all_reduce(value)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import os
+import pickle
+import threading
 import time
 from datetime import timedelta
 
@@ -12,7 +16,7 @@ from link_ranks import both_sides, split
 from support import run_ranks
 from tessera.distributed import register_backend
 from tessera.errors import ConfigError, UsageError
-from tessera.hybrid import Layout, Link, _mailbox, hand_over
+from tessera.hybrid import Layout, Link, hand_over
 
 LAYOUTS = {
     "1": Layout(),
@@ -101,10 +105,10 @@ def test_one_piece_is_not_copied_again():
     def target(receiver, _):
         assert not mapped(receiver.receive(0))  # of two parts
 
-    both_sides(link, lambda sender, rank: sender.send(torch.ones(100), 0), target)
+    both_sides(link, lambda sender, rank: sender.send(torch.ones(100_000), 0), target)
     both_sides(
         Link("x", timeout=20),
-        lambda sender, rank: sender.send(torch.ones(100), 0),
+        lambda sender, rank: sender.send(torch.ones(100_000), 0),
         lambda receiver, rank: pytest.fail("copied") if not mapped(receiver.receive(0)) else None,
     )
 
@@ -274,26 +278,43 @@ def test_waiting_ends():
         link.receiver(dist.HashStore(), 0).receive(3)
 
 
-class StoppedHost(dist.Store):
-    """As a client whose host has stopped: no answer to what is asked from some moment on."""
+class Watched(dist.Store):
+    """A store that counts its calls, and may stop to answer as one whose host has stopped."""
 
-    def __init__(self):
+    def __init__(self, value=None):
         super().__init__()
-        self.stopped, self.values = False, {}
+        self.inner, self.stopped, self.value = dist.HashStore(), False, value
+        self.calls = collections.Counter()
 
-    def set(self, key, value):
-        self.values[key] = value
-
-    def check(self, keys):
+    def _call(self, name, *args):
+        self.calls[name] += 1
         while self.stopped:
             time.sleep(0.1)
-        return all(key in self.values for key in keys)
+        return getattr(self.inner, name)(*args)
+
+    def set(self, key, value):
+        self._call("set", key, value)
+
+    def get(self, key):
+        found = self._call("get", key)
+        return found if self.value is None else self.value
+
+    def check(self, keys):
+        return self._call("check", keys)
+
+    def add(self, key, more):
+        return self._call("add", key, more)
+
+    def compare_set(self, key, expected, desired):
+        return self._call("compare_set", key, expected, desired)
+
+    def wait(self, keys, timeout=None):
+        return self._call("wait", keys)
 
 
-def test_a_store_that_does_not_answer_ends_every_call(monkeypatch):
-    monkeypatch.setattr(_mailbox, "_ANSWER", 0.3)
-    store = StoppedHost()
-    receiver = Link("x", timeout=0.2).receiver(store, 0)
+def test_a_store_that_does_not_answer_ends_every_call():
+    store = Watched()
+    receiver = Link("x", timeout=0.5).receiver(store, 0)
     store.stopped = True
     try:
         for _ in range(2):
@@ -301,6 +322,68 @@ def test_a_store_that_does_not_answer_ends_every_call(monkeypatch):
                 receiver.receive(3)
     finally:
         store.stopped = False
+        receiver.close()
+
+
+def test_who_waits_for_a_message_asks_the_store_for_nothing():
+    store, received = Watched(), threading.Event()
+
+    def source(sender, rank):
+        sender.send(torch.ones(2), 0)
+        assert received.wait(20)
+        before = store.calls.total()
+        time.sleep(0.5)  # the other side waits
+        assert store.calls.total() == before
+        sender.send(torch.ones(2), 1)
+
+    def target(receiver, rank):
+        receiver.receive(0)
+        received.set()
+        receiver.receive(1)
+
+    both_sides(Link("x", timeout=20), source, target, store)
+
+
+class Bomb:
+    def __reduce__(self):
+        return pytest.fail, ("a note was run",)
+
+
+def test_notes_of_the_store_are_not_run():
+    """Who reaches the store may write what he likes."""
+    store = Watched(pickle.dumps(Bomb()))
+    with pytest.raises(dist.DistBackendError, match="is no note of a rank"):
+        both_sides(
+            Link("x", timeout=2), lambda sender, _: sender.send(torch.ones(2), 0), lambda r, _: r.receive(0), store
+        )
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("transport", ["auto", "group"])
+def test_what_was_sent_does_not_stay(transport):
+    """Gloo does not say by itself what has been taken."""
+    megabytes, count = 4, 60
+    most = begin = resident()
+    ahead = threading.Semaphore(4)
+
+    def source(sender, rank):
+        nonlocal most
+        for sample in range(count):
+            assert ahead.acquire(timeout=20)
+            sender.send(torch.full((megabytes << 18,), float(sample)), sample)
+            most = max(most, resident())
+
+    def target(receiver, rank):
+        for sample in range(count):
+            receiver.receive(sample)
+            ahead.release()
+
+    both_sides(Link("x", timeout=20, transport=transport), source, target)
+    assert most - begin < 0.6 * (count * megabytes << 20)
 
 
 @pytest.mark.parametrize("back_end", ["gloo", "tessera"])
@@ -314,11 +397,30 @@ def test_a_link_waits_as_long_as_the_group_of_its_process(back_end):
         dist.destroy_process_group()
 
 
-def test_both_sides_in_one_process_need_memory():
-    link, store = Link("x", transport="group", timeout=20), dist.HashStore()
-    sender, _ = link.sender(store, 0), link.receiver(store, 0)
-    with pytest.raises(NotImplementedError, match="a rank of both sides"):
-        sender.send(torch.ones(2), 0)
+@pytest.mark.parametrize("transport", ["auto", "group"])
+def test_both_sides_in_one_thread(transport):
+    link, store = Link("x", transport=transport, timeout=20), dist.HashStore()
+    x = torch.ones(2, requires_grad=True)
+    with link.sender(store, 0) as sender, link.receiver(store, 0) as receiver:
+        sender.send(2 * x, 0)
+        receiver.receive(0).sum().backward()
+        receiver.give_back(0)
+        sender.backward(0)
+    assert torch.equal(x.grad, torch.full((2,), 2.0))
+
+
+def test_ends_that_nobody_uses_hold_up_nobody():
+    link, store = Link("x", timeout=20), dist.HashStore()
+    begin = time.monotonic()
+    with link.receiver(store, 0):
+        pass
+    with (
+        pytest.raises(dist.DistBackendError, match=r"sample 0, but rank 0 of target .* is lost"),
+        link.sender(store, 0) as sender,
+    ):
+        sender.send(torch.ones(2, requires_grad=True) * 1, 0)
+        sender.backward(0)
+    assert time.monotonic() - begin < 10
 
 
 def test_links_are_checked():
@@ -329,5 +431,7 @@ def test_links_are_checked():
         Link("x", transport="pigeons")
     with pytest.raises(ConfigError, match="link 'x', target: 2 ranks share a sequence"):
         Link("x", target=Layout(sequence=2))
+    with pytest.raises(ConfigError, match="batch=0"):
+        Layout(batch=0)
     with pytest.raises(ConfigError, match="there are 1 ranks"):
         Link("x").sender(dist.HashStore(), 1)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 import ray_ranks
@@ -112,6 +113,18 @@ def without_parts(tag):
     manifest = json.loads((tag / "program.json").read_text())
     assert manifest.pop("parts") == parts.name
     (tag / "program.json").write_text(json.dumps(manifest))
+
+
+def test_the_store_listens_where_the_driver_is_known(ray_cluster):
+    """And finds no key for who does not know the program's secret."""
+    groups = [ActorGroup("numbers", ray_ranks.Plain, 1, timeout=300)]
+    with Program(groups) as program:
+        tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        lines = [line.split() for table in tables for line in table]
+        ours = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{program._store.port:04X}")]
+        assert ours and all(place.split(":")[0].strip("0") for place in ours), "0: any address"
+        (place,) = program.group("numbers").call("where")
+        assert len(place.name) >= 32
 
 
 def test_checkpoints_that_are_not_there(ray_cluster, tmp_path):

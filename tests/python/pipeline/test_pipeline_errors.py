@@ -120,6 +120,23 @@ def test_what_stages_must_agree_on() -> None:
     in_processes(2, refused_together)
 
 
+def loses_its_connection(rank: int) -> None:
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        raise dist.DistBackendError("[comm] rank 7 is lost")
+
+    begun = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="rank 7 is lost") as caught:
+        pipeline(module(2), config(1), optimizer=optimizer if rank else torch.optim.SGD)
+    assert rank == 1 or "stage 1 (rank 1) failed while it was built" in str(caught.value)
+    assert time.monotonic() - begun < 20
+    if rank:
+        time.sleep(5)  # its end would tell the other
+
+
+def test_a_connection_lost_by_a_stage_that_is_built_is_an_error_on_all() -> None:
+    in_processes(2, loses_its_connection)
+
+
 class Fails(Block):
     """In its third forward, in one of several ways."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tessera.errors import ConfigError
 from tessera.sequence import UlyssesSPDataLoaderAdapter
 from tessera.sequence._loader import cut_batch
 
@@ -57,3 +58,18 @@ def test_one_rank() -> None:
     for _ in range(2):  # epochs
         assert [batch["shift_labels"].size(1) for batch in adapter] == [3, 5]
     assert len(adapter) == 2
+
+
+class Ran:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a batch was run where it is read",)
+
+
+def test_what_travels_beside_tensors() -> None:
+    """Plain values as they are, and nothing that code makes."""
+    more = {"names": ["a", ("b", 1.5)], "more": {"mask": torch.ones(2, 3), "none": None}}
+    (batch,) = UlyssesSPDataLoaderAdapter([make(3, **more)], 0, None, 1, "cpu")
+    assert batch["names"] == more["names"] and batch["more"]["none"] is None
+    assert torch.equal(batch["more"]["mask"], torch.ones(2, 3))
+    with pytest.raises(ConfigError, match="the batch holds a Ran; between ranks go tensors"):
+        next(UlyssesSPDataLoaderAdapter([make(3, thing=Ran())], 0, None, 1, "cpu"))
