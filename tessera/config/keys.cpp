@@ -349,8 +349,7 @@ std::vector<Key> later_rows() {
        "units are updated while the backward goes on and no gradient is kept, see docs/update_in_backward.md"},
       {FIELD(tessera.update_runs_on),
        "the update of states that live elsewhere goes on beside the next forward, after step() or from the backward "
-       "on, "
-       "see docs/offload.md"},
+       "on, see docs/offload.md"},
       {FIELD(tessera.clip),
        "what gradient_clipping limits: the norm of all gradients; with update_in_backward that of each unit's, or all "
        "by the norm of the step before; unset: global",
