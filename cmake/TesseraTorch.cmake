@@ -14,6 +14,10 @@ if(NOT TESSERA_TORCH_DIR)
   set(TESSERA_TORCH_DIR ${_tessera_torch} CACHE PATH "Folder of the torch package" FORCE)
 endif()
 
+if(NOT EXISTS "${TESSERA_TORCH_DIR}/version.py")
+  message(FATAL_ERROR "Tessera: TESSERA_TORCH_DIR is ${TESSERA_TORCH_DIR}, where there is no torch (no version.py). It is the "
+                      "folder of the torch package: python -c 'import torch; print(torch.__path__[0])'")
+endif()
 file(STRINGS ${TESSERA_TORCH_DIR}/version.py _tessera_version REGEX "^__version__ *=")
 string(REGEX MATCH "[0-9]+\\.[0-9]+" TESSERA_TORCH_VERSION "${_tessera_version}")
 if(TESSERA_TORCH_VERSION VERSION_LESS 2.11)

@@ -140,7 +140,10 @@ void bind_structs(py::module_& m) {
       .def_readonly("host", &Plan::host)
       .def_readonly("memory", &Plan::memory)
       .def_readonly("disk", &Plan::disk)
+      .def_readonly("in_backward", &Plan::in_backward)
+      .def_readonly("runs_on", &Plan::runs_on)
       .def_readonly("units", &Plan::units)
+      .def("step", &Plan::step, py::arg("forward"), py::arg("backward"), py::arg("micro_batches") = 1)
       .def("text", &Plan::text);
 
   py::class_<Engine::Memory>(m, "Memory")
@@ -352,7 +355,13 @@ void bind_state(EngineClass& c) {
       .def("offload_states", &Engine::offload_states, py::arg("kinds"), py::arg("to"), py::arg("pin_memory") = true,
            NoGil())
       .def("reload_states", &Engine::reload_states, NoGil())
-      .def("offload_plan", &Engine::offload_plan)
+      .def(
+          "offload_plan",
+          [](Engine& engine, bool measure) {
+            if (measure) engine.measure_offload();
+            return engine.offload_plan();
+          },
+          py::arg("measure") = false, NoGil())
       .def("states_are_away", &Engine::states_are_away)
       .def("destroy", &Engine::destroy, NoGil())
       .def("destroyed", &Engine::destroyed);

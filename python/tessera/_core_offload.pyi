@@ -35,5 +35,8 @@ class OffloadPlan:
     host: Final[float]
     memory: Final[float]
     disk: Final[float]
+    in_backward: Final[bool]
+    runs_on: Final[bool]
     units: Final[list[OffloadRow]]
+    def step(self, forward: float, backward: float, micro_batches: int = 1) -> float: ...
     def text(self) -> str: ...

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import socket
+import warnings
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -101,6 +102,10 @@ def init_distributed(
 
 def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int, int]:
     """This rank and the number of ranks, from the arguments or else the environment."""
+    if environment.get("LOCAL_RANK", 0) < 0:
+        raise ConfigError(
+            f"[init_distributed] LOCAL_RANK is {environment['LOCAL_RANK']}; it numbers the ranks of a host, from 0"
+        )
     ranks = "world_size" if world_size > 0 else "WORLD_SIZE"
     if world_size <= 0:
         world_size = environment.get("WORLD_SIZE", 0 if environment.get("RANK", 0) > 0 else 1)
@@ -203,14 +208,19 @@ def own_device(back_ends: str) -> torch.device | None:
     is none (Gloo is the CPU's, whatever else it serves).
 
     Of several devices it is the one that the program made the current one, else (that is still the first) that of
-    LOCAL_RANK, which then is the current one.
+    LOCAL_RANK, which then is the current one. Where there are several, but not that one, a warning says so.
     """
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type not in _of_accelerators(back_ends):
         return None
-    index, local = torch.accelerator.current_device_index(), local_rank()
-    if index == 0 and local < torch.accelerator.device_count():
+    index, local, count = torch.accelerator.current_device_index(), local_rank(), torch.accelerator.device_count()
+    if index == 0 and local < count:
         torch.accelerator.set_device_index(index := local)
+    elif index == 0 and count > 1:
+        warnings.warn(
+            f"[init_distributed] LOCAL_RANK is {local}, but this process sees {count} devices: it takes {kind.type}:0",
+            stacklevel=3,
+        )
     return torch.device(kind.type, index)
 
 

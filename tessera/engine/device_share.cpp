@@ -41,6 +41,11 @@ UpdateTime update_time(const UpdateBytes& bytes, const offload::Rates& rates, do
           .disk = ratio_of(bytes.disk, rates.disk)};
 }
 
+double step_time(const StepTime& step, double update) {
+  const double beside = (step.in_backward ? step.backward : 0) + (step.runs_on ? step.forward : 0);
+  return step.micro_batches * (step.forward + step.backward) + std::max(update - beside, 0.0);
+}
+
 // Each time is a line over the share, so the least of the longest is at an end or where two of them cross.
 double best_share(const UpdateBytes& bytes, const offload::Rates& rates) {
   const auto lines = [&](double share) {

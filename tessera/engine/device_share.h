@@ -5,7 +5,9 @@
 //   For an element that the host updates, its kernel reads and writes `kernel` bytes of host memory, and weights pass the link each
 //   way. For one that the device does, masters and states pass the link each way, which host memory serves. Host, link and the
 //   device work at the same time, so that an update takes as long as the busiest of them, which the share decides; of a disk it
-//   takes at least what that reads and writes, whatever the share. Gradients leave beside the backward and do not count.
+//   takes at least what that reads and writes, whatever the share. Gradients leave beside the backward and do not count. Of a model on
+//   the CPU nothing passes a link. A step is its forward and backward, and what of the update is not hidden behind those
+//   that it goes on beside: step_time().
 #pragma once
 
 #include <cstdint>
@@ -24,6 +26,14 @@ struct UpdateBytes {
 };
 // `moments`: how many the rule has. `weights`: they live elsewhere, too. `disk`: masters and states are on one.
 UpdateBytes update_bytes(const amp::PrecisionPolicy& precision, int moments, bool weights, bool disk);
+
+// A step's compute: of each of its micro-batches; and what goes on beside its update. Any unit of time.
+struct StepTime {
+  double forward = 0, backward = 0;
+  int micro_batches = 1;
+  bool in_backward = false, runs_on = false;  // as of zero::Options
+};
+double step_time(const StepTime& step, double update);
 
 // Seconds an element.
 struct UpdateTime {

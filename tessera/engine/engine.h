@@ -216,8 +216,11 @@ class Engine {
 
   using Memory = zero::Memory;
   Memory memory() const;
-  // Who updates what of the states, and what that should take. State error while they are away (offload_states()). Local.
+  // Who updates what of the states, and what that should take, where rates were measured: when the engine was built, or by
+  // measure_offload(), in some 100 ms. State error while states are away (offload_states()). The plan is local; to measure is
+  // collective, and an update that runs on comes to its end first; an IoError or OutOfMemoryError of any rank is one of all.
   OffloadPlan offload_plan() const;
+  void measure_offload();
   // What the steps so far spent where; Options::time_device makes it true of a device, too. State error once destroyed.
   const Phases& phases() const;
 

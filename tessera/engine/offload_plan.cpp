@@ -104,16 +104,6 @@ void on_all_ranks(const zero::Ranks& ranks, const char* what, const F& f) {
   guard.agree(ranks).check(c10::str("[offload] ", what, " failed: "));
 }
 
-offload::Rates measured(const OffloadOptions& asked, const zero::Options& options, const zero::Ranks& ranks) {
-  offload::Rates rates;
-  on_all_ranks(ranks, "measuring how fast states move", [&] {
-    rates = offload::measure_rates({.device = ranks.device, .pin_memory = options.pin_memory, .folder = asked.folder});
-  });
-  for (double* const rate : rates.all())
-    *rate = agreed(ranks, *rate, comm::ReduceOp::Min, "how fast states move");
-  return rates;
-}
-
 UpdatedBy updated_by(const zero::Unit& unit) {
   if (zero::lives_on_device(unit)) return UpdatedBy::Device;
   return zero::place_of_update(unit).is_cpu() ? UpdatedBy::Host : UpdatedBy::Through;
@@ -127,6 +117,16 @@ shard::Residence states_of(const zero::Unit& unit) {
 
 }  // namespace
 
+offload::Rates measured_rates(const OffloadOptions& asked, const zero::Options& options, const zero::Ranks& ranks) {
+  offload::Rates rates;
+  on_all_ranks(ranks, "measuring how fast states move", [&] {
+    rates = offload::measure_rates({.device = ranks.device, .pin_memory = options.pin_memory, .folder = asked.folder});
+  });
+  for (double* const rate : rates.all())
+    *rate = agreed(ranks, *rate, comm::ReduceOp::Min, "how fast states move");
+  return rates;
+}
+
 std::optional<offload::Rates> settle_offload(const OffloadOptions& asked, zero::Options& options,
                                              const zero::Ranks& ranks, const std::vector<zero::ParamSpec>& params,
                                              int moments) {
@@ -134,7 +134,7 @@ std::optional<offload::Rates> settle_offload(const OffloadOptions& asked, zero::
   const bool on_cpu = ranks.device.is_cpu();
   std::optional<offload::Rates> rates;
   if (asked.finds_share && !on_cpu && !options.precision.states_are_narrow()) {
-    rates = measured(asked, options, ranks);
+    rates = measured_rates(asked, options, ranks);
     options.device_share =
         best_share(update_bytes(options.precision, moments, weights_are_away(options), !asked.folder.empty()), *rates);
   }
@@ -166,8 +166,9 @@ std::string OffloadPlan::text() const {
     between = "; ";
   }
   if (!rates) return text.str();
-  text << "; measured GB/s: link " << rates->link / 1e9 << " each way, host's update " << rates->host / 1e9
-       << ", copy on the device " << rates->device / 1e9;
+  text << "; measured GB/s: host's update " << rates->host / 1e9;
+  if (rates->link > 0)
+    text << ", link " << rates->link / 1e9 << " each way, copy on the device " << rates->device / 1e9;
   if (rates->disk > 0) text << ", disk " << rates->disk / 1e9;
   text << "; predicted for an update: " << milliseconds << " ms (link " << link << ", host " << std::max(host, memory);
   if (disk > 0) text << ", disk " << disk;
@@ -175,10 +176,31 @@ std::string OffloadPlan::text() const {
   return text.str();
 }
 
+double OffloadPlan::step(double forward, double backward, int micro_batches) const {
+  TESSERA_CHECK(rates, "offload_plan.step",
+                "nothing was measured, so nothing is predicted: measure, on all ranks: offload_plan(measure=True), in "
+                "C++ measure_offload()");
+  return step_time({.forward = forward,
+                    .backward = backward,
+                    .micro_batches = micro_batches,
+                    .in_backward = in_backward,
+                    .runs_on = runs_on},
+                   milliseconds);
+}
+
+void Engine::measure_offload() {
+  const zero::ShardedModel& model = impl_->here("measure_offload");
+  if (!impl_->options.zero.home || impl_->rates) return;
+  finish_update();  // measured is a machine that does nothing else
+  impl_->rates = measured_rates(impl_->options.offload, impl_->options.zero, model.units.ranks());
+}
+
 OffloadPlan Engine::offload_plan() const {
   const zero::ShardedModel& model = impl_->here("offload_plan");
   const zero::Options& options = impl_->options.zero;
   OffloadPlan plan;
+  plan.in_backward = options.update_in_backward;
+  plan.runs_on = options.update_runs_on;
   plan.ratio = options.ratio;
   plan.device_share = options.device_share;
   plan.rates = impl_->rates;
@@ -193,8 +215,9 @@ OffloadPlan Engine::offload_plan() const {
   }
   if (!plan.rates || away == 0) return plan;
   const int moments = optim::state_names(impl_->options.rule, impl_->model->units.groups()).count;
-  const UpdateTime time = update_time(update_bytes(options.precision, moments, weights_are_away(options), disk),
-                                      *plan.rates, through / away);
+  UpdateBytes bytes = update_bytes(options.precision, moments, weights_are_away(options), disk);
+  if (model.units.ranks().device.is_cpu()) bytes.through = bytes.of_host = 0;
+  const UpdateTime time = update_time(bytes, *plan.rates, through / away);
   const double scale = away * 1e3;
   plan.milliseconds = time.longest() * scale;
   plan.link = time.link * scale;

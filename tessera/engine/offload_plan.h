@@ -39,9 +39,16 @@ struct OffloadPlan {
   std::optional<offload::Rates> rates;  // of the slowest rank, where they were measured
   // Where they were: what an update takes, and the busiest of these it follows from.
   double milliseconds = 0, link = 0, host = 0, memory = 0, disk = 0;
+  bool in_backward = false, runs_on = false;  // when the update begins and ends
+  // What a step should take whose micro-batches take so long each in the forward and the backward, in milliseconds. State error
+  // where nothing was measured.
+  double step(double forward, double backward, int micro_batches = 1) const;
   std::vector<Row> units;    // in the order of the update
   std::string text() const;  // a line
 };
+
+// How fast states move here, of the slowest rank. An IoError or OutOfMemoryError of any rank is one of all. Collective.
+offload::Rates measured_rates(const OffloadOptions& asked, const zero::Options& options, const zero::Ranks& ranks);
 
 // Finds what `asked` says and puts it into `options`, the same on all ranks. Value error for a ratio of a model on the CPU; an
 // IoError or OutOfMemoryError of any rank is one of all. Collective.

@@ -97,10 +97,12 @@ double rate_of_disk(const RateOptions& options) {
 
 Rates measure_rates(const RateOptions& options) {
   Rates rates;
-  rates.link = rate_of_link(options);
-  rates.host = rate_of_update();
-  rates.memory = std::max(rates.host, 2 * rates.link);
-  rates.device = rate_of_device(options.device);
+  rates.host = rates.memory = rate_of_update();
+  if (!options.device.is_cpu()) {
+    rates.link = rate_of_link(options);
+    rates.memory = std::max(rates.host, 2 * rates.link);
+    rates.device = rate_of_device(options.device);
+  }
   if (!options.folder.empty()) rates.disk = rate_of_disk(options);
   return rates;
 }

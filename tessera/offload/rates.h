@@ -23,13 +23,13 @@ struct Rates {
 };
 
 struct RateOptions {
-  c10::Device device;       // not the CPU
+  c10::Device device;       // the CPU: it has no link
   bool pin_memory = true;   // host memory of copies is page-locked
   std::string folder{};     // of the file; empty: none
   QueueMaker make_queue{};  // of its transfers
 };
 
-// Takes some 100 ms, 120 MB of host memory, and 64 MiB of the device's and of page-locked memory each, which torch's allocators
+// Takes some 100 ms, 120 MB of host memory, and of a device 64 MiB of its memory and of page-locked memory each, which torch's allocators
 // keep for what comes. Local; the host waits for the device.
 Rates measure_rates(const RateOptions& options);
 

@@ -11,7 +11,16 @@ namespace tessera::zero {
 
 namespace {
 constexpr size_t kLeaving = 1;  // buckets that are copied while the next one fills
+
+// f() on `stream`, once `before`, which may be null, is over there.
+std::shared_ptr<c10::Event> after(const std::shared_ptr<c10::Event>& before, shard::SideStream& stream,
+                                  c10::Device device, const std::function<void()>& f) {
+  return stream.run(device, [&] {
+    if (before) shard::come_after(*before, device);
+    f();
+  });
 }
+}  // namespace
 
 HostGrads::HostGrads(int64_t size, const at::TensorOptions& of_device)
     : size_(size), options_(of_device.device(at::kCPU)) {}
@@ -38,7 +47,7 @@ void GradCopies::abandon() noexcept try { finish(); } catch (const std::exceptio
 void GradCopies::leave(const at::Tensor& from, HostGrads& to, Release release) {
   try {
     to.squares_ = optim::squares_there(from);
-    to.copied_ = stream_.run(from.device(), [&] { to.values_.copy_(from, /*non_blocking=*/true); });
+    to.copied_ = after(to.copied_, there_, from.device(), [&] { to.values_.copy_(from, /*non_blocking=*/true); });
     to.version_ = to.values_._version();
   } catch (...) {
     release(nullptr);
@@ -56,7 +65,7 @@ void GradCopies::release_oldest() {
 }
 
 std::shared_ptr<c10::Event> GradCopies::come_back(HostGrads& from, const at::Tensor& to) {
-  return from.copied_ = stream_.run(to.device(), [&] { to.copy_(from.values_, /*non_blocking=*/true); });
+  return from.copied_ = after(from.copied_, back_, to.device(), [&] { to.copy_(from.values_, /*non_blocking=*/true); });
 }
 
 void GradCopies::finish() {

@@ -54,7 +54,8 @@ class HostGrads final : public shard::Home {
   std::shared_ptr<c10::Event> copied_;  // in either direction
 };
 
-// Between a device and host memory, in the order of the calls, beside what the device computes. Never waits, but in finish().
+// Between a device and host memory, both ways at once, beside what the device computes; copies of the same gradients are in the order
+// of the calls. Never waits, but in finish().
 class GradCopies {
  public:
   ~GradCopies() { abandon(); }
@@ -73,7 +74,7 @@ class GradCopies {
   };
   void release_oldest();
 
-  shard::SideStream stream_;
+  shard::SideStream there_, back_;
   std::deque<Leaving> leaving_;
 };
 

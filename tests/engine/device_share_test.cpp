@@ -58,6 +58,30 @@ TEST(DeviceShare, PredictsAnH100) {
   EXPECT_NEAR(milliseconds(bytes, kH100, share), 209, 1);
 }
 
+// The steps of docs/devices.md, "In milliseconds": 194 ms of compute, of which the backward is 128.
+TEST(DeviceShare, PredictsTheStepsOfAnH100) {
+  const PrecisionPolicy split = PrecisionPolicy::bf16();
+  const auto narrow = [](Master master) { return testing::mode(at::kBFloat16, master, at::kBFloat16); };
+  const PrecisionPolicy ten = narrow(Master::Split), eight = narrow(Master::Weight);
+  struct Row {
+    PrecisionPolicy precision;
+    double share;
+    bool in_backward, runs_on;
+    double step;
+  };
+  for (const Row& row :
+       {Row{split, 0, false, false, 467}, Row{split, 0, false, true, 401}, Row{split, 0, true, false, 339},
+        Row{split, 0, true, true, 273}, Row{split, .706, false, false, 403}, Row{split, .706, true, false, 275},
+        Row{ten, 1, false, false, 358}, Row{ten, 1, true, false, 230}, Row{eight, 1, false, false, 303},
+        Row{eight, 1, true, false, 194}, Row{eight, 1, true, true, 194}}) {
+    const double update = milliseconds(update_bytes(row.precision, 2, false, false), kH100, row.share);
+    StepTime step{.forward = 66, .backward = 128, .in_backward = row.in_backward, .runs_on = row.runs_on};
+    EXPECT_NEAR(step_time(step, update), row.step, 1);
+    step.micro_batches = 3;
+    EXPECT_NEAR(step_time(step, update), row.step + 2 * 194, 1) << "the update comes once";
+  }
+}
+
 // No other share is faster, whatever the machine, and what is left to the host is as much as it can do in that time.
 TEST(DeviceShare, IsTheFastest) {
   for (const auto& precision : {PrecisionPolicy::bf16(), PrecisionPolicy::fp16(), PrecisionPolicy::fp32()})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def late_on_one() -> str:
 def chosen_by_the_program() -> str:
     torch.accelerator.set_device_index(3 - int(os.environ["RANK"]))
     return found(lambda: tessera.init_distributed(NAME))
+
+
+def of_a_rank_beyond_the_devices() -> str:
+    os.environ["LOCAL_RANK"] = str(99 * int(os.environ["RANK"]))
+    torch.accelerator.set_device_index(1 - int(os.environ["RANK"]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        place = of_local_rank()
+    return place + "".join(f"; {w.message}" for w in caught if "LOCAL_RANK" in str(w.message))
 
 
 def shared() -> str:

@@ -48,6 +48,13 @@ def test_a_sample_of_the_grid_on_two_ranks(stand_in: Path) -> None:
     ("case", "expected"),
     [
         ("of_local_rank", ["device 0", "device 1"]),
+        (
+            "of_a_rank_beyond_the_devices",
+            [
+                "device 1",
+                "device 0; [init_distributed] LOCAL_RANK is 99, but this process sees 4 devices: it takes the",
+            ],
+        ),
         ("late_on_one", ["device 0", "device 1"]),
         ("chosen_by_the_program", ["device 3", "device 2"]),
         ("shared", [SHARED.format("init_distributed", "HOST", 2)] * 2),

@@ -373,6 +373,7 @@ IMPOSSIBLE: list[tuple[dict[str, str], str]] = [
     ({"RANK": "1"}, "WORLD_SIZE is not set"),
     ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
     ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is -1, but WORLD_SIZE is 2"),
+    ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "-1"}, "LOCAL_RANK is -1; it numbers the ranks of a host, from 0"),
     ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK is 1, but WORLD_SIZE is 1"),
     ({"WORLD_SIZE": "0", "RANK": "0"}, "WORLD_SIZE is 0"),
     ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE must be an integer, got 'two'"),

@@ -33,6 +33,7 @@ constexpr const char* kEntries[] = {"adam",
                                     "sum_of_squares"};
 std::array<std::atomic<int64_t>, std::size(kEntries)> launches{};
 std::atomic<bool> fail_next{false};
+std::atomic<void (*)(const char* entry)> on_launch{nullptr};
 std::atomic<Stream> captured{-1};
 
 constexpr size_t entry(std::string_view name) {
@@ -50,6 +51,7 @@ Stream launch(void* handle) {
   if (fail_next.exchange(false)) {
     throw std::runtime_error(std::string("[stand_in] ") + kEntries[kEntry] + ": the launch failed, as was asked for");
   }
+  if (const auto notice = on_launch.load(); notice != nullptr) notice(kEntries[kEntry]);
   ++launches[kEntry];
   return stream;
 }
@@ -245,6 +247,9 @@ int64_t tessera_stand_in_launches() {
 int64_t tessera_stand_in_launches_of(const char* name) {
   const size_t i = tessera::stand_in::entry(name);
   return i < tessera::stand_in::launches.size() ? tessera::stand_in::launches[i].load() : -1;
+}
+void tessera_stand_in_on_launch(void (*notice)(const char* entry)) {
+  tessera::stand_in::on_launch = notice;
 }
 void tessera_stand_in_unusable(const char* why) {
   tessera::stand_in::unusable = why;

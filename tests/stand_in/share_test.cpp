@@ -262,6 +262,7 @@ TEST(DeviceShare, IsFoundFromWhatIsMeasured) {
       EXPECT_DOUBLE_EQ(plan.milliseconds, std::max({plan.link, plan.host, plan.memory, plan.disk}));
       EXPECT_GT(plan.milliseconds, 0);
       EXPECT_HAS(plan.text(), "predicted for an update");
+      EXPECT_DOUBLE_EQ(plan.step(3, 5, 2), 16 + plan.milliseconds);
       for (const auto& [rank, other] : plans) {
         EXPECT_EQ(other.device_share, plan.device_share) << "the same on all ranks";
         EXPECT_EQ(other.rates->link, plan.rates->link);
@@ -272,6 +273,41 @@ TEST(DeviceShare, IsFoundFromWhatIsMeasured) {
     }
   }
   EXPECT_STREQ(tessera_stand_in_races(), "");
+}
+
+// Whoever asks is told what is measured, in every mode, on a disk, and of a model on the CPU.
+TEST(DeviceShare, IsPredictedForWhoAsks) {
+  const io::TempFolder folder;
+  for (const PrecisionPolicy& precision : all_modes()) {
+    for (const auto residence : {Residence::Host, Residence::Nvme}) {
+      for (const bool cpu : {false, true}) {
+        if (cpu && residence == Residence::Host) continue;  // they live there anyway
+        run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+          Toy toy;
+          if (!cpu)
+            for (at::Tensor& t : toy.tensors)
+              t = t.detach().to(share_device(rank)).requires_grad_(true);
+          engine::Options options = toy_options({.stage = 2, .min_unit = 1, .precision = precision, .runs_on = true});
+          options.zero.home = offload::state_homes(share_home(residence, folder.path(), true));
+          if (residence == Residence::Nvme) options.offload.folder = folder.path();
+          Engine engine(options, comm::Mesh(cpu ? group : std::make_shared<StagedGroup>(group)), toy.specs(),
+                        {toy_adamw()});
+          EXPECT_FALSE(engine.offload_plan().rates);
+          EXPECT_HAS(error_of([&] { (void)engine.offload_plan().step(1, 2); }), "measure");
+          engine.measure_offload();
+          const engine::OffloadPlan plan = engine.offload_plan();
+          ASSERT_TRUE(plan.rates);
+          EXPECT_EQ(plan.rates->link > 0, !cpu);
+          EXPECT_EQ(plan.link > 0, !cpu);
+          EXPECT_EQ(plan.disk > 0, residence == Residence::Nvme);
+          EXPECT_GT(plan.milliseconds, 0);
+          EXPECT_DOUBLE_EQ(plan.step(0, 5), 5 + plan.milliseconds);
+          EXPECT_DOUBLE_EQ(plan.step(1e9, 5), 5 + 1e9) << "it runs on beside the forward";
+          EXPECT_EQ(engine.offload_plan().rates->host, plan.rates->host) << "from then on";
+        });
+      }
+    }
+  }
 }
 
 // Of states of 16 bits, of a model on the CPU and of states that stay nothing is measured.

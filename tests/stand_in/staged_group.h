@@ -2,6 +2,7 @@
 // group below.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,9 +15,11 @@ namespace tessera::testing {
 
 class StagedGroup final : public comm::Group {
  public:
-  // `fails`: calls whose label has it throw, before any other rank is asked for anything; null, "": none.
-  explicit StagedGroup(comm::GroupPtr below, std::shared_ptr<const std::string> fails = nullptr)
-      : below_(std::move(below)), fails_(std::move(fails)) {}
+  // `fails`: calls whose label has it throw, before any other rank is asked for anything; null, "": none. `small`: counts calls
+  // for 1 KiB at most, siblings' too; null: nothing does.
+  explicit StagedGroup(comm::GroupPtr below, std::shared_ptr<const std::string> fails = nullptr,
+                       std::atomic<int>* small = nullptr)
+      : below_(std::move(below)), fails_(std::move(fails)), small_(small) {}
 
   int rank() const override { return below_->rank(); }
   int size() const override { return below_->size(); }
@@ -52,7 +55,9 @@ class StagedGroup final : public comm::Group {
     });
   }
   void do_barrier(Label label) override { below_->barrier(label); }
-  comm::GroupPtr do_sibling(c10::Device) override { return std::make_shared<StagedGroup>(below_->sibling(), fails_); }
+  comm::GroupPtr do_sibling(c10::Device) override {
+    return std::make_shared<StagedGroup>(below_->sibling(), fails_, small_);
+  }
 
  private:
   class Work final : public Pending::Work {
@@ -74,6 +79,7 @@ class StagedGroup final : public comm::Group {
   Pending staged(const char* name, Label label, const at::Tensor& out, const at::Tensor& in, const Launch& launch) {
     const bool fails = fails_ && !fails_->empty() && label.find(*fails_) != Label::npos;
     TESSERA_CHECK_DIST(!fails, "staged", label, " fails, as was asked for");
+    if (small_ != nullptr && in.nbytes() <= 1024) ++*small_;
     const at::NoGradGuard no_grad;
     const Staged call = stream_.begin(name, out, in);
     try {
@@ -87,6 +93,7 @@ class StagedGroup final : public comm::Group {
   StagingStream stream_;
   const comm::GroupPtr below_;
   const std::shared_ptr<const std::string> fails_;
+  std::atomic<int>* const small_;
 };
 
 }  // namespace tessera::testing

@@ -23,6 +23,8 @@ const tessera::kernels::DeviceTable* tessera_device_table();
 
 int64_t tessera_stand_in_launches();                      // kernels of the table so far, empty ranges included
 int64_t tessera_stand_in_launches_of(const char* entry);  // of one entry, "adam"; -1: no such entry
+void tessera_stand_in_on_launch(
+    void (*notice)(const char* entry));  // called before a kernel of the table; null: no more
 // The current stream of the current device says that it is captured, though it does its work; no stream any more.
 void tessera_stand_in_capture(bool on);
 void tessera_stand_in_fail_next_launch();  // the next kernel throws std::runtime_error instead

@@ -68,10 +68,18 @@ def test_a_torch_for_cuda_without_a_compiler(cuda_torch, tmp_path):
     assert "Remedy: pip install -r requirements/cuda.txt" in said
 
 
-def test_a_compiler_that_was_asked_for_and_does_not_work(tmp_path):
-    done = configured(tmp_path, CUDACXX="/bin/false")
+@pytest.mark.parametrize(
+    ("options", "environment", "says"),
+    [
+        ([], {"CUDACXX": "/bin/false"}, "the CUDA compiler that was asked for, /bin/false, does not compile a program"),
+        (["-DCMAKE_CUDA_COMPILER=/no/nvcc"], {}, "the CUDA compiler that was asked for, /no/nvcc, does not compile"),
+        (["-DTESSERA_TORCH_DIR=/no/torch"], {}, "TESSERA_TORCH_DIR is /no/torch, where there is no torch"),
+    ],
+)
+def test_what_was_asked_for_and_does_not_work(options, environment, says, tmp_path):
+    done = configured(tmp_path, *options, **environment)
     assert done.returncode != 0
-    assert "the CUDA compiler that was asked for, /bin/false, does not compile a program" in words(done.stderr)
+    assert says in words(done.stderr)
 
 
 @pytest.mark.parametrize("form", ["headers", "wheel", "neither"])

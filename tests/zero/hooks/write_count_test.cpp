@@ -1,5 +1,6 @@
 #include "tessera/zero/hooks/write_count.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/variable.h>
