@@ -52,7 +52,7 @@ def test_a_sample_of_the_grid_on_two_ranks(stand_in: Path) -> None:
             "of_a_rank_beyond_the_devices",
             [
                 "device 1",
-                "device 0; [init_distributed] LOCAL_RANK is 99, but this process sees 4 devices: it takes the",
+                "device 0; [init_distributed] LOCAL_RANK is 99, but this process sees 4 devices: it takes",
             ],
         ),
         ("late_on_one", ["device 0", "device 1"]),
