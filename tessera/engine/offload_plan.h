@@ -40,8 +40,8 @@ struct OffloadPlan {
   // Where they were: what an update takes, and the busiest of these it follows from.
   double milliseconds = 0, link = 0, host = 0, memory = 0, disk = 0;
   bool in_backward = false, runs_on = false;  // when the update begins and ends
-  // What a step should take whose micro-batches take so long each in the forward and the backward, in milliseconds. State error
-  // where nothing was measured.
+  // What a step should take whose micro-batches take so long each in the forward and the backward, in milliseconds. Value error
+  // for what is none, state error where nothing was measured.
   double step(double forward, double backward, int micro_batches = 1) const;
   std::vector<Row> units;    // in the order of the update
   std::string text() const;  // a line

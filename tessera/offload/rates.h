@@ -29,8 +29,8 @@ struct RateOptions {
   QueueMaker make_queue{};  // of its transfers
 };
 
-// Takes some 100 ms, 120 MB of host memory, and of a device 64 MiB of its memory and of page-locked memory each, which torch's allocators
-// keep for what comes. Local; the host waits for the device.
+// Takes some 100 ms, 120 MB of host memory, and of a device 64 MiB of its memory and of page-locked memory each, which torch's
+// allocators keep for what comes. Local; the host waits for the device.
 Rates measure_rates(const RateOptions& options);
 
 }  // namespace tessera::offload

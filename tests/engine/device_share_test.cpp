@@ -58,7 +58,7 @@ TEST(DeviceShare, PredictsAnH100) {
   EXPECT_NEAR(milliseconds(bytes, kH100, share), 209, 1);
 }
 
-// The steps of docs/devices.md, "In milliseconds": 194 ms of compute, of which the backward is 128.
+// The same on paper for steps of which 194 ms are compute, 128 of them the backward; docs/devices.md has them rounded, with room.
 TEST(DeviceShare, PredictsTheStepsOfAnH100) {
   const PrecisionPolicy split = PrecisionPolicy::bf16();
   const auto narrow = [](Master master) { return testing::mode(at::kBFloat16, master, at::kBFloat16); };

@@ -301,6 +301,8 @@ TEST(DeviceShare, IsPredictedForWhoAsks) {
           EXPECT_EQ(plan.link > 0, !cpu);
           EXPECT_EQ(plan.disk > 0, residence == Residence::Nvme);
           EXPECT_GT(plan.milliseconds, 0);
+          EXPECT_HAS(error_of([&] { (void)plan.step(-1, 2); }), "forward is -1");
+          EXPECT_HAS(error_of([&] { (void)plan.step(1, 2, 0); }), "micro_batches 0");
           EXPECT_DOUBLE_EQ(plan.step(0, 5), 5 + plan.milliseconds);
           EXPECT_DOUBLE_EQ(plan.step(1e9, 5), 5 + 1e9) << "it runs on beside the forward";
           EXPECT_EQ(engine.offload_plan().rates->host, plan.rates->host) << "from then on";

@@ -39,7 +39,7 @@ struct TravelRow {
   PrecisionPolicy mode;
   double share;     // of the device, in the update
   double up, down;  // bytes an element, of a step of one micro-batch
-  double more;      // bytes of a gradient each way, for each further micro-batch
+  double more;      // bytes of a gradient, which go and come in steps of several
 };
 
 std::vector<TravelRow> travel_rows() {
@@ -105,13 +105,12 @@ TEST(Travel, IsThatOfTheTable) {
             EXPECT_EQ(waited, early ? 0 : 1) << what << ": the norm";
           }
         }
-        // In steps of several micro-batches all gradients leave, and the sum comes back before each further one and, for the
-        // device's update, at the end.
+        // In steps of several micro-batches all gradients leave, also those of the device's update; the sum comes back before each
+        // further micro-batch, and for the device's update.
         const double x = row.mode.states_are_narrow() ? 1 : row.share;
-        const double back = micro_batches - 1 + (micro_batches > 1 ? x : 0),
-                     leave = micro_batches - 1 + (micro_batches > 1 ? x : 0);
-        EXPECT_DOUBLE_EQ(static_cast<double>(travel.up) / kElements, row.up + leave * row.more) << what;
-        EXPECT_DOUBLE_EQ(static_cast<double>(travel.down) / kElements, row.down + back * row.more) << what;
+        const double more = micro_batches > 1 ? (micro_batches - 1 + x) * row.more : 0;
+        EXPECT_DOUBLE_EQ(static_cast<double>(travel.up) / kElements, row.up + more) << what;
+        EXPECT_DOUBLE_EQ(static_cast<double>(travel.down) / kElements, row.down + more) << what;
         std::vector<c10::StreamId> both;
         std::ranges::set_intersection(travel.streams_up, travel.streams_down, std::back_inserter(both));
         EXPECT_TRUE(both.empty()) << what;
@@ -121,7 +120,7 @@ TEST(Travel, IsThatOfTheTable) {
   }
 }
 
-// Weights in host memory come a unit ahead of their use, both ways through the model, and the host waits for none.
+// Weights in host memory come a unit ahead of their use, both ways through the model, and one rank's host waits for none.
 TEST(Travel, WeightsComeAUnitAhead) {
   static std::string log;  // '<' a unit's copy to the device, its number where it computes, 'w' the host waits
   const auto change = [&](engine::Options& options) {
@@ -140,6 +139,7 @@ TEST(Travel, WeightsComeAUnitAhead) {
           tessera_stand_in_on_copy([](bool to_host, int64_t bytes) {
             if (bytes >= Chain::kSize && !to_host && stand_in_guard().getDevice().index() == 0) log += '<';
           });
+          if (world == 1) tessera_stand_in_on_wait([] { log += 'w'; });
         }
         at::Tensor loss = chain.forward([&](int unit) {
           if (rank == 0) log += std::to_string(unit);
@@ -148,6 +148,7 @@ TEST(Travel, WeightsComeAUnitAhead) {
         loss.backward();
         group->barrier("after");
         tessera_stand_in_on_copy(nullptr);
+        tessera_stand_in_on_wait(nullptr);
         chain.engine->step();
       }
       if (rank == 0) {
