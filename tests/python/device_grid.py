@@ -503,6 +503,8 @@ def is_served(row: Row) -> bool:
     runs_itself = row.mode not in ("Lamb", "Muon")
     if WORLD > 1 and way.run is two_threads:
         return False  # no common order of calls of two engines in threads
+    if WORLD > 2 and way.run is resumed_in_another_stage and row.stage in (1, 3):
+        return False  # its steps are of two stages, whose collectives add in orders of their own
     scales = "fp16" in mode or row.mode == "autocast, fp16"
     return not (
         (row.stage == 0 and (mode.get("bf16") is LOW or way.early or way.run is away_for_a_while))
