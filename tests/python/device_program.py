@@ -442,7 +442,7 @@ def test_no_memory_to_look_at_parameters() -> None:
             for said in no_memory(look):
                 failed += 1
                 assert "] no memory for" in said, said
-        assert failed > 2, failed
+        assert failed > 1, failed
         assert losses + train(engine, 2, first=1) == expected
 
 
