@@ -516,7 +516,8 @@ def test_destroy_comes_to_its_end() -> None:
             library.tessera_stand_in_fail(False)
             library.tessera_stand_in_fail_allocation(0, -1)
             engine.destroy()
-            assert len(engine.optimizer.state) == 0
+            assert all("exp_avg" not in state for state in engine.optimizer.state.values())
+            assert away or not engine.optimizer.state
             with pytest.raises(RuntimeError, match="was destroyed"):
                 engine.step()
             if not away:
