@@ -47,9 +47,9 @@ _BWC = (
     "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
     "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group"
 )
-_PIPE = _same("tessera.pipeline", "PipelineModule LayerSpec TiedLayerSpec")
+_PIPE = {**_same("._pipe", "PipelineModule"), **_same("tessera.pipeline", "LayerSpec TiedLayerSpec")}
 _TOPOLOGIES = _same(
-    "tessera.pipeline._topology",
+    "._topology",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
 )
 
@@ -142,7 +142,7 @@ MODULES: dict[str, Rows] = {
         "dist": "deepspeed.comm",
         "get_accelerator": "._accelerator:get_accelerator",
         **{name: _TYPES[name] for name in ("ADAM_OPTIMIZER", "LAMB_OPTIMIZER")},
-        "PipelineModule": "tessera.pipeline:PipelineModule",
+        "PipelineModule": "._pipe:PipelineModule",
         "PipelineEngine": "._pipe:PipelineEngine",
         **_refused("init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config", _INFERENCE),
         **_refused("DeepSpeedHybridEngine", "the hybrid engine (section `hybrid_engine`)"),
