@@ -406,10 +406,11 @@ MODULES: dict[str, Rows] = {
     },
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": _same(
-        "tessera.launch", "parse_resource_filter fetch_hostfile parse_inclusion_exclusion encode_world_info"
+        "._launch",
+        "parse_resource_filter fetch_hostfile parse_inclusion_exclusion encode_world_info DEEPSPEED_ENVIRONMENT_NAME",
     )
     | _refused("parse_args", "arguments as an object; main(args) takes them as a list")
-    | {"main": "._commands:launch", "DEEPSPEED_ENVIRONMENT_NAME": "._commands:DEEPSPEED_ENVIRONMENT_NAME"},
+    | {"main": "._commands:launch"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.monitor": {"MonitorMaster": "._watching:MonitorMaster", "Monitor": "tessera.monitor:Writer"},
     "deepspeed.monitor.config": _same(
