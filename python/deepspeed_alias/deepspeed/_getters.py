@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tessera._config import dtype_at
 from tessera.autocast import get_default_autocast_lower_precision_modules
 
 import tessera
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 # Method -> the key that it returns. "*" in the key: the method's name, without "zero_" where it begins so.
 _KEYS = {
@@ -66,15 +67,14 @@ _KEYS = {
     "zero_sub_group_size": "zero_optimization.*",
 }
 
-# Methods that say whether something is on, which an engine with it on is not built for.
+# Methods that say whether something is on, or return its settings, which an engine with it on is not built for.
 _OFF = (
     "amp_enabled autotuning_enabled autotuning_profile_model_info compile_autosp compile_autotp "
     "compile_zero_optimization_stage curriculum_enabled_legacy curriculum_learning_enabled data_efficiency_enabled "
     "data_sampling_enabled eigenvalue_enabled is_deepcompile_active pld_enabled random_ltd_enabled "
     "uses_parallelization_pass_only"
 )
-# Methods that return the settings of such a thing where it is on.
-_NOTHING = "get_pld_theta zenflow_config zeropp_loco_param"
+_FIXED = dict.fromkeys(_OFF.split(), False) | dict.fromkeys(("get_pld_theta", "zenflow_config", "zeropp_loco_param"))
 
 # What is said of a member that is not served -> such members.
 _REFUSED = {
@@ -107,10 +107,22 @@ def refusal(name: str) -> str | None:
     return feature and f"[deepspeed] engine.{name} is not served by Tessera: {feature}"
 
 
-class ConfigGetters:
-    """Of an engine."""
+class Getters:
+    """Of an engine with these settings."""
 
-    _settings: tessera.Config
+    def __init__(self, settings: tessera.Config) -> None:
+        self._settings = settings
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        if name in _KEYS:
+            key = _KEYS[name].replace("*", name.removeprefix("zero_"))
+            return lambda: self._settings.get(key)
+        if name in _FIXED:
+            return lambda: _FIXED[name]
+        raise AttributeError(name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_KEYS, *_FIXED]
 
     def postscale_gradients(self) -> bool:
         return not self._settings.get("prescale_gradients")
@@ -141,7 +153,7 @@ class ConfigGetters:
         """dtype of the parameters, and that in which gradients are accumulated."""
         fp16, bf16 = self._settings.get("fp16.enabled"), self._settings.get("bf16.enabled")
         of_params = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
-        return of_params, dtype_at(self._settings, "data_types.grad_accum_dtype") or of_params
+        return of_params, _DTYPES.get(self._settings.get("data_types.grad_accum_dtype"), of_params)
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         given = self._settings.get("torch_autocast.lower_precision_safe_modules")
@@ -179,24 +191,3 @@ class ConfigGetters:
 
     def zero_optimization_partition_gradients(self) -> bool:
         return self._settings.get("zero_optimization.stage") >= 2
-
-
-def _returning(name: str, get: Callable[[Any], Any], doc: str) -> Callable[[Any], Any]:
-    def getter(self: Any) -> Any:
-        return get(self)
-
-    getter.__name__, getter.__qualname__, getter.__doc__ = name, f"ConfigGetters.{name}", doc
-    return getter
-
-
-def _key(name: str, key: str) -> Callable[[Any], Any]:
-    key = key.replace("*", name.removeprefix("zero_"))
-    return _returning(name, lambda self: self._settings.get(key), f"`{key}` of the configuration.")
-
-
-for _name, _path in _KEYS.items():
-    setattr(ConfigGetters, _name, _key(_name, _path))
-for _name in _OFF.split():
-    setattr(ConfigGetters, _name, _returning(_name, lambda self: False, "False: an engine with it is not built."))
-for _name in _NOTHING.split():
-    setattr(ConfigGetters, _name, _returning(_name, lambda self: None, "None: an engine with it is not built."))

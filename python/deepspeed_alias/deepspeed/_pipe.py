@@ -20,7 +20,6 @@ from deepspeed._topology import (
     ProcessTopology,
 )
 from tessera import _core, pipeline
-from tessera.pipeline import PipelineEngine as TesseraPipelineEngine
 
 
 class PipelineModule(pipeline.PipelineModule):
@@ -83,8 +82,11 @@ class PipelineModule(pipeline.PipelineModule):
         self.activation_checkpoint_interval = interval
 
 
-class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
+class PipelineEngine(DeepSpeedEngine):
     """What deepspeed.initialize makes of a PipelineModule."""
+
+    _made_of = pipeline.PipelineEngine
+    _engine: pipeline.PipelineEngine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -156,7 +158,7 @@ class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
             self.set_dataiterator(data_iter)
         if self.data_iterator is None and self.batch_fn is not None and self.training_dataloader is not None:
             self.set_dataiterator(iter(RepeatingLoader(self.training_dataloader)))
-        self.agg_train_loss = super().train_batch(self._batches(self.data_iterator))
+        self.agg_train_loss = self._engine.train_batch(self._batches(self.data_iterator))
         return self.agg_train_loss
 
     def eval_batch(
@@ -171,7 +173,7 @@ class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
         """The mean loss of what set_batch_fn()'s function makes of the micro-batches; where none is computed
         (`compute_loss`, or no loss_fn and no loss from the last layer) the mean of the outputs, on the last stage, and
         with `reduce_output` None all of them. `return_logits`: those of the last micro-batch, too."""
-        found = super().eval_batch(
+        found = self._engine.eval_batch(
             self._batches(data_iter),  # type: ignore[arg-type]
             compute_loss,
             compute_loss,

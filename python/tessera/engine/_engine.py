@@ -39,6 +39,7 @@ from tessera.engine._report import warn_of
 from tessera.engine._updates import Updates
 from tessera.engine._watch import Watch
 from tessera.engine._weights import Weights
+from tessera.engine.front import Front
 from tessera.errors import ConfigError
 from tessera.loss_scale import LossScaler
 from tessera.optim.engines import (
@@ -64,6 +65,7 @@ class Engine(nn.Module):
     `unit_policy`: which parameters travel together, see tessera.units.
     `sequence_parallel`: ranks of a sequence, in place of the configuration's sequence_parallel_size; `tensor_parallel`:
     ranks that the model is cut over, in place of tensor_parallel.autotp_size.
+    `front`: of an object that has the engine and stands before it, see tessera.engine.front.
     Collective: every rank builds its engine at the same time; parameters start with rank 0's values.
     """
 
@@ -79,6 +81,7 @@ class Engine(nn.Module):
     core: _core.Engine  # the compiled engine
     # The parts, in the order in which they are made; up to the core's, then those that it is there for.
     _settings: _core.Config
+    _front: Front
     _loans: Loans
     _ranks: Ranks
     _watch: Watch
@@ -113,8 +116,10 @@ class Engine(nn.Module):
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
         tensor_parallel: int | None = None,
+        front: Front | None = None,
     ) -> None:
         super().__init__()
+        self._front = front or Front()
         self._settings = load_config(config)
         self.module = model
         self.local_rank = distributed.local_rank()
@@ -177,7 +182,8 @@ class Engine(nn.Module):
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
         more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._of_several}
-        return build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
+        base = build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
+        return None if base is None else self._front.built(self._settings, self.client_optimizer, base)
 
     def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
         configured = self.client_optimizer is not None or bool(self._settings.get("optimizer.type"))
@@ -233,7 +239,7 @@ class Engine(nn.Module):
         if self._updates.params_are_masters:
             return base
         self._loans.put(base, "zero_grad", types.MethodType(zero_grad_of_optimizer(this), base))
-        return Optimizer(self, self._updates.runner)
+        return self._front.optimizer_class(self)(self, self._updates.runner)
 
     # ---------------------------------------------------------------- training
 
@@ -281,6 +287,10 @@ class Engine(nn.Module):
         one of them cannot step, which gets its own error; UsageError where parameters of the module were replaced since
         the engine was built. With tessera.update_in_backward the backward has looked, before it updated anything.
         Collective."""
+        with self._front.stepping(self):
+            self._step(lr_kwargs, global_norm)
+
+    def _step(self, lr_kwargs: dict[str, Any] | None, global_norm: float | None) -> None:
         runner = self._updates.trained_by("step")
         core = self.core
         core.check_not_captured("step")
@@ -309,6 +319,14 @@ class Engine(nn.Module):
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._watch.stepped(self)
+
+    def _join(self) -> None:
+        self._front.settle(self)
+        self._joining.join()
+
+    def _whole(self) -> Any:
+        self._front.settle(self)
+        return self._weights.whole()
 
     def _update(self) -> None:
         self._joining.settle()
@@ -354,7 +372,6 @@ class Engine(nn.Module):
 
     # ---------------------------------------------------------------- what parts do: bodies and docstrings are theirs
 
-    _join = method_of("_joining", Joining.join)
     _add_group = method_of("_joining", Joining.add_group)
     _masters = method_of("_updates", Updates.masters)
     _load_masters = method_of("_updates", Updates.load_masters)
@@ -373,7 +390,6 @@ class Engine(nn.Module):
 
     module_state_dict = method_of("_weights", Weights.module_state_dict)
     load_module_state_dict = method_of("_weights", Weights.load_module_state_dict)
-    _whole = method_of("_weights", Weights.whole)
 
     offload_states = method_of("_moving", Moving.offload_states)
     finish_update = method_of("_moving", Moving.finish_update)

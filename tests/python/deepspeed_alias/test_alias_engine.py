@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from support import batch, config, losses_of, make
 from torch import nn
+
+import tessera
 
 
 def start(stage: int = 0, **more: Any) -> Any:
@@ -382,11 +385,34 @@ def test_groups_are_those_of_the_engine_built_last() -> None:
 
 
 def test_nothing_leaks_into_tessera() -> None:
-    import tessera
-
     assert not hasattr(tessera.Engine, "_backward_epilogue")
     engine = tessera.Engine(make(), config(3))
     assert not any(hasattr(p, "ds_id") for p in engine.parameters())
     assert isinstance(engine.config, tessera.Config)
     with pytest.raises(AttributeError):
         engine.embed  # noqa: B018
+
+
+def test_is_a_module_that_has_an_engine() -> None:
+    engine, *_ = start(3)
+    module, plain = engine.module, make()
+    assert isinstance(engine, nn.Module) and not isinstance(engine, tessera.Engine) and "get_lr" in dir(engine)
+    assert engine.state_dict().keys() == {f"module.{name}" for name in plain.state_dict()}
+    engine.eval()
+    assert not (engine.training or module.training)
+    engine.train()
+    assert engine.training and module.training
+    seen: list[Any] = []
+    engine.register_forward_hook(lambda hooked, *_: seen.append(hooked))
+    engine.backward(engine(*batch(0)))
+    tessera.step_together(engine)
+    engine.zero_grad()
+    assert seen == [engine] and engine.global_steps == 1
+    engine.steps_of_mine, engine.collate_fn, engine.lr_scheduler = 7, len, None
+    assert engine.steps_of_mine == 7 and engine.lr_scheduler is None
+    assert next(iter(engine.deepspeed_io([torch.ones(1)] * 8, batch_size=2))) == 2
+    gone = weakref.ref(engine)
+    seen.clear()
+    del engine
+    assert gone() is None and {type(param) for param in module.parameters()} == {nn.Parameter}
+    losses_of(deepspeed.initialize(model=module, config=config(3))[0])
