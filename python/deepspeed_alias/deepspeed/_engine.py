@@ -121,6 +121,10 @@ class DeepSpeedEngine(nn.Module):
     ) -> torch.Tensor:
         return self._engine.backward(loss, retain_graph, scale_wrt_gas)
 
+    def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
+        """tessera.Engine.data_loader()."""
+        return self._engine.data_loader(*args, **kwargs)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._engine.zero_grad(set_to_none)
 

@@ -120,10 +120,11 @@ _BUILD = {  # what an installation says of itself
     **dict.fromkeys(("git_hash", "git_branch"), "deepspeed:__git_hash__"),
     **_same("._ops", "torch_info accelerator_name"),
 }
-_ULYSSES_SP = (
-    "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute "
-    "sequence_tiled_compute"
-)
+_ULYSSES_SP = {
+    "UlyssesSPAttentionHF": "tessera.sequence:TransformersAttention",
+    "UlyssesSPDataLoaderAdapter": "tessera.sequence:SequenceLoader",
+    **_same("tessera.sequence", "TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute"),
+}
 
 MODULES: dict[str, Rows] = {
     "deepspeed": {
@@ -233,7 +234,7 @@ MODULES: dict[str, Rows] = {
         "TorchCheckpointEngine", "writers of checkpoints; engine.save_checkpoint(), section `checkpoint`"
     ),
     "deepspeed.runtime.sequence_parallel": {},
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": _same("tessera.sequence", _ULYSSES_SP, _ULYSSES),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": _ULYSSES_SP,
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {"=": "deepspeed._sequence_state"},
     "deepspeed.runtime.tensor_parallel": _same("._tensor_parallel", "tp_model_init set_autotp_mode"),
     "deepspeed.runtime.tensor_parallel.config": _same("._tp_config", _TP_CONFIG),
@@ -310,7 +311,8 @@ MODULES: dict[str, Rows] = {
         "get_accelerator set_accelerator is_current_accelerator_supported SUPPORTED_ACCELERATOR_LIST",
     ),
     "deepspeed.utils": {
-        **_same("tessera.utils", f"{_SAFE} {_LEAF}"),
+        **_same("._fragments", _SAFE),
+        **_same("tessera.zero", _LEAF),
         **_same("._logging", "logger log_dist set_log_level_from_string LoggerFactory"),
         "RepeatingLoader": "tessera.data:RepeatingLoader",
         "OnDevice": "._small:OnDevice",
@@ -339,10 +341,10 @@ MODULES: dict[str, Rows] = {
         "names for debugging; engine.param_names",
     ),
     "deepspeed.utils.tensor_fragment": {
-        **_same("tessera.utils", _SAFE),
+        **_same("._fragments", _SAFE),
         **_same("._helpers", "fragment_address"),
     },
-    "deepspeed.utils.z3_leaf_module": _same("tessera.utils", _LEAF),
+    "deepspeed.utils.z3_leaf_module": _same("tessera.zero", _LEAF),
     "deepspeed.utils.nvtx": _same("._small", "instrument_w_nvtx"),
     "deepspeed.utils.timer": {
         **_same("._timers", f"{_TIMERS} NoopTimer"),

@@ -156,7 +156,7 @@ class Engine(nn.Module):
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self._settings, optimizer, base, lr_scheduler)
             self.training_dataloader = (
-                None if training_data is None else self.deepspeed_io(training_data, batch.micro_batch_size)
+                None if training_data is None else self.data_loader(training_data, batch.micro_batch_size)
             )
             self._parallel.cut(whole_for_good, partition_again)
             self._build_core(base, unit_policy or default_unit_policy, joins)
@@ -386,7 +386,7 @@ class Engine(nn.Module):
     save_16bit_model = method_of("_checkpoints", Checkpoints.save_16bit_model)
     save_fp16_model = method_of("_checkpoints", Checkpoints.save_fp16_model)
 
-    deepspeed_io = method_of("_loaders", Loaders.deepspeed_io)
+    data_loader = method_of("_loaders", Loaders.data_loader)
 
     module_state_dict = method_of("_weights", Weights.module_state_dict)
     load_module_state_dict = method_of("_weights", Weights.load_module_state_dict)
