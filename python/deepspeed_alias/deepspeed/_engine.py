@@ -258,6 +258,10 @@ class DeepSpeedEngine(nn.Module):
 
     save_checkpoint.__signature__ = inspect.signature(tessera.Engine.save_checkpoint)  # type: ignore[attr-defined]
 
+    def save_fp16_model(self, *args: Any, **kwargs: Any) -> bool:
+        """save_16bit_model() by its old name."""
+        return self._engine.save_16bit_model(*args, **kwargs)
+
     def load_checkpoint(self, *args: Any, trusted: bool | None = None, **kwargs: Any) -> Any:
         """As tessera.Engine's; the client_state may hold any objects, as DeepSpeed's does: load what you trust."""
         if trusted is None:
@@ -294,6 +298,29 @@ class DeepSpeedEngine(nn.Module):
         self._engine.compile(backend, compile_kwargs)
 
     # ---- the world, configuration
+
+    def get_type(self) -> list[Any]:
+        base = self._engine.basic_optimizer
+        return [] if base is None else [group.get("type", 0.0) for group in base.param_groups]
+
+    def optimizer_name(self) -> str | None:
+        """The configured type, or the class of the client's optimizer."""
+        if self._engine.client_optimizer is not None and self._engine.basic_optimizer is not None:
+            return type(self._engine.basic_optimizer).__name__
+        return self._engine.config.get("optimizer.type") or None
+
+    def scheduler_name(self) -> str | None:
+        if self._engine.client_lr_scheduler is not None:
+            return type(self._engine.lr_scheduler).__name__
+        return self._engine.config.get("scheduler.type") or None
+
+    def autotp_size(self) -> int:
+        """Ranks that the engine cuts its model over; else what tensor_parallel.autotp_size says, 0 or 1."""
+        cut = self._engine.parallel_plan() is not None
+        return self._engine.mp_world_size if cut else self._engine.config.get("tensor_parallel.autotp_size")
+
+    def get_tensor_parallel_rank(self) -> int:
+        return self._engine.get_model_parallel_rank()
 
     @property
     def config(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ _CHECKPOINTING = _same(
     "model_parallel_reconfigure_tp_seed reset set_num_layers CheckpointFunction",
 )
 _ELASTIC = {
-    **_same("tessera.elasticity", "compute_elastic_config elasticity_enabled"),
+    **_same("._elasticity", "compute_elastic_config elasticity_enabled"),
     **_refused("DSElasticAgent", "an elastic agent of its own; `tessera launch` and torchrun have torch's"),
     **_refused("ensure_immutable_elastic_config", "a scheduler's copy of the section in the environment"),
 }

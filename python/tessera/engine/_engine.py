@@ -26,7 +26,7 @@ from tessera.engine._contents import Contents
 from tessera.engine._delegate import method_of, property_of, weak
 from tessera.engine._end import end, give_up
 from tessera.engine._forward import Forward
-from tessera.engine._info import Info, setting
+from tessera.engine._info import Info
 from tessera.engine._joining import Joining, groups_of_frozen
 from tessera.engine._loaders import Loaders
 from tessera.engine._look import Look, own_error_first
@@ -222,10 +222,10 @@ class Engine(nn.Module):
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
         self._moving = Moving(core, self._settings, self._updates.runner)
-        self._accumulation = Accumulation(core, self.managed_gradient_accumulation())
+        self._accumulation = Accumulation(core, self._settings.get("managed_gradient_accumulation"))
         warn, shares = warn_of if tells else None, self._ranks.sp_world_size > 1
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares)
-        if self.fp16_enabled() and self._settings.get("fp16.auto_cast"):
+        if self._settings.get("fp16.enabled") and self._settings.get("fp16.auto_cast"):
             self._forward.input_dtype = torch.float16
 
     def _visible_optimizer(self, options: _core.EngineOptions) -> torch.optim.Optimizer | None:
@@ -295,7 +295,7 @@ class Engine(nn.Module):
         core = self.core
         core.check_not_captured("step")
         steps = core.global_steps()
-        boundary = not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary()
+        boundary = self._accumulation.at_boundary()
         fault, problem = "", None
         if boundary:
             fault, problem = self._look.look(before_step=not self._look.in_backward)
@@ -384,7 +384,6 @@ class Engine(nn.Module):
     wait_for_checkpoint = method_of("_checkpoints", Checkpoints.wait_for_checkpoint)
     load_checkpoint = method_of("_checkpoints", Checkpoints.load_checkpoint)
     save_16bit_model = method_of("_checkpoints", Checkpoints.save_16bit_model)
-    save_fp16_model = method_of("_checkpoints", Checkpoints.save_fp16_model)
 
     data_loader = method_of("_loaders", Loaders.data_loader)
 
@@ -416,16 +415,7 @@ class Engine(nn.Module):
     comm_summary = method_of("_info", Info.comm_summary)
     get_lr = method_of("_info", Info.get_lr)
     get_mom = method_of("_info", Info.get_mom)
-    get_type = method_of("_info", Info.get_type)
-    optimizer_name = method_of("_info", Info.optimizer_name)
-    scheduler_name = method_of("_info", Info.scheduler_name)
-    autotp_size = method_of("_info", Info.autotp_size)
     parallel_plan = method_of("_info", Info.parallel_plan)
-    zero_optimization = method_of("_info", Info.zero_optimization)
-    zero_overlap_comm = method_of("_info", Info.zero_overlap_comm)
-    torch_autocast_dtype = method_of("_info", Info.torch_autocast_dtype)
-    dynamic_loss_scale = method_of("_info", Info.dynamic_loss_scale)
-    steps_per_print = method_of("_info", Info.steps_per_print)
     monitor = property_of("_info", Info.monitor)
     flops_profiler = property_of("_info", Info.flops_profiler)
 
@@ -439,7 +429,6 @@ class Engine(nn.Module):
     get_data_parallel_rank = method_of("_ranks", Ranks.get_data_parallel_rank)
     get_sequence_parallel_rank = method_of("_ranks", Ranks.get_sequence_parallel_rank)
     get_model_parallel_rank = method_of("_ranks", Ranks.get_model_parallel_rank)
-    get_tensor_parallel_rank = get_model_parallel_rank
 
     # ---------------------------------------------------------------- progress and configuration
 
@@ -456,25 +445,6 @@ class Engine(nn.Module):
     def config(self) -> _core.Config:
         """The configuration, resolved: config.get("zero_optimization.stage")."""
         return self._settings
-
-    zero_optimization_stage = setting("zero_optimization.stage", int)
-    zero_allow_untested_optimizer = setting("zero_allow_untested_optimizer", bool)
-    zero_reduce_scatter = setting("zero_optimization.reduce_scatter", bool)
-    zero_reduce_bucket_size = setting("zero_optimization.reduce_bucket_size", int)
-    zero_allgather_bucket_size = setting("zero_optimization.allgather_bucket_size", int)
-    zero_contiguous_gradients = setting("zero_optimization.contiguous_gradients", bool)
-    zero_load_from_fp32_weights = setting("zero_optimization.load_from_fp32_weights", bool)
-    zero_ignore_unused_parameters = setting("zero_optimization.ignore_unused_parameters", bool)
-    zero_gather_16bit_weights_on_model_save = setting(
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save", bool
-    )
-    fp16_enabled = setting("fp16.enabled", bool)
-    bfloat16_enabled = setting("bf16.enabled", bool)
-    torch_autocast_enabled = setting("torch_autocast.enabled", bool)
-    managed_gradient_accumulation = setting("managed_gradient_accumulation", bool)
-    gradient_clipping = setting("gradient_clipping", float)
-    loss_scale = setting("fp16.loss_scale", float)  # static; 0 means dynamic. The present one: loss_scaler.loss_scale
-    wall_clock_breakdown = setting("wall_clock_breakdown", bool)
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -72,7 +72,7 @@ def _step(mine: list[Engine], over: Over, copies: list[nn.Parameter]) -> float |
 
 def _at_boundary(engine: Engine) -> bool:
     engine._updates.trained_by("step")
-    return not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary()
+    return engine._accumulation.at_boundary()
 
 
 def _fault(engines: list[Engine], boundaries: list[bool]) -> tuple[str, Exception | None]:
