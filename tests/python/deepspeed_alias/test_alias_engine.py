@@ -93,11 +93,27 @@ def test_getters() -> None:
     assert engine.tensor_parallel_config().autotp_size == 0 and engine.is_first_weights_partition_group()
     assert engine.param_names[engine.module.gain] == "gain" and engine.mpu is None
     assert engine.is_map_style_dataset([]) and not engine.is_iterable_style_dataset([])
+    assert engine.bfloat16_enabled() and engine.zero_optimization() and engine.managed_gradient_accumulation()
+    assert not (engine.fp16_enabled() or engine.dynamic_loss_scale() or engine.torch_autocast_enabled())
+    assert engine.get_tensor_parallel_rank() == 0 and engine.autotp_size() == 0
     assert not hasattr(engine, "sparse_allreduce")
     with pytest.raises(NotImplementedError, match=r"engine\.sparse_allreduce is not served.*no_sync"):
         engine.sparse_allreduce()
     engine, *_ = start(2)
     assert engine.zero_cpu_offload() is engine.zero_use_cpu_optimizer() is False
+
+
+def test_names_of_what_was_configured_or_given() -> None:
+    schedule = {"type": "WarmupLR", "params": {}}
+    engine, *_ = start(1, optimizer={"type": "Lamb"}, scheduler=schedule, fp16={"enabled": True})
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("Lamb", "WarmupLR")
+    assert engine.fp16_enabled() and engine.dynamic_loss_scale() and engine.loss_scale() == 0
+    model, cfg = make(), config(gradient_clipping=0.5)
+    given = torch.optim.Adagrad([{"params": model.parameters(), "type": "all"}])
+    plan = torch.optim.lr_scheduler.ConstantLR(given)
+    engine, *_ = deepspeed.initialize(model=model, config=cfg, optimizer=given, lr_scheduler=plan)
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("Adagrad", "ConstantLR")
+    assert engine.get_type() == ["all"] and engine.gradient_clipping() == 0.5 and not engine.zero_optimization()
 
 
 def test_names_fall_through_to_the_module() -> None:
