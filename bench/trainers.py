@@ -308,9 +308,9 @@ class Tessera(Engine):
         self.model, self.optimizer = self.engine, self.engine.optimizer
 
     def masters(self) -> list[torch.Tensor] | None:
-        from tessera.utils import safe_get_full_fp32_param
+        from tessera.state import get_full_fp32_param
 
-        found = [safe_get_full_fp32_param(param) for param in self.model.module.parameters()]
+        found = [get_full_fp32_param(self.engine, param) for param in self.model.module.parameters()]
         return [master for master in found if master is not None]
 
 

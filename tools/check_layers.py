@@ -62,7 +62,6 @@ PYTHON_ORDER = (
     "checkpoints estimate",
     "engine",
     "hybrid pipeline state",
-    "utils",
     "__init__",
     "report",
     "cli",

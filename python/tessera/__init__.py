@@ -31,7 +31,6 @@ from tessera import (  # noqa: E402
     recompute,
     sequence,
     state,
-    utils,
     zero,
 )
 from tessera._core import Axis, Config, Group, Mesh, c10d_group, single_group, thread_groups  # noqa: E402
@@ -76,6 +75,5 @@ __all__ = [
     "state",
     "step_together",
     "thread_groups",
-    "utils",
     "zero",
 ]

@@ -171,11 +171,9 @@ def make_loader(
 ) -> Loader:
     """The loader of one rank. Shuffled for route "train"; ConfigError for what is not a Dataset."""
     if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise ConfigError(
-            f"[deepspeed_io] training data must be a torch.utils.data.Dataset, got {type(dataset).__name__}"
-        )
+        raise ConfigError(f"[data] training data must be a torch.utils.data.Dataset, got {type(dataset).__name__}")
     if route not in ROUTES:
-        raise ConfigError(f"[deepspeed_io] route must be one of {', '.join(ROUTES)}, got {route!r}")
+        raise ConfigError(f"[data] route must be one of {', '.join(ROUTES)}, got {route!r}")
     if data_sampler is None and not isinstance(dataset, IterableDataset):
         data_sampler = DistributedSampler(
             dataset, num_replicas=world_size, rank=rank, shuffle=route == "train", drop_last=drop_last

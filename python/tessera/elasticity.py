@@ -8,24 +8,12 @@ wins; of two that fit as many, the larger, or with prefer_larger_batch false the
 Version 0.2 (the default) grows and shrinks a job by whole nodes: a node has num_gpus_per_node / model_parallel_size
 ranks, its batch is max_train_batch_size / that, and min_gpus and max_gpus count the nodes that they cover whole.
 Version 0.1 counts ranks one by one, whatever a node has.
-
-Batch, numbers of ranks and micro-batch are DeepSpeed 0.19.6's, of which these differ on purpose:
-- A world_size that the batch does not fit is an error. There version 0.2 makes up another batch for this world alone,
-  so that a job that was to keep its batch trains with another.
-- With model_parallel_size > 1 numbers are checked as data-parallel ranks. There world_size is read both as ranks and
-  as devices, which refuses worlds that fit (a single node), and a micro-batch from WORLD_SIZE may not divide the share.
-- No number of ranks fits: an error. There an empty list, a TypeError, or a batch for this world alone.
-- max_gpus below one node is an error. There it is no limit at all.
-- Without world_size and return_microbatch the environment is not asked. There version 0.2 wants WORLD_SIZE, and one
-  that does not fit changes the batch.
-- max_train_batch_size and micro_batch_sizes have the defaults of their keys. There leaving one out is an error.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,8 +24,8 @@ __all__ = [
     "ElasticityConfigError",
     "ElasticityError",
     "ElasticityIncompatibleWorldSize",
-    "compute_elastic_config",
-    "elasticity_enabled",
+    "elastic_batch",
+    "with_elastic_batch",
 ]
 
 _SECTION = "elasticity"
@@ -56,11 +44,6 @@ class ElasticityConfigError(ElasticityError):
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
     """The batch does not fit this number of devices."""
-
-
-def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """`elasticity.enabled` of a configuration."""
-    return bool((ds_config.get(_SECTION) or {}).get("enabled", False))
 
 
 def highly_composite(limit: int) -> list[int]:
@@ -141,19 +124,11 @@ def _best(
     return best
 
 
-def compute_elastic_config(
-    ds_config: Mapping[str, Any],
-    target_deepspeed_version: str | None = None,
-    world_size: int = 0,
-    return_microbatch: bool = False,
-) -> Any:
-    """(train batch size, numbers of data-parallel ranks that it fits); with a `world_size` (> 0) of ranks also the
-    largest micro-batch size that fits there. With `return_microbatch` alone, that of the WORLD_SIZE (devices) in the
-    environment; else it depends on nothing but its arguments, so that a scheduler may call it, too.
-
-    `target_deepspeed_version` is accepted and changes nothing. ElasticityConfigError for a wrong section or a missing
-    WORLD_SIZE, ElasticityIncompatibleWorldSize where the batch does not fit `world_size`."""
-    section = _section(ds_config)
+def elastic_batch(config: Mapping[str, Any], ranks: int | None = None) -> tuple[int, list[int], list[int]]:
+    """(train batch size, numbers of data-parallel ranks that it fits, of micro_batch_sizes those that fit on `ranks` of
+    them). ElasticityConfigError for a wrong section, ElasticityIncompatibleWorldSize where the batch does not fit
+    `ranks`."""
+    section = _section(config)
     node, ranks_of_node = _node(section)
     most = section["max_train_batch_size"] // ranks_of_node
     micro_batches = section["micro_batch_sizes"]
@@ -172,17 +147,13 @@ def compute_elastic_config(
             f"min_gpus {least_gpus} to max_gpus {most_gpus} devices, in nodes of {node}"
         )
     batch, valid = best[0] * ranks_of_node, [number * ranks_of_node for number in best[1]]
-    if world_size <= 0 and not return_microbatch:
-        return batch, valid
-    ranks = world_size if world_size > 0 else _world_size() // section["model_parallel_size"]
+    if ranks is None:
+        return batch, valid, []
     if ranks not in valid:
         raise ElasticityIncompatibleWorldSize(
             f"[elasticity] {ranks} data-parallel ranks do not fit the batch of {batch} samples; these do: {valid}"
         )
-    fitting = [micro for micro in micro_batches if batch % (micro * ranks) == 0]
-    # DeepSpeed takes the preference for this one as well, but only of what the environment says.
-    first = world_size <= 0 and section["version"] == _BY_NODES and not section["prefer_larger_batch"]
-    return batch, valid, fitting[0] if first else max(fitting)
+    return batch, valid, [micro for micro in micro_batches if batch % (micro * ranks) == 0]
 
 
 def _node(section: Mapping[str, Any]) -> tuple[int, int]:
@@ -192,26 +163,16 @@ def _node(section: Mapping[str, Any]) -> tuple[int, int]:
     return section["num_gpus_per_node"], section["num_gpus_per_node"] // section["model_parallel_size"]
 
 
-def _world_size() -> int:
-    text = os.environ.get("WORLD_SIZE", "")
-    if not text.isdecimal():
-        raise ElasticityConfigError(
-            "[elasticity] the micro-batch size depends on the number of ranks: give world_size, or set WORLD_SIZE in "
-            f"the environment, which is {text!r}"
-        )
-    return int(text)
-
-
 def with_elastic_batch(config: _core.Config, ranks: int) -> _core.Config:
     """The configuration with the batch that its section elasticity chooses for so many data-parallel ranks; itself
-    where the section is off. Errors as compute_elastic_config()."""
+    where the section is off. Errors as elastic_batch()."""
     tree = config.to_dict()
     section = tree[_SECTION]
     if not section["enabled"]:
         return config
     asked = {_SECTION: section, **{key: tree[key] for key in _BATCH if tree[key] is not None}}
-    batch, _, micro = compute_elastic_config(asked, world_size=ranks)
-    return config.with_batch(batch, micro)
+    batch, _, fitting = elastic_batch(asked, ranks)
+    return config.with_batch(batch, max(fitting))
 
 
 def _section(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from common import DEVICE, SMALL
-from tessera.utils import safe_get_full_fp32_param
+from tessera.state import get_full_fp32_param
 from torch import nn
 
 import tessera
@@ -130,7 +130,7 @@ def engine_of(cfg: dict[str, Any], model: nn.Module | None = None, device: torch
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:
-    values = {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
+    values = {name: get_full_fp32_param(engine, p) for name, p in engine.module.named_parameters()}
     return {name: value.float().cpu().clone() for name, value in values.items() if value is not None}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from common import CUDA, DEVICE, DRY, SMALL, Results, allocated, no_differences, sync
 from engines import ALL, HOST, LR, PARAM, apart, batch, config, early, engine_of, masters, net, train, unlike
-from tessera.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from tessera.state import get_full_fp32_param, set_full_fp32_param
 from torch import nn
 
 from tessera.zero import GatheredParameters
@@ -165,10 +165,10 @@ def regions() -> dict[str, Any]:
     weight = engine.module.blocks[0].up.weight
     with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
         weight.fill_(0.5)
-    read = safe_get_full_fp32_param(weight)
+    read = get_full_fp32_param(engine, weight)
     assert read is not None
     ok = bool(read.eq(0.5).all())
-    safe_set_full_fp32_param(weight, torch.full_like(read, 0.25))
+    set_full_fp32_param(engine, weight, torch.full_like(read, 0.25))
     with GatheredParameters(weight):
         ok = ok and bool(weight.float().eq(0.25).all()) and weight.device == DEVICE
     where = {str(v.device) for v in engine.module_state_dict().values()}

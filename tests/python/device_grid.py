@@ -27,7 +27,7 @@ import stand_in
 import torch
 import torch.distributed as dist
 from device_net import Net
-from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad
+from tessera.state import get_full_fp32_param, get_full_grad
 from torch.utils.checkpoint import checkpoint
 
 import tessera
@@ -173,7 +173,7 @@ Found = dict[str, torch.Tensor]
 
 def found_in(engine: tessera.Engine, losses: list[torch.Tensor]) -> Found:
     """What is compared; the engine is gone."""
-    masters = {name: safe_get_full_fp32_param(p).cpu() for name, p in engine.module.named_parameters()}
+    masters = {name: get_full_fp32_param(engine, p).cpu() for name, p in engine.module.named_parameters()}
     engine.destroy()
     return masters | {"losses": torch.stack(losses).cpu()}
 
@@ -254,7 +254,7 @@ def looked_at(cfg: dict[str, Any]) -> Found:
                 copies = [p.detach().clone() for p in params]
             loss = engine(*batch(k))
             engine.backward(loss)
-            grads = [safe_get_full_grad(p) for p in params]
+            grads = [get_full_grad(engine, p) for p in params]
             engine.step()
             state = engine.module_state_dict()
             losses.append(loss.detach())

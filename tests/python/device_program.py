@@ -22,7 +22,7 @@ import stand_in
 import torch
 import torch.distributed as dist
 from support import Net, batch, config, losses_of, make
-from tessera.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
+from tessera.state import get_full_fp32_param, get_full_grad, set_full_fp32_param
 from torch import nn
 
 import tessera
@@ -55,7 +55,7 @@ def train(engine: tessera.Engine, steps: int = 4, first: int = 0) -> list[float]
 
 
 def masters(engine: tessera.Engine) -> list[torch.Tensor]:
-    found = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    found = [get_full_fp32_param(engine, p) for p in engine.module.parameters()]
     assert all(master.device == engine.device for master in found)
     return [master.cpu() for master in found]
 
@@ -206,14 +206,14 @@ def test_regions_and_state() -> None:
     train(engine, 2)
     weight = engine.module.head.weight
     value = torch.full((3, 7), 0.25, device=DEVICE)
-    safe_set_full_fp32_param(weight, value)
-    assert safe_get_full_fp32_param(weight).equal(value)
+    set_full_fp32_param(engine, weight, value)
+    assert get_full_fp32_param(engine, weight).equal(value)
     with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
         weight.fill_(0.5)
-    assert safe_get_full_fp32_param(weight).eq(0.5).all()
+    assert get_full_fp32_param(engine, weight).eq(0.5).all()
     loss = engine(*(t.to(DEVICE) for t in batch(9)))
     engine.backward(loss)
-    assert safe_get_full_grad(weight).device == engine.device
+    assert get_full_grad(engine, weight).device == engine.device
     engine.step()
     state = copy.deepcopy([engine.module.state_dict(), engine.optimizer.state_dict()])
     expected = train(engine, 2, first=20), masters(engine)

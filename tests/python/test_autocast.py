@@ -193,7 +193,7 @@ def test_the_region_is_forward_only(stage: int) -> None:
 def test_regions_around_forward(stage: int, caplog: pytest.LogCaptureFixture) -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
         seen = products(engine.module)
-        enabled = engine.torch_autocast_enabled()
+        enabled = engine.config.get("torch_autocast.enabled")
         for step in range(3):
             with torch.autocast("cpu", dtype=FP16):
                 loss = engine(*batch(rank))

@@ -29,6 +29,6 @@ def test_other_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert cli.main([command[0], str(tmp_path), *command[1:]]) == 1 and "latest" in capsys.readouterr().err
     assert cli.main(["report", "--json"]) == 0
     assert cli.main(["estimate", "1M", "--ranks", "1"]) == 0
-    assert cli.main(["launch", "--launcher", "slurm", "p.py"]) == 1
-    assert "--launcher slurm" in capsys.readouterr().err
+    assert cli.main(["launch", "--node_rank", "1", "p.py"]) == 1
+    assert "--node_rank 0 to 0" in capsys.readouterr().err
     assert cli.main([]) == 2 and cli.main(["nothing"]) == 2 and cli.main(["--help"]) == 0

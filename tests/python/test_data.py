@@ -29,7 +29,7 @@ class Numbers(Dataset[int]):
 
 def test_ranks_share_a_dataset() -> None:
     def body(engine: tessera.Engine, rank: int) -> Any:
-        loader = engine.deepspeed_io(Numbers(32))
+        loader = engine.data_loader(Numbers(32))
         assert loader.batch_size == 4 and len(loader) == 4
         first, second = [b.tolist() for b in loader], [b.tolist() for b in loader]
         assert first != second, "a new order every epoch"
@@ -57,13 +57,13 @@ def test_training_data_and_collate() -> None:
 
 def test_routes_and_options() -> None:
     engine = tessera.Engine(make(), config(dataloader_drop_last=True))
-    ordered = engine.deepspeed_io(Numbers(10), batch_size=3, route="eval")
+    ordered = engine.data_loader(Numbers(10), batch_size=3, route="eval")
     assert [b.tolist() for b in ordered] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     for wrong in (3, {1, 2}):
         with pytest.raises(ValueError, match="Dataset"):
-            engine.deepspeed_io(wrong)
+            engine.data_loader(wrong)
     with pytest.raises(ValueError, match="route"):
-        engine.deepspeed_io(Numbers(3), route="nowhere")
+        engine.data_loader(Numbers(3), route="nowhere")
     engine.destroy()
 
 

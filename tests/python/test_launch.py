@@ -1,14 +1,10 @@
-"""tessera launch: hostfiles and filters, ranks of one host, exit codes, hosts over ssh."""
+"""tessera launch: ranks of one host, of one of several, exit codes."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,167 +15,44 @@ from tessera.errors import ConfigError
 
 from tessera import launch
 
-HOSTS = {"a": 4, "b": 2, "c": 1}
-
-
-def test_hostfile(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("# comment\na slots=4\n\nb slots=2  # more\n  c   slots=1\n")
-    assert launch.fetch_hostfile(str(file)) == HOSTS
-    assert launch.fetch_hostfile(str(tmp_path / "none")) is None
-    for wrong in ("a slots=4\na slots=4", "a slots=x", "a", "# nothing"):
-        file.write_text(wrong)
-        with pytest.raises(ValueError):
-            launch.fetch_hostfile(str(file))
-
-
-FILTERS = [
-    ("", "", {"a": [0, 1, 2, 3], "b": [0, 1], "c": [0]}),
-    ("b@a:0,2", "", {"a": [0, 2], "b": [0, 1]}),
-    ("a:0-2", "", {"a": [0, 1, 2]}),
-    ("", "a", {"b": [0, 1], "c": [0]}),
-    ("", "a:1-3@c:0", {"a": [0], "b": [0, 1]}),
-]
-
-
-@pytest.mark.parametrize(("include", "exclude", "expected"), FILTERS)
-def test_filters(include: str, exclude: str, expected: dict[str, list[int]]) -> None:
-    found = launch.parse_inclusion_exclusion(HOSTS, include, exclude)
-    assert found == expected and list(found) == list(expected)
-
-
-@pytest.mark.parametrize(("include", "exclude"), [("a", "b"), ("x", ""), ("", "a:4"), ("a:x", ""), ("", "a@b@c")])
-def test_filters_that_make_no_sense(include: str, exclude: str) -> None:
-    with pytest.raises(ConfigError):
-        launch.parse_inclusion_exclusion(HOSTS, include, exclude)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--include", "a", "--num_gpus", "2"], ConfigError),
-        (["--launcher", "slurm"], NotImplementedError),
-        (["--autotuning", "run"], NotImplementedError),
-        (["--elastic_training"], NotImplementedError),
-        (["--min_elastic_nodes", "1"], NotImplementedError),
-        (["--max_elastic_nodes", "2"], NotImplementedError),
-        (["--bind_cores_to_rank"], NotImplementedError),
-        (["--bind_core_list", "0-3"], NotImplementedError),
-        (["--module", "--no_python"], ConfigError),
-        (["--node_rank", "1"], ConfigError),
-        (["--num_nodes", "2"], ConfigError),
-        (["--no_ssh", "--num_nodes", "2", "--node_rank", "0"], ConfigError),
-        (["--no_ssh", "--num_nodes", "2", "--node_rank", "2", "--master_addr", "a"], ConfigError),
-        (["--no_ssh", "--num_nodes", "2", "--master_addr", "a"], ConfigError),
-        (["--venv_script", "no/such/file", "--num_gpus", "1"], ConfigError),
-    ],
-)
-def test_what_is_refused(arguments: list[str], error: type[Exception]) -> None:
-    with pytest.raises(error, match=arguments[0] if error is NotImplementedError else None):
-        launch.main([*arguments, "--hostfile", "", "program.py"])
-
-
-ONE, TWO = "localhost slots=4", "a slots=4\nb slots=2"
-# Hostfile, arguments: slots of this host's ranks, whether these are devices, hosts, this host's number, where rank 0 is
 ROUTES = [
-    ("", ["--num_gpus", "2"], ([0, 1], False, 1, 0, "")),
-    ("", [], ([0, 1, 2, 3], False, 1, 0, "")),
-    ("", ["--include", "localhost:2,3"], ([2, 3], True, 1, 0, "")),
-    ("", ["--exclude", "localhost:0"], ([1, 2, 3], True, 1, 0, "")),
-    (ONE, ["--include", "localhost:2,3"], ([2, 3], True, 1, 0, "")),
-    (ONE, ["--num_gpus", "5"], ([0, 1, 2, 3, 4], True, 1, 0, "")),
-    (TWO, ["--exclude", "a"], ([0, 1], True, 1, 0, "")),
-    (TWO, ["--num_nodes", "1"], ([0, 1, 2, 3], True, 1, 0, "")),
-    (TWO, ["--no_ssh", "--node_rank", "1"], ([0, 1], True, 2, 1, "a")),
-    (TWO, ["--no_ssh", "--node_rank", "0", "--num_gpus", "1", "--master_addr", "x"], ([0], True, 2, 0, "x")),
-    (TWO, ["--no_ssh", "--node_rank", "1", "--include", "a:1@b:1", "--force_multi"], ([1], True, 2, 1, "a")),
-    ("", ["--no_ssh", "--num_nodes", "3", "--node_rank", "2", "--master_addr", "x"], ([0, 1, 2, 3], False, 3, 2, "x")),
+    (["--num_gpus", "2"], ([0, 1], False, 1, 0, "")),
+    ([], ([0, 1, 2, 3], False, 1, 0, "")),
+    (["--num_nodes", "3", "--node_rank", "2", "--master_addr", "x"], ([0, 1, 2, 3], False, 3, 2, "x")),
+    (["--node_rank", "1"], "--node_rank 0 to 0, got 1"),
+    (["--num_nodes", "2", "--master_addr", "a"], "--node_rank 0 to 1, got -1"),
+    (["--num_nodes", "2", "--node_rank", "0"], "needs --master_addr"),
+    (["--num_nodes", "2", "--node_rank", "2", "--master_addr", "a"], "got 2"),
+    (["--module", "--no_python"], "exclude each other"),
 ]
 
 
-@pytest.mark.parametrize(("hosts", "arguments", "expected"), ROUTES)
-def test_which_ranks_a_host_starts(
-    hosts: str, arguments: list[str], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "hosts").write_text(hosts)
+@pytest.mark.parametrize(("arguments", "expected"), ROUTES)
+def test_which_ranks_a_host_starts(arguments: list[str], expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def run_here(options: Any, slots: list[int], named: bool, nodes: int, node: int) -> int:
-        found.append((slots, named, nodes, node, options.master_addr))
-        assert options.with_local_rank and ("CUDA_VISIBLE_DEVICES" in os.environ) == (not (named and not hosts))
-        return 0
+    def run_here(options: Any, *how: Any) -> int:
+        found.append((*how, options.master_addr))
+        return 3
 
     monkeypatch.setattr(launch, "run_here", run_here)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr(launch, "_own_devices", lambda: 4)
-    file = str(tmp_path / "hosts") if hosts else ""
-    assert launch.main(["-H", file, *arguments, "program.py"], "deepspeed", local_rank=True) == 0
-    assert found == [expected]
-
-
-def test_a_file_of_the_pid_is_no_one_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others may write into the folder for temporary files, and know the name."""
-    victim, file = tmp_path / "victim", tmp_path / f"{os.getpid()}.deepspeed"
-    victim.write_text("precious")
-    file.symlink_to(victim)
-
-    def run_here(*_: Any) -> int:
-        assert file.read_text() == str(os.getpid()) and not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600
-        return 0
-
-    monkeypatch.setattr(launch, "run_here", run_here)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert launch.main(["-H", "", "--num_gpus", "1", "--save_pid", "program.py"]) == 0
-    assert victim.read_text() == "precious" and not file.is_symlink() and not file.exists()
-
-
-# What a launcher over ssh does itself, once for all hosts; all else reaches the hosts or is refused.
-OWN = (
-    "hostfile include exclude num_nodes num_gpus master_addr node_rank no_ssh no_ssh_check force_multi save_pid "
-    "ssh_port venv_script launcher launcher_args no_local_rank program arguments help"
-)
-PASSED = {
-    "master_port": ["--master_port", "123"],
-    "module": ["--module"],
-    "no_python": ["--no_python"],
-    "with_local_rank": ["--with_local_rank"],
-    "quiet": ["-q"],
-    "log_level": ["--log_level", "debug"],
-    "enable_each_rank_log": ["--enable_each_rank_log", "some logs"],
-}
-
-
-def test_every_option_reaches_the_hosts_or_is_refused() -> None:
-    made = launch.parser("launch")
-    refused = {action.dest for action in made._actions if action.help is argparse.SUPPRESS}
-    known = {*OWN.split(), *refused, *PASSED}
-    assert known == {action.dest for action in made._actions}
-    for name, arguments in PASSED.items():
-        options = made.parse_args([*arguments, "program.py", "--module"])
-        words = shlex.split(launch.remote_command(options, {"a": [0], "b": [1, 2]}, 1, "/f").rpartition(" && ")[2])
-        there = made.parse_args(words[words.index("tessera.launch") + 1 :])
-        assert getattr(there, name) == getattr(options, name) != made.get_default(name)
-        assert (there.num_nodes, there.node_rank, there.num_gpus, there.hostfile) == (2, 1, 2, "")
-        assert there.program == "program.py" and there.arguments == ["--module"] and there.no_ssh
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            launch.main([*arguments, "program.py"])
+    else:
+        assert launch.main([*arguments, "program.py"]) == 3 and found == [expected]
 
 
 PROGRAM = """
 import os, sys, time
-local = [argument for argument in sys.argv if argument.startswith("--local_rank=")]
-sys.argv = [argument for argument in sys.argv if argument not in local]
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_PORT")
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    file.write(" ".join(os.environ[name] for name in names) + "|" + "|".join(sys.argv[2:] + local))
-if "SECRET" in os.environ:
-    print("secret", os.environ["SECRET"])
-if "visible" in sys.argv:
-    print("devices", os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OF_SCRIPT"])
+    file.write(" ".join(os.environ[name] for name in names) + "|" + "|".join(sys.argv[2:]))
 if "fail" in sys.argv:
     if os.environ["RANK"] == "1":
         sys.exit("the reason")
     time.sleep(60)
-if "seven" in sys.argv:
-    os._exit(7)
 if "wait" in sys.argv:
     time.sleep(60)
 """
@@ -206,19 +79,13 @@ def test_ranks_of_one_host(program: Path, tmp_path: Path) -> None:
         assert (tmp_path / str(rank)).read_text() == f'{rank} 2 {rank} 2 0 1 {port}|quoted "text"|x=1'
 
 
-def test_devices_scripts_logs_and_levels(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a hostfile that has one host left."""
-    (tmp_path / "hosts").write_text("a slots=4\nb slots=2\n")
-    (tmp_path / "script.sh").write_text("echo noise\nexport OF_SCRIPT='a b'\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    options = ["--exclude", "a@b:0", "--master_port", free_port(), "--enable_each_rank_log", "logs", "--save_pid"]
-    child = start("-H", "hosts", *options, "--venv_script", "script.sh", "--log_level", "info", program, ".", "visible")
-    _, errors = child.communicate(timeout=120)
-    assert child.returncode == 0 and "torch/distributed/elastic" in errors
-    assert (tmp_path / "0").read_text().startswith("0 1 0 1 0 1 ")
-    assert [file.read_text() for file in tmp_path.glob("logs/**/0/stdout.log")] == ["devices 1 a b\n"]
-    assert not (Path(tempfile.gettempdir()) / f"{child.pid}.deepspeed").exists()
+def test_ranks_of_two_hosts_that_are_started_by_hand(program: Path, tmp_path: Path) -> None:
+    port = free_port()
+    job = ["--num_nodes", 2, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port]
+    children = [start(*job, "--node_rank", node, program, tmp_path) for node in range(2)]
+    assert [child.wait(timeout=180) for child in children] == [0, 0]
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|"
 
 
 def test_the_first_failure_ends_all_and_is_shown_last(program: Path, tmp_path: Path) -> None:
@@ -246,57 +113,3 @@ def test_signals_reach_the_ranks(program: Path, tmp_path: Path) -> None:
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=60)
     assert child.returncode == 128 + signal.SIGTERM
-
-
-SSH = """#!/bin/sh
-# A host of its own: drop the options and the name, run the rest here, in an environment of its own.
-echo "$@" >> "$(dirname "$0")/command lines"
-while [ "${1#-}" != "$1" ]; do [ "$1" = -p ] && shift; shift; done
-shift
-exec env -i PATH="$PATH" TMPDIR="$(dirname "$0")/tmp" sh -c "$*"
-"""
-
-
-def test_hosts_over_ssh(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "bin"
-    (folder / "tmp").mkdir(parents=True)
-    (folder / "ssh").write_text(SSH)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".deepspeed_env").write_text("SECRET=it's hidden\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    hosts = tmp_path / "hosts"
-    hosts.write_text("127.0.0.1 slots=2\nlocalhost slots=1\n")
-    port = free_port()
-    more = ["--ssh_port", 22, "--with_local_rank", "--enable_each_rank_log", tmp_path / "logs"]
-    child = start("-H", hosts, "--num_gpus", 1, "--master_port", port, *more, program, tmp_path, "a b")
-    assert child.wait(timeout=180) == 0
-    for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|a b|--local_rank=0"
-    assert [file.read_text() for file in tmp_path.glob("logs/**/stdout.log")] == ["secret it's hidden\n"] * 2
-    # Every user of both hosts sees command lines; no file stays.
-    assert "hidden" not in (folder / "command lines").read_text()
-    assert not list((folder / "tmp").iterdir())
-    child = start(
-        "-H", hosts, "--num_gpus", 1, "--no_ssh_check", "--master_port", free_port(), program, tmp_path, "seven"
-    )
-    child.communicate(timeout=180)
-    assert child.returncode == 7
-
-
-def test_what_other_hosts_get(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / ".deepspeed_env").write_text("SPECIAL = from the file\nnot a line\n# no=comment\n")
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("PYTHONPATH", "/own")
-    options = launch.parser("launch").parse_args(["--venv_script", "env.sh", "p.py", "it's"])
-    exports = launch.exports({"a": [0, 1], "b": [2]}, 1).splitlines()
-    for part in ("SPECIAL='from the file'", "NCCL_DEBUG=INFO", f"PYTHONPATH={tmp_path}:/own", "CUDA_VISIBLE_DEVICES=2"):
-        assert f"export {part}" in exports
-    assert not any("not a line" in line or "comment" in line for line in exports)
-    command = launch.remote_command(options, {"a": [0, 1], "b": [2]}, 1, "/on it/env")
-    assert f". {tmp_path}/env.sh && . '/on it/env' && rm -f '/on it/env' && " in command
-    assert "--node_rank 1 --num_nodes 2 --num_gpus 1" in command and "--master_addr a" in command
-    assert "NCCL" not in command and "SPECIAL" not in command

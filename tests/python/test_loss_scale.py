@@ -29,7 +29,7 @@ def poisoned(loss: torch.Tensor, here: bool) -> torch.Tensor:
 @pytest.mark.parametrize("stage", STAGES)
 def test_unscaled_backward_raises_on_every_rank_and_the_engine_goes_on(stage: int, world: int) -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
-        assert engine.optimizer.needs_scaler() and engine.fp16_enabled()
+        assert engine.optimizer.needs_scaler()
         before = weights(engine.module)
         for iteration in range(2):
             with pytest.raises(RuntimeError, match=REQUIRED):
@@ -260,12 +260,12 @@ def test_gradients_stay_scaled_until_the_step() -> None:
         def body(engine: tessera.Engine, rank: int, stage: int = stage) -> None:
             head = engine.module.head.weight
             engine.backward(engine(*batch(0)))
-            scaled = tessera.utils.safe_get_full_grad(head)
+            scaled = tessera.state.get_full_grad(engine, head)
             norm = engine.grad_norm()
             engine.zero_grad()
             engine.optimizer.loss_scale = 1024
             engine.backward(engine(*batch(0)))
-            torch.testing.assert_close(tessera.utils.safe_get_full_grad(head), 4 * scaled, rtol=2e-3, atol=1e-2)
+            torch.testing.assert_close(tessera.state.get_full_grad(engine, head), 4 * scaled, rtol=2e-3, atol=1e-2)
             engine.optimizer.loss_scale = 2  # for the next step; these gradients keep 1024
             assert engine.loss_scaler.gradient_scale == 1024
             engine.step()
@@ -294,7 +294,7 @@ def test_gradients_that_the_user_puts_there_are_scaled_ones() -> None:
 
 def test_surface() -> None:
     engine, optimizer, _, _ = tessera.initialize(model=make(), config=fp16(2, section={"loss_scale_window": 7}))
-    assert engine.dynamic_loss_scale() and engine.loss_scale() == 0
+    assert engine.loss_scaler.dynamic
     assert optimizer.dynamic_loss_scale and optimizer.loss_scale == optimizer.cur_scale == 256
     scaler = optimizer.loss_scaler
     assert isinstance(scaler, LossScaler) and scaler.get_scale() == 256 and scaler.is_enabled()
@@ -323,7 +323,7 @@ def test_surface() -> None:
     engine.destroy()
 
     engine = tessera.Engine(make(), fp16(1, section={"loss_scale": 128}))
-    assert not engine.dynamic_loss_scale() and engine.loss_scale() == engine.optimizer.loss_scale == 128
+    assert not engine.loss_scaler.dynamic and engine.optimizer.loss_scale == 128
     with pytest.raises(RuntimeError, match=REQUIRED):
         engine(*batch(0)).backward()
     engine.destroy()

@@ -61,7 +61,7 @@ def configure(
     global _call, _configured
     section: dict[str, Any] = {}
     if deepspeed_config is not None:
-        from tessera._config import load_config
+        from tessera.engine.front import load_config
 
         from deepspeed._config import read
 
@@ -83,7 +83,7 @@ def configure(
 def _tensor_parallel_ranks(mpu: Any) -> _core.Group | None:
     for getter in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
         if hasattr(mpu, getter):
-            from tessera._mesh import core_group
+            from tessera.engine.front import core_group
 
             return core_group(getattr(mpu, getter)())
     mesh = _groups._mesh()

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 from tessera import _core, checkpoints
 
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-
 
 def _status(error: BaseException) -> int:
     print(error, file=sys.stderr)
@@ -18,11 +16,11 @@ def _status(error: BaseException) -> int:
 
 
 def launch(args: Sequence[str] | None = None) -> int:
-    """`deepspeed`: tessera launch, whose programs get --local_rank."""
-    from tessera import launch as tessera_launch
+    """`deepspeed`."""
+    from deepspeed import _launch
 
     try:
-        return tessera_launch.main(args, "deepspeed", local_rank=True)
+        return _launch.main(args)
     except (ValueError, NotImplementedError) as error:
         return _status(error)
 

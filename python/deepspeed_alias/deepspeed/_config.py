@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tessera._config import load_config, text_of
-from tessera._mesh import core_group
 from tessera.elasticity import with_elastic_batch
+from tessera.engine.front import core_group, load_config, text_of
 from tessera.errors import ConfigError
 
 import tessera

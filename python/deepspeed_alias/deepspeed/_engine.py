@@ -1,4 +1,4 @@
-"""The engine of deepspeed.initialize: tessera.Engine, and what only old callers expect of it."""
+"""The engine of deepspeed.initialize: a module that has a tessera.Engine, and what only old callers expect of it."""
 
 from __future__ import annotations
 
@@ -6,147 +6,150 @@ import contextlib
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tessera._deepspeed import put_script
+from tessera.engine.front import put_script
 from tessera.errors import UsageError
 from torch import nn
 
 import tessera
 from deepspeed import _groups, _optimizers, _params, _schedules, _tensor_parallel
 from deepspeed._config import DeepSpeedConfig, Section, users_dict
-from deepspeed._getters import ConfigGetters, refusal
+from deepspeed._front import Front
+from deepspeed._getters import Getters, refusal
 from deepspeed._lazy import NotServed
 from deepspeed._logging import log_dist_once, warning_once
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
-from deepspeed._zero import DeepSpeedZeRoOffload
 from tessera import _core
 
 
 def _counter(name: str) -> Any:
     """A counter of the engine that callers assign, too."""
 
-    def put(self: tessera.Engine, value: int) -> None:
+    def put(self: DeepSpeedEngine, value: int) -> None:
         counters = {key: getattr(self, key) for key in ("micro_steps", "global_steps", "skipped_steps")} | {name: value}
         self.core.set_counters(**counters, global_samples=self.global_samples)
 
-    return property(getattr(tessera.Engine, name).fget, put)
+    return property(lambda self: getattr(self._engine, name), put)
 
 
-class DeepSpeedEngine(ConfigGetters, tessera.Engine):
-    """tessera.Engine with DeepSpeed's attributes. Names that it does not have are looked up in the module."""
+class DeepSpeedEngine(nn.Module):
+    """Has a tessera.Engine. A name that is not here is looked up in what the engine is asked about its configuration,
+    then in that engine, then in the module; what those have is also assigned there. Its submodule is the user's."""
+
+    _made_of: Any = tessera.Engine
+    _engine: tessera.Engine
 
     def __init__(self, model: nn.Module, config: Any, *, given: Any = None, **kwargs: Any) -> None:
-        """`given`: the configuration as the user wrote it, where `config` is made of it."""
-        vars(self)["_given"] = users_dict(config if given is None else given)
+        """As tessera.Engine. `given`: the configuration as the user wrote it, where `config` is made of it."""
+        own = vars(self)
+        own["_given"] = users_dict(config if given is None else given)
+        own["_front"] = Front()
         _params.settle(model.parameters())
-        super().__init__(model, config, **kwargs)
-        self._config = DeepSpeedConfig(self._settings, world_size=self.dp_world_size)
-        _schedules.shown(self.lr_scheduler)
-        self._averages = True
-        self.training_data = kwargs.get("training_data")
-        self._parameter_offload: DeepSpeedZeRoOffload | None = None
+        own["_engine"] = engine = self._made_of(model, config, front=self._front, **kwargs)
+        own["_getters"] = Getters(engine.config)
+        super().__init__()
+        own["_modules"] = engine._modules  # one module, wherever it is exchanged
+        own["_config"] = DeepSpeedConfig(engine.config, world_size=engine.dp_world_size)
+        own["_mpu"] = None
+        own["training_data"] = kwargs.get("training_data")
         self._inside_no_sync = False
-        self._mpu: Any = None
-        self.tput_timer = ThroughputTimer(self.train_batch_size)
-        self.timers = SynchronizedWallClockTimer()
-        if self._parallel.cuts_params:
-            _tensor_parallel.mark(self.module)
-            vars(self.module)["ds_autotp_parsed"] = True
+        self.tput_timer.batch_size = engine.train_batch_size()
+        _schedules.shown(engine.lr_scheduler)
+        if engine.parallel_plan() is not None:
+            _tensor_parallel.mark(model)
+            vars(model)["ds_autotp_parsed"] = True
         if self.zero_optimization_stage() == 3:
-            _params.adopt(self.module.parameters())
+            _params.adopt(model.parameters())
             # Of the root only, where TRL asks for it: what modules use of others is found out while they run.
-            self._loans.put(self.module, "ds_external_parameters", list)
-            self._loans.keep_off_copies(self.module)
+            engine._loans.put(model, "ds_external_parameters", list)
+            engine._loans.keep_off_copies(model)
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        own = vars(self)
+        if "_engine" not in own or (name.startswith("__") and name.endswith("__")):
             return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name in _OWN or (name.startswith("__") and name.endswith("__")):
-                raise
-        try:
-            return getattr(module, name)
-        except AttributeError:
-            refused = refusal(name)
-            if refused is not None:
-                raise NotServed(refused) from None
-            raise AttributeError(
-                f"neither '{type(self).__name__}' nor its module '{type(module).__name__}' has an attribute '{name}'"
-            ) from None
+        with contextlib.suppress(AttributeError):
+            return super().__getattr__(name)
+        module = self.module
+        for part in (own["_getters"], own["_engine"], module):
+            with contextlib.suppress(AttributeError):
+                return getattr(part, name)
+        refused = refusal(name)
+        if refused is not None:
+            raise NotServed(refused)
+        raise AttributeError(
+            f"neither '{type(self).__name__}' nor its module '{type(module).__name__}' has an attribute '{name}'"
+        )
 
-    def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
-        built = super()._build_optimizer(model_parameters)
-        return built if built is None else _optimizers.checked(self, built)
+    def __setattr__(self, name: str, value: Any) -> None:
+        engine = vars(self).get("_engine")
+        mine = name in vars(self) or hasattr(type(self), name)
+        if engine is None or mine or not (name in vars(engine) or hasattr(type(engine), name)):
+            super().__setattr__(name, value)
+        else:
+            setattr(engine, name, value)
 
-    def _visible_optimizer(self, options: Any) -> torch.optim.Optimizer | None:
-        found = super()._visible_optimizer(options)
-        if isinstance(found, tessera.Optimizer):
-            assert self._updates.runner is not None
-            return _optimizers.class_for(self)(self, self._updates.runner)
-        return found
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._getters), *dir(self._engine)})
+
+    def __del__(self) -> None:
+        if "_engine" in vars(self) and not sys.is_finalizing():
+            self._forget()
+
+    @property
+    def training(self) -> bool:
+        """The mode: one, whoever changes it."""
+        return self._engine.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._engine.training = mode
 
     # ---- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _params.settle_engine(self)
+        self._front.settle(self._engine)
         self.tput_timer.start()
-        return super().forward(*args, **kwargs)
+        return self._engine.forward(*args, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
     ) -> torch.Tensor:
-        return super().backward(loss, retain_graph, scale_wrt_gas)
+        return self._engine.backward(loss, retain_graph, scale_wrt_gas)
 
-    def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
-        _params.settle_engine(self)
-        steps = self.global_steps
-        sums = not self._averages and self.is_gradient_accumulation_boundary()
-        if sums:
-            self.core.grad_norm()  # they have come
-            self._times(self.seq_dp_world_size)
-        try:
-            super().step(lr_kwargs, global_norm=global_norm)
-        except Exception:
-            if sums and self.global_steps == steps:  # step() may be called again
-                self._times(1 / self.seq_dp_world_size)
-            raise
-        if self.wall_clock_breakdown() and self.global_steps != steps:
-            self.timers.take(self._watch.step_seconds)
-        self.tput_timer.stop(global_step=self.global_steps != steps)
+    def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
+        """tessera.Engine.data_loader()."""
+        return self._engine.data_loader(*args, **kwargs)
 
-    def _join(self) -> None:
-        _params.settle_engine(self)
-        super()._join()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._engine.zero_grad(set_to_none)
 
-    def _whole(self) -> Any:
-        _params.settle_engine(self)
-        return super()._whole()
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        return self._front.throughput
+
+    @property
+    def timers(self) -> SynchronizedWallClockTimer:
+        return self._front.timers
 
     @property
     def gradient_average(self) -> bool:
         """Gradients are the mean over data-parallel ranks; set to False at stage 0, step() updates by their sum."""
-        return self._averages and self._settings.get("gradient_allreduce_op") == "mean"
+        return self._front.averages and self._engine.config.get("gradient_allreduce_op") == "mean"
 
     @gradient_average.setter
     def gradient_average(self, averages: bool) -> None:
         if averages == self.gradient_average:
             return
-        if self.zero_optimization_stage() > 0 or self._settings.get("gradient_allreduce_op") != "mean":
+        if self.zero_optimization_stage() > 0 or self._engine.config.get("gradient_allreduce_op") != "mean":
             raise NotServed(
                 "[engine.gradient_average] is changed at stage 0 only; set gradient_allreduce_op in the configuration"
             )
-        self._averages = averages
-
-    def _times(self, factor: float) -> None:
-        """All gradients that are there."""
-        for number in self._updates.optimized:
-            view = self.core.local_view(number, _core.Quantity.Gradient)
-            if view is not None:
-                view.detach().mul_(factor)
+        self._front.averages = averages
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -161,7 +164,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
             )
         self._inside_no_sync = True
         try:
-            with super().no_sync():
+            with self._engine.no_sync():
                 yield
         finally:
             self._inside_no_sync = False
@@ -174,7 +177,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
                 "[engine.coalesce_grad_reduction] requires ZeRO stage 1, 2 or 3: at stage 0 there is no reduction but "
                 "that of the boundary, whatever the optimizer wrapper"
             )
-        with super().coalesce_grad_reduction():
+        with self._engine.coalesce_grad_reduction():
             yield
 
     def _backward_epilogue(self) -> None:
@@ -192,7 +195,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        return super().communication_data_type
+        return self._engine.communication_data_type
 
     @communication_data_type.setter
     def communication_data_type(self, dtype: torch.dtype) -> None:
@@ -224,7 +227,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     def zero_overlap_comm(self) -> bool:
         """As given, else what DeepSpeed resolves: true at stage 3. (Here it is done at every stage that can.)"""
-        return self._config.zero_config.overlap_comm  # type: ignore[attr-defined]
+        return self._config.zero_config.overlap_comm
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
         """Of each param group the names and shapes of what it trains."""
@@ -237,7 +240,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     def save_checkpoint(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
         """As tessera.Engine's, and with ZeRO the program zero_to_fp32.py beside the tags."""
         self._say_layout()
-        saved = super().save_checkpoint(save_dir, *args, **kwargs)
+        saved = self._engine.save_checkpoint(save_dir, *args, **kwargs)
         if self.zero_optimization():
             if self.global_rank == 0:
                 put_script(os.fspath(save_dir), os.path.join(save_dir, f".zero_to_fp32-{os.getpid()}"))
@@ -246,7 +249,7 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     def _say_layout(self) -> None:
         """With the first checkpoint of this process, where the configuration does not say which files it has."""
-        if self._telling_rank() == 0 and "checkpoint.format" not in self._settings.given:
+        if self._telling_rank() == 0 and "checkpoint.format" not in self._engine.config.given:
             warning_once(
                 "[engine.save_checkpoint] checkpoints have Tessera's layout: any world and stage loads it, and "
                 'zero_to_fp32.py reads it; with "checkpoint": {"format": "deepspeed"} they have the files of DeepSpeed'
@@ -254,6 +257,10 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
             )
 
     save_checkpoint.__signature__ = inspect.signature(tessera.Engine.save_checkpoint)  # type: ignore[attr-defined]
+
+    def save_fp16_model(self, *args: Any, **kwargs: Any) -> bool:
+        """save_16bit_model() by its old name."""
+        return self._engine.save_16bit_model(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, trusted: bool | None = None, **kwargs: Any) -> Any:
         """As tessera.Engine's; the client_state may hold any objects, as DeepSpeed's does: load what you trust."""
@@ -264,14 +271,16 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
                 [0],
                 logging.WARNING,
             )
-        return super().load_checkpoint(*args, trusted=trusted is not False, **kwargs)
+        return self._engine.load_checkpoint(*args, trusted=trusted is not False, **kwargs)
 
     load_checkpoint.__signature__ = inspect.signature(tessera.Engine.load_checkpoint)  # type: ignore[attr-defined]
 
     def destroy(self) -> None:
-        if "module" in self.__dict__.get("_modules", {}):
-            _params.disown(self.module.parameters())
-        super().destroy()
+        self._forget()
+        self._engine.destroy()
+
+    def _forget(self) -> None:
+        _params.disown(self.module.parameters())
         _groups.forget(self)
 
     def compile(
@@ -286,17 +295,40 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
                 "[engine.compile] schedule and compiled_autograd_enabled belong to DeepCompile (section `compile`), "
                 "which Tessera does not serve"
             )
-        super().compile(backend, compile_kwargs)
+        self._engine.compile(backend, compile_kwargs)
 
     # ---- the world, configuration
 
+    def get_type(self) -> list[Any]:
+        base = self._engine.basic_optimizer
+        return [] if base is None else [group.get("type", 0.0) for group in base.param_groups]
+
+    def optimizer_name(self) -> str | None:
+        """The configured type, or the class of the client's optimizer."""
+        if self._engine.client_optimizer is not None and self._engine.basic_optimizer is not None:
+            return type(self._engine.basic_optimizer).__name__
+        return self._engine.config.get("optimizer.type") or None
+
+    def scheduler_name(self) -> str | None:
+        if self._engine.client_lr_scheduler is not None:
+            return type(self._engine.lr_scheduler).__name__
+        return self._engine.config.get("scheduler.type") or None
+
+    def autotp_size(self) -> int:
+        """Ranks that the engine cuts its model over; else what tensor_parallel.autotp_size says, 0 or 1."""
+        cut = self._engine.parallel_plan() is not None
+        return self._engine.mp_world_size if cut else self._engine.config.get("tensor_parallel.autotp_size")
+
+    def get_tensor_parallel_rank(self) -> int:
+        return self._engine.get_model_parallel_rank()
+
     @property
-    def config(self) -> dict[str, Any]:  # type: ignore[override]
+    def config(self) -> dict[str, Any]:
         """What the user has written: the dict that was given, or what the file or text holds."""
         return self._given
 
     def tensor_parallel_config(self) -> Section:
-        return Section._of(self._settings.get("tensor_parallel"), {})
+        return Section._of(self._engine.config.get("tensor_parallel"), {})
 
     @property
     def mpu(self) -> Any:
@@ -313,12 +345,12 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
     @property
     def sparse_tensor_module_names(self) -> set[str]:
         """Embeddings whose gradients are sparse, where `sparse_gradients` asks for them."""
-        named = self.module.named_modules() if self._settings.get("sparse_gradients") else ()
+        named = self.module.named_modules() if self._engine.config.get("sparse_gradients") else ()
         return {f"{name}.weight" for name, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
     def is_first_weights_partition_group(self) -> bool:
         """This rank is of the first group that a whole copy of the parameters is partitioned over."""
-        ranks = self._settings.get("zero_optimization.mics_shard_size")
+        ranks = self._engine.config.get("zero_optimization.mics_shard_size")
         return self.global_rank < ranks if ranks > 0 else self.zero_optimization_partition_weights()
 
     @property
@@ -340,7 +372,3 @@ class DeepSpeedEngine(ConfigGetters, tessera.Engine):
 
     def zero_offload_param(self) -> Any:
         return getattr(self._config.zero_config, "offload_param", None)
-
-
-# What the engine's class asks itself for before it is set: never the module's.
-_OWN = frozenset(name for name in tessera.Engine.__annotations__ if name.startswith("_")) | {"core", "basic_optimizer"}

@@ -6,7 +6,7 @@ the model while it is built in fp32, or what is offloaded, whichever is more, ti
 
 from __future__ import annotations
 
-from tessera._config import load_config
+from tessera.engine.front import load_config
 from tessera.estimate import estimate
 from torch import nn
 

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tessera._config import dtype_at
 from tessera.autocast import get_default_autocast_lower_precision_modules
 
 import tessera
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 # Method -> the key that it returns. "*" in the key: the method's name, without "zero_" where it begins so.
 _KEYS = {
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.*",
+    "bfloat16_enabled": "bf16.enabled",
     "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
     "cpuadam_cores_perc": "zero_optimization.offload_optimizer.*",
     "dataloader_drop_last": "*",
@@ -28,53 +30,68 @@ _KEYS = {
     "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
     "flops_profiler_top_modules": "flops_profiler.top_modules",
     "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_enabled": "fp16.enabled",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "gradient_clipping": "*",
     "gradient_predivide_factor": "*",
     "graph_harvesting": "*",
     "is_deepcompile_enabled": "compile.deepcompile",
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
     "load_universal_checkpoint": "checkpoint.load_universal",
     "log_level": "*",
+    "loss_scale": "fp16.loss_scale",
+    "managed_gradient_accumulation": "*",
     "memory_breakdown": "*",
     "mics_shard_size": "zero_optimization.*",
     "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "optimizer_params": "optimizer.params",
     "scheduler_params": "scheduler.params",
     "sparse_gradients_enabled": "sparse_gradients",
+    "steps_per_print": "*",
     "super_offload": "zero_optimization.offload_optimizer.*",
+    "torch_autocast_enabled": "torch_autocast.enabled",
     "use_node_local_storage": "checkpoint.*",
+    "wall_clock_breakdown": "*",
+    "zero_allgather_bucket_size": "zero_optimization.*",
     "zero_allgather_partitions": "zero_optimization.*",
     "zero_allgather_sequential": "zero_optimization.*",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_contiguous_gradients": "zero_optimization.*",
     "zero_elastic_checkpoint": "zero_optimization.*",
     "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
     "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_ignore_unused_parameters": "zero_optimization.*",
     "zero_legacy_stage1": "zero_optimization.*",
+    "zero_load_from_fp32_weights": "zero_optimization.*",
     "zero_log_trace_cache_warnings": "zero_optimization.*",
     "zero_max_live_parameters": "zero_optimization.*",
     "zero_max_reuse_distance": "zero_optimization.*",
     "zero_model_persistence_threshold": "zero_optimization.*",
     "zero_module_granularity_threshold": "zero_optimization.*",
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_optimization_stage": "zero_optimization.stage",
     "zero_param_persistence_threshold": "zero_optimization.*",
     "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
     "zero_prefetch_bucket_size": "zero_optimization.*",
     "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
     "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_reduce_bucket_size": "zero_optimization.*",
+    "zero_reduce_scatter": "zero_optimization.*",
     "zero_round_robin_gradients": "zero_optimization.*",
     "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.*",
     "zero_sub_group_size": "zero_optimization.*",
 }
 
-# Methods that say whether something is on, which an engine with it on is not built for.
+# Methods that say whether something is on, or return its settings, which an engine with it on is not built for.
 _OFF = (
     "amp_enabled autotuning_enabled autotuning_profile_model_info compile_autosp compile_autotp "
     "compile_zero_optimization_stage curriculum_enabled_legacy curriculum_learning_enabled data_efficiency_enabled "
     "data_sampling_enabled eigenvalue_enabled is_deepcompile_active pld_enabled random_ltd_enabled "
     "uses_parallelization_pass_only"
 )
-# Methods that return the settings of such a thing where it is on.
-_NOTHING = "get_pld_theta zenflow_config zeropp_loco_param"
+_FIXED = dict.fromkeys(_OFF.split(), False) | dict.fromkeys(("get_pld_theta", "zenflow_config", "zeropp_loco_param"))
 
 # What is said of a member that is not served -> such members.
 _REFUSED = {
@@ -107,10 +124,22 @@ def refusal(name: str) -> str | None:
     return feature and f"[deepspeed] engine.{name} is not served by Tessera: {feature}"
 
 
-class ConfigGetters:
-    """Of an engine."""
+class Getters:
+    """Of an engine with these settings."""
 
-    _settings: tessera.Config
+    def __init__(self, settings: tessera.Config) -> None:
+        self._settings = settings
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        if name in _KEYS:
+            key = _KEYS[name].replace("*", name.removeprefix("zero_"))
+            return lambda: self._settings.get(key)
+        if name in _FIXED:
+            return lambda: _FIXED[name]
+        raise AttributeError(name)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *_KEYS, *_FIXED]
 
     def postscale_gradients(self) -> bool:
         return not self._settings.get("prescale_gradients")
@@ -123,6 +152,9 @@ class ConfigGetters:
 
     def checkpoint_writer_enabled(self) -> bool:
         return self._settings.get("checkpoint.writer") is not None
+
+    def dynamic_loss_scale(self) -> bool:
+        return self._settings.get("fp16.enabled") and self._settings.get("fp16.loss_scale") == 0
 
     def initial_dynamic_scale(self) -> float:
         return 2.0 ** self._settings.get("fp16.initial_scale_power")
@@ -141,7 +173,10 @@ class ConfigGetters:
         """dtype of the parameters, and that in which gradients are accumulated."""
         fp16, bf16 = self._settings.get("fp16.enabled"), self._settings.get("bf16.enabled")
         of_params = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
-        return of_params, dtype_at(self._settings, "data_types.grad_accum_dtype") or of_params
+        return of_params, _DTYPES.get(self._settings.get("data_types.grad_accum_dtype"), of_params)
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        return _DTYPES.get(self._settings.get("torch_autocast.dtype"))
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         given = self._settings.get("torch_autocast.lower_precision_safe_modules")
@@ -174,29 +209,11 @@ class ConfigGetters:
     def zero_nvme_offload_optimizer(self) -> bool:
         return self._away() == "nvme"
 
+    def zero_optimization(self) -> bool:
+        return self._settings.get("zero_optimization.stage") > 0
+
     def zero_optimization_partition_weights(self) -> bool:
         return self._settings.get("zero_optimization.stage") == 3
 
     def zero_optimization_partition_gradients(self) -> bool:
         return self._settings.get("zero_optimization.stage") >= 2
-
-
-def _returning(name: str, get: Callable[[Any], Any], doc: str) -> Callable[[Any], Any]:
-    def getter(self: Any) -> Any:
-        return get(self)
-
-    getter.__name__, getter.__qualname__, getter.__doc__ = name, f"ConfigGetters.{name}", doc
-    return getter
-
-
-def _key(name: str, key: str) -> Callable[[Any], Any]:
-    key = key.replace("*", name.removeprefix("zero_"))
-    return _returning(name, lambda self: self._settings.get(key), f"`{key}` of the configuration.")
-
-
-for _name, _path in _KEYS.items():
-    setattr(ConfigGetters, _name, _key(_name, _path))
-for _name in _OFF.split():
-    setattr(ConfigGetters, _name, _returning(_name, lambda self: False, "False: an engine with it is not built."))
-for _name in _NOTHING.split():
-    setattr(ConfigGetters, _name, _returning(_name, lambda self: None, "None: an engine with it is not built."))

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from tessera._config import choose_config
+from tessera.engine.front import choose_config
 
 import deepspeed
 import tessera

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepspeed._zero import DeepSpeedZeRoOffload, ZeRORuntimeException
 from tessera import _core, optim
 from tessera.zero import get_z3_leaf_modules
 
+_STAGE, _AWAY = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
@@ -28,6 +30,9 @@ class DeepSpeedOptimizer(tessera.Optimizer):
     def _owner(self) -> Any:
         return self._live_engine()
 
+    def _setting(self, key: str) -> Any:
+        return self._owner.config.get(key)
+
     @property
     def cur_scale(self) -> float:
         return self.loss_scale
@@ -39,13 +44,12 @@ class DeepSpeedOptimizer(tessera.Optimizer):
     @property
     def torch_autocast_gradscaler(self) -> Any:
         """The scaler where torch_autocast runs in fp16, else None."""
-        engine = self._owner
-        in_fp16 = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() is torch.float16
+        in_fp16 = self._setting("torch_autocast.enabled") and self._setting("torch_autocast.dtype") == "fp16"
         return self.loss_scaler if in_fp16 else None
 
     @property
     def clip_grad(self) -> float:
-        return self._owner.gradient_clipping()
+        return self._setting("gradient_clipping")
 
     def refresh_fp32_params(self) -> None:
         """Masters from the weights as they are now."""
@@ -76,11 +80,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def cpu_offload(self) -> bool:
-        return self._owner.zero_use_cpu_optimizer()
+        return self._setting(_AWAY) != "none"
 
     @property
     def partition_gradients(self) -> bool:
-        return self._owner.zero_optimization_partition_gradients()
+        return self._setting(_STAGE) >= 2
 
     def get_param_id(self, param: torch.Tensor) -> int:
         """The number of a parameter that is trained."""
@@ -92,7 +96,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         backwards, by the parameter's number. (One backward a step accumulates nothing.)"""
         engine = self._owner
         several = engine.gradient_accumulation_steps() > 1 or not engine.is_gradient_accumulation_boundary()
-        if not (several and engine.zero_use_cpu_optimizer()):
+        if not (several and self.cpu_offload):
             return {}
         views = {
             number: engine.core.local_view(number, _core.Quantity.Gradient) for number in engine._updates.optimized
@@ -115,12 +119,9 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         return self._flat_masters()
 
-    @property
+    @functools.cached_property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:
-        engine = self._owner
-        if engine._parameter_offload is None:
-            engine._parameter_offload = DeepSpeedZeRoOffload(engine.module)
-        return engine._parameter_offload
+        return DeepSpeedZeRoOffload(self._owner.module)
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
@@ -133,7 +134,7 @@ class FP16_Optimizer(DeepSpeedOptimizer):
 
     @property
     def low_precision_dtype(self) -> torch.dtype:
-        return self._owner.get_data_types()[0]
+        return torch.float16 if self._setting("fp16.enabled") else torch.bfloat16
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
@@ -163,13 +164,13 @@ class _UnfusedBF16(BF16_Optimizer, FP16_UnfusedOptimizer):
 
 
 def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
-    stage = engine.zero_optimization_stage()
+    stage = engine.config.get(_STAGE)
     if stage == 3:
         return DeepSpeedZeroOptimizer_Stage3
     if stage > 0:
         return DeepSpeedZeroOptimizer
     fused = isinstance(engine.basic_optimizer, _ops.FusedAdam)
-    if engine.bfloat16_enabled():
+    if engine.config.get("bf16.enabled"):
         return BF16_Optimizer if fused else _UnfusedBF16
     return FP16_Optimizer if fused else FP16_UnfusedOptimizer
 
@@ -183,33 +184,35 @@ _NAMES: dict[type, tuple[type, type]] = {
 }
 
 
-def checked(engine: Any, base: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def checked(settings: tessera.Config, client: Any, base: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An engine's base optimizer, of DeepSpeed's class where the configuration has built it. Errors of offload: for a
     client's that is not made for the CPU, and for one that 16-bit masters do not go with."""
-    away = engine.zero_use_cpu_optimizer()
-    low_states = engine.bfloat16_enabled() and engine.bf16_optimizer_states()
-    if engine.client_optimizer is None:
+    away = settings.get(_AWAY) != "none"
+    low_states = settings.get("bf16.enabled") and settings.get("bf16.bf16_optimizer_states")
+    if client is None:
         if type(base) in _NAMES:
             base.__class__ = _NAMES[type(base)][away]
             vars(base)["fp32_optimizer_states"] = not low_states
-    elif away and engine.zero_force_ds_cpu_optimizer() and not isinstance(base, _ON_CPU):
+    elif away and settings.get("zero_force_ds_cpu_optimizer") and not isinstance(base, _ON_CPU):
         raise ZeRORuntimeException(
             f"[initialize] {type(base).__name__} of your own with zero_optimization.offload_optimizer: use "
             "deepspeed.ops.adam.DeepSpeedCPUAdam or an optimizer of the configuration, or set "
             '"zero_force_ds_cpu_optimizer": false'
         )
     if away:
-        _check_masters(engine, base, low_states)
+        _check_masters(settings, base, low_states)
     return base
 
 
 _ON_CPU = (_ops.DeepSpeedCPUAdam, _ops.DeepSpeedCPULion)
 
 
-def _check_masters(engine: Any, base: torch.optim.Optimizer, low_states: bool) -> None:
+def _check_masters(settings: tessera.Config, base: torch.optim.Optimizer, low_states: bool) -> None:
     """Of optimizer offload."""
-    bf16 = engine.bfloat16_enabled() and engine.bf16_master_weights_and_gradients()
-    fp16 = engine.fp16_enabled() and engine.fp16_master_weights_and_gradients()
+    bf16, fp16 = (
+        settings.get(f"{kind}.enabled") and settings.get(f"{kind}.{kind}_master_weights_and_grads")
+        for kind in ("bf16", "fp16")
+    )
     if not (bf16 or fp16):
         return
     key = "bf16.bf16_master_weights_and_grads" if bf16 else "fp16.fp16_master_weights_and_grads"

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tessera._mesh import core_group
+from tessera.engine.front import core_group
 from tessera.zero.engines import Mark, engine_of, holder_of
 from torch import nn
 

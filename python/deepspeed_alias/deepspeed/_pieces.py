@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tessera._mesh import core_group
+from tessera.engine.front import core_group
 from tessera.errors import UsageError
 from tessera.zero.engines import Region, engine_of, parts_of
 

@@ -1,24 +1,92 @@
-"""deepspeed.pipe: tessera.pipeline with DeepSpeed's engine."""
+"""deepspeed.pipe: tessera.pipeline with DeepSpeed's names and its engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tessera.data import RepeatingLoader
 from tessera.errors import ConfigError
-from tessera.pipeline._topology import PipeDataParallelTopology, PipelineParallelGrid, PipeModelDataParallelTopology
 
 from deepspeed import _groups
 from deepspeed._engine import DeepSpeedEngine
-from tessera import _core
-from tessera.pipeline import PipelineEngine as TesseraPipelineEngine
+from deepspeed._topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
+from tessera import _core, pipeline
 
 
-class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
+class PipelineModule(pipeline.PipelineModule):
+    """tessera.pipeline.PipelineModule; `topology`, in place of `num_stages`, is an object whose get_dim("pipe") says
+    them."""
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        *args: Any,
+        dynamic_shape: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if topology is not None:
+            pipe = int(topology.get_dim("pipe"))
+            if num_stages not in (None, pipe):
+                raise ConfigError(f"[PipelineModule] num_stages is {num_stages}, the topology has {pipe}")
+            num_stages = pipe
+        if num_stages is None:
+            raise ConfigError("[PipelineModule] pass num_stages or a topology")
+        super().__init__(layers, num_stages, *args, **kwargs)
+        started = dist.is_initialized()
+        ranks, self._rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
+        self._topology = topology or PipeDataParallelTopology(num_stages, ranks // num_stages)
+
+    def topology(self) -> ProcessTopology:
+        """The one that it was made with, else of `num_stages` stages."""
+        return self._topology
+
+    def mpu(self) -> PipelineParallelGrid:
+        """This rank's place; the groups are those of engine.grid."""
+        return PipelineParallelGrid(self._topology, self._rank)
+
+    def num_pipeline_stages(self) -> int:
+        return self.num_stages
+
+    @property
+    def parts(self) -> list[int]:
+        """First layers of the parts of the model, and the number of layers."""
+        return self.bounds
+
+    def partitions(self) -> list[int]:
+        return self.bounds
+
+    def stage_owner(self, layer_idx: int) -> int:
+        if not 0 <= layer_idx < self.bounds[-1]:
+            raise ConfigError(f"[PipelineModule] there is no layer {layer_idx}; the list has {self.bounds[-1]}")
+        return (bisect.bisect_right(self.bounds, layer_idx) - 1) % self.num_stages
+
+    @property
+    def forward_funcs(self) -> list[Callable[[Any], Any]]:
+        """The layers of this stage as they are called."""
+        return [self.function_of(number) for chunk in range(self.num_chunks) for number in self.layers_of(chunk)]
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        if interval < 0:
+            raise ConfigError(f"[PipelineModule] activation_checkpoint_interval must be >= 0, got {interval}")
+        self.activation_checkpoint_interval = interval
+
+
+class PipelineEngine(DeepSpeedEngine):
     """What deepspeed.initialize makes of a PipelineModule."""
+
+    _made_of = pipeline.PipelineEngine
+    _engine: pipeline.PipelineEngine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,7 +100,8 @@ class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
         """With the sizes that the engine has, whatever the topology of its module says."""
         pipe, model = self.num_stages, self.mp_world_size
         data = self._grid.size // model
-        topology = self.module.topology()
+        module = self.module
+        topology = module.topology() if isinstance(module, PipelineModule) else PipeDataParallelTopology(pipe, data)
         if [max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")] != [pipe, data, model]:
             topology = PipeDataParallelTopology(pipe, data)
             if model > 1:
@@ -89,7 +158,7 @@ class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
             self.set_dataiterator(data_iter)
         if self.data_iterator is None and self.batch_fn is not None and self.training_dataloader is not None:
             self.set_dataiterator(iter(RepeatingLoader(self.training_dataloader)))
-        self.agg_train_loss = super().train_batch(self._batches(self.data_iterator))
+        self.agg_train_loss = self._engine.train_batch(self._batches(self.data_iterator))
         return self.agg_train_loss
 
     def eval_batch(
@@ -104,7 +173,7 @@ class PipelineEngine(DeepSpeedEngine, TesseraPipelineEngine):
         """The mean loss of what set_batch_fn()'s function makes of the micro-batches; where none is computed
         (`compute_loss`, or no loss_fn and no loss from the last layer) the mean of the outputs, on the last stage, and
         with `reduce_output` None all of them. `return_logits`: those of the last micro-batch, too."""
-        found = super().eval_batch(
+        found = self._engine.eval_batch(
             self._batches(data_iter),  # type: ignore[arg-type]
             compute_loss,
             compute_loss,

@@ -47,9 +47,9 @@ _BWC = (
     "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
     "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group"
 )
-_PIPE = _same("tessera.pipeline", "PipelineModule LayerSpec TiedLayerSpec")
+_PIPE = {**_same("._pipe", "PipelineModule"), **_same("tessera.pipeline", "LayerSpec TiedLayerSpec")}
 _TOPOLOGIES = _same(
-    "tessera.pipeline._topology",
+    "._topology",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
 )
 
@@ -87,7 +87,7 @@ _CHECKPOINTING = _same(
     "model_parallel_reconfigure_tp_seed reset set_num_layers CheckpointFunction",
 )
 _ELASTIC = {
-    **_same("tessera.elasticity", "compute_elastic_config elasticity_enabled"),
+    **_same("._elasticity", "compute_elastic_config elasticity_enabled"),
     **_refused("DSElasticAgent", "an elastic agent of its own; `tessera launch` and torchrun have torch's"),
     **_refused("ensure_immutable_elastic_config", "a scheduler's copy of the section in the environment"),
 }
@@ -120,10 +120,11 @@ _BUILD = {  # what an installation says of itself
     **dict.fromkeys(("git_hash", "git_branch"), "deepspeed:__git_hash__"),
     **_same("._ops", "torch_info accelerator_name"),
 }
-_ULYSSES_SP = (
-    "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute "
-    "sequence_tiled_compute"
-)
+_ULYSSES_SP = {
+    "UlyssesSPAttentionHF": "tessera.sequence:TransformersAttention",
+    "UlyssesSPDataLoaderAdapter": "tessera.sequence:SequenceLoader",
+    **_same("tessera.sequence", "TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute"),
+}
 
 MODULES: dict[str, Rows] = {
     "deepspeed": {
@@ -142,7 +143,7 @@ MODULES: dict[str, Rows] = {
         "dist": "deepspeed.comm",
         "get_accelerator": "._accelerator:get_accelerator",
         **{name: _TYPES[name] for name in ("ADAM_OPTIMIZER", "LAMB_OPTIMIZER")},
-        "PipelineModule": "tessera.pipeline:PipelineModule",
+        "PipelineModule": "._pipe:PipelineModule",
         "PipelineEngine": "._pipe:PipelineEngine",
         **_refused("init_inference InferenceEngine DeepSpeedInferenceConfig default_inference_config", _INFERENCE),
         **_refused("DeepSpeedHybridEngine", "the hybrid engine (section `hybrid_engine`)"),
@@ -233,7 +234,7 @@ MODULES: dict[str, Rows] = {
         "TorchCheckpointEngine", "writers of checkpoints; engine.save_checkpoint(), section `checkpoint`"
     ),
     "deepspeed.runtime.sequence_parallel": {},
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": _same("tessera.sequence", _ULYSSES_SP, _ULYSSES),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": _ULYSSES_SP,
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": {"=": "deepspeed._sequence_state"},
     "deepspeed.runtime.tensor_parallel": _same("._tensor_parallel", "tp_model_init set_autotp_mode"),
     "deepspeed.runtime.tensor_parallel.config": _same("._tp_config", _TP_CONFIG),
@@ -310,7 +311,8 @@ MODULES: dict[str, Rows] = {
         "get_accelerator set_accelerator is_current_accelerator_supported SUPPORTED_ACCELERATOR_LIST",
     ),
     "deepspeed.utils": {
-        **_same("tessera.utils", f"{_SAFE} {_LEAF}"),
+        **_same("._fragments", _SAFE),
+        **_same("tessera.zero", _LEAF),
         **_same("._logging", "logger log_dist set_log_level_from_string LoggerFactory"),
         "RepeatingLoader": "tessera.data:RepeatingLoader",
         "OnDevice": "._small:OnDevice",
@@ -339,10 +341,10 @@ MODULES: dict[str, Rows] = {
         "names for debugging; engine.param_names",
     ),
     "deepspeed.utils.tensor_fragment": {
-        **_same("tessera.utils", _SAFE),
+        **_same("._fragments", _SAFE),
         **_same("._helpers", "fragment_address"),
     },
-    "deepspeed.utils.z3_leaf_module": _same("tessera.utils", _LEAF),
+    "deepspeed.utils.z3_leaf_module": _same("tessera.zero", _LEAF),
     "deepspeed.utils.nvtx": _same("._small", "instrument_w_nvtx"),
     "deepspeed.utils.timer": {
         **_same("._timers", f"{_TIMERS} NoopTimer"),
@@ -406,10 +408,11 @@ MODULES: dict[str, Rows] = {
     },
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": _same(
-        "tessera.launch", "parse_resource_filter fetch_hostfile parse_inclusion_exclusion encode_world_info"
+        "._launch",
+        "parse_resource_filter fetch_hostfile parse_inclusion_exclusion encode_world_info DEEPSPEED_ENVIRONMENT_NAME",
     )
     | _refused("parse_args", "arguments as an object; main(args) takes them as a list")
-    | {"main": "._commands:launch", "DEEPSPEED_ENVIRONMENT_NAME": "._commands:DEEPSPEED_ENVIRONMENT_NAME"},
+    | {"main": "._commands:launch"},
     "deepspeed.monitor": {},
     "deepspeed.monitor.monitor": {"MonitorMaster": "._watching:MonitorMaster", "Monitor": "tessera.monitor:Writer"},
     "deepspeed.monitor.config": _same(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tessera._mesh import core_group
+from tessera.engine.front import core_group
 from tessera.errors import ConfigError, UsageError
 from tessera.parallel.engines import Record, cut_of, cuts_of, made
 from torch import nn
@@ -223,7 +223,7 @@ class GatherReplacedLayerParams:
 
     def __init__(self, params: torch.Tensor | Iterable[torch.Tensor], module: nn.Module, enabled: bool = True) -> None:
         given = [params] if isinstance(params, torch.Tensor) else list(params)
-        model = getattr(module, "module", module) if isinstance(module, tessera.Engine) else module
+        model: Any = module.module if hasattr(module, "parallel_plan") else module  # of an engine
         cuts = cuts_of(model)
         self.enabled = enabled and any(id(param) in cuts for param in given)
         self.params, self.module = given, module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from deepspeed._logging import log_dist
@@ -18,18 +18,14 @@ STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
 class ThroughputTimer:
     """Samples a second, over whole optimizer steps after the first `start_step`."""
 
-    def __init__(self, batch_size: Callable[[], int] | int, start_step: int = 2) -> None:
-        self._batch_size = batch_size
+    def __init__(self, batch_size: int, start_step: int = 2) -> None:
+        self.batch_size = batch_size
         self.start_step = start_step
         self.epoch_count = 0
         self.micro_step_count = 0
         self.global_step_count = 0
         self.total_elapsed_time = 0.0
         self._begin: float | None = None
-
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size() if callable(self._batch_size) else self._batch_size
 
     def update_epoch_count(self) -> None:
         self.epoch_count += 1

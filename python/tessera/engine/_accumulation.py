@@ -19,6 +19,10 @@ class Accumulation:
         """True when the next step() will update parameters."""
         return self._core.is_gradient_accumulation_boundary()
 
+    def at_boundary(self) -> bool:
+        """The same where the engine counts; else every step() does."""
+        return not self._managed or self._core.is_gradient_accumulation_boundary()
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides the count for the present micro-batch; call it before its forward and backward."""
         if not self._managed:

@@ -110,7 +110,3 @@ class Checkpoints:
             return False
         export(self._run, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
         return True
-
-    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
-        """save_16bit_model() by its old name."""
-        return self.save_16bit_model(save_dir, save_filename)

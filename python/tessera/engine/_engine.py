@@ -26,7 +26,7 @@ from tessera.engine._contents import Contents
 from tessera.engine._delegate import method_of, property_of, weak
 from tessera.engine._end import end, give_up
 from tessera.engine._forward import Forward
-from tessera.engine._info import Info, setting
+from tessera.engine._info import Info
 from tessera.engine._joining import Joining, groups_of_frozen
 from tessera.engine._loaders import Loaders
 from tessera.engine._look import Look, own_error_first
@@ -39,6 +39,7 @@ from tessera.engine._report import warn_of
 from tessera.engine._updates import Updates
 from tessera.engine._watch import Watch
 from tessera.engine._weights import Weights
+from tessera.engine.front import Front
 from tessera.errors import ConfigError
 from tessera.loss_scale import LossScaler
 from tessera.optim.engines import (
@@ -64,6 +65,7 @@ class Engine(nn.Module):
     `unit_policy`: which parameters travel together, see tessera.units.
     `sequence_parallel`: ranks of a sequence, in place of the configuration's sequence_parallel_size; `tensor_parallel`:
     ranks that the model is cut over, in place of tensor_parallel.autotp_size.
+    `front`: of an object that has the engine and stands before it, see tessera.engine.front.
     Collective: every rank builds its engine at the same time; parameters start with rank 0's values.
     """
 
@@ -79,6 +81,7 @@ class Engine(nn.Module):
     core: _core.Engine  # the compiled engine
     # The parts, in the order in which they are made; up to the core's, then those that it is there for.
     _settings: _core.Config
+    _front: Front
     _loans: Loans
     _ranks: Ranks
     _watch: Watch
@@ -113,8 +116,10 @@ class Engine(nn.Module):
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
         tensor_parallel: int | None = None,
+        front: Front | None = None,
     ) -> None:
         super().__init__()
+        self._front = front or Front()
         self._settings = load_config(config)
         self.module = model
         self.local_rank = distributed.local_rank()
@@ -151,7 +156,7 @@ class Engine(nn.Module):
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self._settings, optimizer, base, lr_scheduler)
             self.training_dataloader = (
-                None if training_data is None else self.deepspeed_io(training_data, batch.micro_batch_size)
+                None if training_data is None else self.data_loader(training_data, batch.micro_batch_size)
             )
             self._parallel.cut(whole_for_good, partition_again)
             self._build_core(base, unit_policy or default_unit_policy, joins)
@@ -177,7 +182,8 @@ class Engine(nn.Module):
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
         more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._of_several}
-        return build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
+        base = build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
+        return None if base is None else self._front.built(self._settings, self.client_optimizer, base)
 
     def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
         configured = self.client_optimizer is not None or bool(self._settings.get("optimizer.type"))
@@ -216,10 +222,10 @@ class Engine(nn.Module):
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
         self._moving = Moving(core, self._settings, self._updates.runner)
-        self._accumulation = Accumulation(core, self.managed_gradient_accumulation())
+        self._accumulation = Accumulation(core, self._settings.get("managed_gradient_accumulation"))
         warn, shares = warn_of if tells else None, self._ranks.sp_world_size > 1
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares)
-        if self.fp16_enabled() and self._settings.get("fp16.auto_cast"):
+        if self._settings.get("fp16.enabled") and self._settings.get("fp16.auto_cast"):
             self._forward.input_dtype = torch.float16
 
     def _visible_optimizer(self, options: _core.EngineOptions) -> torch.optim.Optimizer | None:
@@ -233,7 +239,7 @@ class Engine(nn.Module):
         if self._updates.params_are_masters:
             return base
         self._loans.put(base, "zero_grad", types.MethodType(zero_grad_of_optimizer(this), base))
-        return Optimizer(self, self._updates.runner)
+        return self._front.optimizer_class(self)(self, self._updates.runner)
 
     # ---------------------------------------------------------------- training
 
@@ -281,11 +287,15 @@ class Engine(nn.Module):
         one of them cannot step, which gets its own error; UsageError where parameters of the module were replaced since
         the engine was built. With tessera.update_in_backward the backward has looked, before it updated anything.
         Collective."""
+        with self._front.stepping(self):
+            self._step(lr_kwargs, global_norm)
+
+    def _step(self, lr_kwargs: dict[str, Any] | None, global_norm: float | None) -> None:
         runner = self._updates.trained_by("step")
         core = self.core
         core.check_not_captured("step")
         steps = core.global_steps()
-        boundary = not self.managed_gradient_accumulation() or core.is_gradient_accumulation_boundary()
+        boundary = self._accumulation.at_boundary()
         fault, problem = "", None
         if boundary:
             fault, problem = self._look.look(before_step=not self._look.in_backward)
@@ -309,6 +319,14 @@ class Engine(nn.Module):
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._watch.stepped(self)
+
+    def _join(self) -> None:
+        self._front.settle(self)
+        self._joining.join()
+
+    def _whole(self) -> Any:
+        self._front.settle(self)
+        return self._weights.whole()
 
     def _update(self) -> None:
         self._joining.settle()
@@ -354,7 +372,6 @@ class Engine(nn.Module):
 
     # ---------------------------------------------------------------- what parts do: bodies and docstrings are theirs
 
-    _join = method_of("_joining", Joining.join)
     _add_group = method_of("_joining", Joining.add_group)
     _masters = method_of("_updates", Updates.masters)
     _load_masters = method_of("_updates", Updates.load_masters)
@@ -367,13 +384,11 @@ class Engine(nn.Module):
     wait_for_checkpoint = method_of("_checkpoints", Checkpoints.wait_for_checkpoint)
     load_checkpoint = method_of("_checkpoints", Checkpoints.load_checkpoint)
     save_16bit_model = method_of("_checkpoints", Checkpoints.save_16bit_model)
-    save_fp16_model = method_of("_checkpoints", Checkpoints.save_fp16_model)
 
-    deepspeed_io = method_of("_loaders", Loaders.deepspeed_io)
+    data_loader = method_of("_loaders", Loaders.data_loader)
 
     module_state_dict = method_of("_weights", Weights.module_state_dict)
     load_module_state_dict = method_of("_weights", Weights.load_module_state_dict)
-    _whole = method_of("_weights", Weights.whole)
 
     offload_states = method_of("_moving", Moving.offload_states)
     finish_update = method_of("_moving", Moving.finish_update)
@@ -400,16 +415,7 @@ class Engine(nn.Module):
     comm_summary = method_of("_info", Info.comm_summary)
     get_lr = method_of("_info", Info.get_lr)
     get_mom = method_of("_info", Info.get_mom)
-    get_type = method_of("_info", Info.get_type)
-    optimizer_name = method_of("_info", Info.optimizer_name)
-    scheduler_name = method_of("_info", Info.scheduler_name)
-    autotp_size = method_of("_info", Info.autotp_size)
     parallel_plan = method_of("_info", Info.parallel_plan)
-    zero_optimization = method_of("_info", Info.zero_optimization)
-    zero_overlap_comm = method_of("_info", Info.zero_overlap_comm)
-    torch_autocast_dtype = method_of("_info", Info.torch_autocast_dtype)
-    dynamic_loss_scale = method_of("_info", Info.dynamic_loss_scale)
-    steps_per_print = method_of("_info", Info.steps_per_print)
     monitor = property_of("_info", Info.monitor)
     flops_profiler = property_of("_info", Info.flops_profiler)
 
@@ -423,7 +429,6 @@ class Engine(nn.Module):
     get_data_parallel_rank = method_of("_ranks", Ranks.get_data_parallel_rank)
     get_sequence_parallel_rank = method_of("_ranks", Ranks.get_sequence_parallel_rank)
     get_model_parallel_rank = method_of("_ranks", Ranks.get_model_parallel_rank)
-    get_tensor_parallel_rank = get_model_parallel_rank
 
     # ---------------------------------------------------------------- progress and configuration
 
@@ -440,25 +445,6 @@ class Engine(nn.Module):
     def config(self) -> _core.Config:
         """The configuration, resolved: config.get("zero_optimization.stage")."""
         return self._settings
-
-    zero_optimization_stage = setting("zero_optimization.stage", int)
-    zero_allow_untested_optimizer = setting("zero_allow_untested_optimizer", bool)
-    zero_reduce_scatter = setting("zero_optimization.reduce_scatter", bool)
-    zero_reduce_bucket_size = setting("zero_optimization.reduce_bucket_size", int)
-    zero_allgather_bucket_size = setting("zero_optimization.allgather_bucket_size", int)
-    zero_contiguous_gradients = setting("zero_optimization.contiguous_gradients", bool)
-    zero_load_from_fp32_weights = setting("zero_optimization.load_from_fp32_weights", bool)
-    zero_ignore_unused_parameters = setting("zero_optimization.ignore_unused_parameters", bool)
-    zero_gather_16bit_weights_on_model_save = setting(
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save", bool
-    )
-    fp16_enabled = setting("fp16.enabled", bool)
-    bfloat16_enabled = setting("bf16.enabled", bool)
-    torch_autocast_enabled = setting("torch_autocast.enabled", bool)
-    managed_gradient_accumulation = setting("managed_gradient_accumulation", bool)
-    gradient_clipping = setting("gradient_clipping", float)
-    loss_scale = setting("fp16.loss_scale", float)  # static; 0 means dynamic. The present one: loss_scaler.loss_scale
-    wall_clock_breakdown = setting("wall_clock_breakdown", bool)
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -19,25 +19,8 @@ from tessera.parallel import ParallelPlan
 from tessera.parallel.engines import TensorParallel
 from tessera.recompute import Recompute
 
-T = TypeVar("T")
 
-
-class HasSettings(Protocol):
-    @property
-    def _settings(self) -> _core.Config: ...
-
-
-def setting(path: str, _kind: type[T]) -> Callable[[HasSettings], T]:
-    """A method that returns what the configuration has under `path`."""
-
-    def get(self: HasSettings) -> T:
-        return self._settings.get(path)
-
-    get.__doc__ = f"`{path}` of the configuration."
-    return get
-
-
-class Told(HasSettings, Protocol):
+class Told(Protocol):
     """Of an engine, what Info tells of."""
 
     @property
@@ -45,11 +28,7 @@ class Told(HasSettings, Protocol):
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None: ...
     @property
-    def client_optimizer(self) -> Any: ...
-    @property
-    def lr_scheduler(self) -> Any: ...
-    @property
-    def client_lr_scheduler(self) -> Any: ...
+    def _settings(self) -> _core.Config: ...
     @property
     def _ranks(self) -> Ranks: ...
     @property
@@ -174,47 +153,12 @@ class Info:
         """Betas of Adam-likes, else momentum, one per param group."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
-    def get_type(self) -> list[Any]:
-        return [group.get("type", 0.0) for group in self._groups()]
-
-    def optimizer_name(self) -> str | None:
-        """The configured type, or the class of the client's optimizer."""
-        if self._engine.client_optimizer is not None and self._engine.basic_optimizer is not None:
-            return type(self._engine.basic_optimizer).__name__
-        return self._engine._settings.get("optimizer.type") or None
-
-    def scheduler_name(self) -> str | None:
-        if self._engine.client_lr_scheduler is not None:
-            return type(self._engine.lr_scheduler).__name__
-        return self._engine._settings.get("scheduler.type") or None
-
     # ---- how the model is cut
-    def autotp_size(self) -> int:
-        """Ranks that the engine cuts its model over; else what tensor_parallel.autotp_size says, 0 or 1."""
-        cut = self.parallel_plan() is not None
-        return self._engine._ranks.mp_world_size if cut else self._engine._settings.get("tensor_parallel.autotp_size")
-
     def parallel_plan(self) -> ParallelPlan | None:
         """How the model is cut over the tensor-parallel ranks, and why; print() it. None for a whole model."""
         return self._engine._parallel.plan
 
     # ---- configuration
-    def zero_optimization(self) -> bool:
-        return self._engine._settings.placements.shards_states
-
-    def zero_overlap_comm(self) -> bool:
-        return self._engine.core.options().zero.overlap
-
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        return dtype_at(self._engine._settings, "torch_autocast.dtype")
-
-    def dynamic_loss_scale(self) -> bool:
-        fp16 = self._engine._settings.get("fp16")
-        return fp16["enabled"] and fp16["loss_scale"] == 0
-
-    def steps_per_print(self) -> int | None:
-        return self._engine._settings.get("steps_per_print")
-
     def gradient_dtype(self) -> torch.dtype:
         key = "communication_data_type"
         key = f"seq_parallel_{key}" if self._engine._ranks.sp_world_size > 1 else key

@@ -34,7 +34,7 @@ def initialize(
     config_params: Any = None,
     *,
     unit_policy: UnitPolicy | None = None,
-    engine_type: Callable[..., Engine] | None = None,
+    engine_type: Callable[..., Any] | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
     """Builds the engine. Returns (engine, optimizer, dataloader, lr_scheduler); the last three may be None.
 
@@ -43,7 +43,7 @@ def initialize(
     model_parameters: what a configured or called optimizer trains; default: all that require gradients.
     config: dict, path or base64 text; also as args.deepspeed_config or config_params.
     unit_policy: which parameters travel together, see tessera.units; default: blocks that the model repeats.
-    engine_type: Engine, a class derived of it, or what builds one of the same arguments; default: what the model names
+    engine_type: Engine, or what makes one, or an object that has one, of its arguments; default: what the model names
         (a PipelineModule a PipelineEngine), else Engine.
     The returned optimizer is the client's own object at stage 0 in fp32, else a tessera.Optimizer.
     A plain model on the CPU is moved to the accelerator that the process group has a back end of its own for, as NCCL.

@@ -28,7 +28,7 @@ class Loaders:
     def __init__(self, engine: Loading) -> None:
         self._engine = engine
 
-    def deepspeed_io(
+    def data_loader(
         self,
         dataset: Any,
         batch_size: int | None = None,

@@ -31,7 +31,7 @@ def step_together(
     one of them, or the ranks of one differ in what they step by, as engine.step() compares it. An engine's own error
     of a step ("already at minimum") is raised when all have stepped. Collective.
     """
-    mine = [engines] if isinstance(engines, Engine) else list(engines)
+    mine = [engines] if isinstance(engines, nn.Module) else list(engines)
     if len({id(engine) for engine in mine}) != len(mine):
         raise ConfigError("[step_together] an engine is named twice; pass each once")
     copies = list(copies)
@@ -72,7 +72,7 @@ def _step(mine: list[Engine], over: Over, copies: list[nn.Parameter]) -> float |
 
 def _at_boundary(engine: Engine) -> bool:
     engine._updates.trained_by("step")
-    return not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary()
+    return engine._accumulation.at_boundary()
 
 
 def _fault(engines: list[Engine], boundaries: list[bool]) -> tuple[str, Exception | None]:

@@ -38,7 +38,6 @@ class Watched(Protocol):
     def global_samples(self) -> int: ...
     @property
     def loss_scaler(self) -> LossScaler: ...
-    def fp16_enabled(self) -> bool: ...
     def get_lr(self) -> list[Any]: ...
     def get_mom(self) -> list[Any]: ...
 
@@ -143,7 +142,7 @@ class Watch:
         x = engine.global_samples
         rates = engine.get_lr()
         events: list[Event] = [("Train/Samples/lr", float(rates[0]), x)] if rates else []
-        if engine.fp16_enabled():
+        if self._config.get("fp16.enabled"):
             events.append(("Train/Samples/loss_scale", engine.loss_scaler.loss_scale, x))
         if self.times_phases:
             spent = self.step_seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -14,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tessera.errors import ConfigError
 from tessera.pipeline._partition import bounds_of
-from tessera.pipeline._topology import PipeDataParallelTopology, PipelineParallelGrid
 
 LayerFunction = Callable[[Any], Any]
 
@@ -66,61 +64,13 @@ class TiedLayerSpec(LayerSpec):
 Layer = LayerSpec | nn.Module | LayerFunction
 
 
-class _Names:
-    """What programs for DeepSpeed ask a PipelineModule."""
-
-    num_stages: int
-    num_chunks: int
-    bounds: list[int]
-    activation_checkpoint_interval: int
-    _topology: Any
-    layers_of: Callable[[int], range]
-    _function: Callable[[int], LayerFunction]
-
-    def topology(self) -> Any:
-        """The one that it was made with, else of `num_stages` stages."""
-        if self._topology is None:
-            self._topology = PipeDataParallelTopology(self.num_stages, _world() // self.num_stages)
-        return self._topology
-
-    def mpu(self) -> PipelineParallelGrid:
-        """This rank's place; the groups are those of engine.grid."""
-        return PipelineParallelGrid(self.topology(), _rank())
-
-    def num_pipeline_stages(self) -> int:
-        return self.num_stages
-
-    @property
-    def parts(self) -> list[int]:
-        """First layers of the parts of the model, and the number of layers."""
-        return self.bounds
-
-    def partitions(self) -> list[int]:
-        return self.bounds
-
-    def stage_owner(self, layer_idx: int) -> int:
-        if not 0 <= layer_idx < self.bounds[-1]:
-            raise ConfigError(f"[PipelineModule] there is no layer {layer_idx}; the list has {self.bounds[-1]}")
-        return (bisect.bisect_right(self.bounds, layer_idx) - 1) % self.num_stages
-
-    @property
-    def forward_funcs(self) -> list[LayerFunction]:
-        """The layers of this stage as they are called."""
-        return [self._function(number) for chunk in range(self.num_chunks) for number in self.layers_of(chunk)]
-
-    def set_checkpoint_interval(self, interval: int) -> None:
-        if interval < 0:
-            raise ConfigError(f"[PipelineModule] activation_checkpoint_interval must be >= 0, got {interval}")
-        self.activation_checkpoint_interval = interval
-
-
-class PipelineModule(_Names, nn.Module):
+class PipelineModule(nn.Module):
     """The layers of one stage; tessera.initialize() makes a PipelineEngine of it.
 
     `layers`: of the whole model, in their order: LayerSpec, TiedLayerSpec, modules, and functions without parameters.
     Each takes what the one before it returned, as one argument: a tensor, or tuples, lists and dicts of tensors.
-    `num_stages`: ranks are `num_stages` runs of neighbours, one run a stage; or `topology`, an object whose
-    get_dim("pipe") says it. `num_chunks`: parts of the model on each stage, for the interleaved schedule.
+    `num_stages`: ranks are `num_stages` runs of neighbours, one run a stage. `num_chunks`: parts of the model on each
+    stage, for the interleaved schedule.
     `loss_fn(outputs, labels)`: of the last stage; without it the last layer returns the loss.
     `partition_method`: "uniform", "parameters" or "type:REGEX" of class names.
     `activation_checkpoint_interval`: layers between two saved activations, what is between is computed again in the
@@ -139,8 +89,7 @@ class PipelineModule(_Names, nn.Module):
     def __init__(
         self,
         layers: Sequence[Layer],
-        num_stages: int | None = None,
-        topology: Any = None,
+        num_stages: int,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         seed_layers: bool = False,
         seed_fn: Callable[[int], Any] | None = None,
@@ -149,13 +98,14 @@ class PipelineModule(_Names, nn.Module):
         activation_checkpoint_interval: int = 0,
         activation_checkpoint_func: Callable[..., Any] | None = None,
         checkpointable_layers: Sequence[str] | None = None,
-        dynamic_shape: bool = False,
         *,
         num_chunks: int = 1,
     ) -> None:
         super().__init__()
-        self.num_stages = _stages(num_stages, topology)
-        self._topology = topology
+        if num_stages < 1 or _world() % num_stages:
+            started = "" if _world() > 1 else "; start the ranks and call tessera.init_distributed() before"
+            raise ConfigError(f"[PipelineModule] {_world()} ranks cannot be {num_stages} stages of equal size{started}")
+        self.num_stages = num_stages
         self.num_chunks = num_chunks
         self.stage_id = _rank() // (_world() // self.num_stages)
         self.loss_fn = loss_fn
@@ -221,10 +171,10 @@ class PipelineModule(_Names, nn.Module):
 
     def _run(self, numbers: range, inputs: Any) -> Any:
         for number in numbers:
-            inputs = self._function(number)(inputs)
+            inputs = self.function_of(number)(inputs)
         return inputs
 
-    def _function(self, number: int) -> LayerFunction:
+    def function_of(self, number: int) -> LayerFunction:
         """What a layer of this stage does; modules as they are now, whoever has put others in their place."""
         layer = self._list[number]
         if isinstance(layer, TiedLayerSpec):
@@ -318,17 +268,3 @@ def _world() -> int:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _stages(num_stages: int | None, topology: Any) -> int:
-    if topology is not None:
-        pipe = int(topology.get_dim("pipe"))
-        if num_stages not in (None, pipe):
-            raise ConfigError(f"[PipelineModule] num_stages is {num_stages}, the topology has {pipe}")
-        num_stages = pipe
-    if num_stages is None:
-        raise ConfigError("[PipelineModule] pass num_stages or a topology")
-    if num_stages < 1 or _world() % num_stages:
-        started = "" if _world() > 1 else "; start the ranks and call tessera.init_distributed() before"
-        raise ConfigError(f"[PipelineModule] {_world()} ranks cannot be {num_stages} stages of equal size{started}")
-    return num_stages

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from tessera.sequence._attention import DistributedAttention, seq_all_to_all
 from tessera.sequence._groups import SequenceParallelGroups, initialize_sequence_parallel
-from tessera.sequence._huggingface import UlyssesSPAttentionHF
-from tessera.sequence._loader import UlyssesSPDataLoaderAdapter
+from tessera.sequence._huggingface import TransformersAttention
+from tessera.sequence._loader import SequenceLoader
 from tessera.sequence._loss import mean_over_sequence, vocab_sequence_parallel_cross_entropy
 from tessera.sequence._tiled import (
     SequenceTiledCompute,
@@ -17,12 +17,12 @@ from tessera.sequence._tiled import (
 
 __all__ = [
     "DistributedAttention",
+    "SequenceLoader",
     "SequenceParallelGroups",
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
     "TiledMLP",
-    "UlyssesSPAttentionHF",
-    "UlyssesSPDataLoaderAdapter",
+    "TransformersAttention",
     "initialize_sequence_parallel",
     "mean_over_sequence",
     "seq_all_to_all",

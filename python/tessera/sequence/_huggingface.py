@@ -25,7 +25,7 @@ from tessera.sequence._attention import check_parts
 from tessera.sequence._documents import Attention, Ranges, attend, documents
 from tessera.sequence._groups import SequenceParallelGroups, initialize_sequence_parallel
 
-_LABEL = "UlyssesSPAttentionHF"
+_LABEL = "TransformersAttention"
 _MARK = "_tessera_sequence_parallel"  # of modules of a registered model
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LOCAL_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of this rank's part only
@@ -36,7 +36,7 @@ def _nothing() -> None:
     return None
 
 
-class UlyssesSPAttentionHF:
+class TransformersAttention:
     """How the attention of one registered model runs. Made by register_with_transformers()."""
 
     def __init__(
@@ -59,7 +59,7 @@ class UlyssesSPAttentionHF:
         self.parts = parts
         self._last: tuple[Any, int, Any] | None = None  # position_ids of this rank, their version, those of all
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UlyssesSPAttentionHF:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransformersAttention:
         return self
 
     def __reduce__(self) -> Any:
@@ -248,7 +248,7 @@ class _Dispatch:
 
     def __init__(self, original: Attention) -> None:
         self.original = original
-        self.by_type: dict[str, UlyssesSPAttentionHF] = {}
+        self.by_type: dict[str, TransformersAttention] = {}
 
     def __call__(
         self,
@@ -313,7 +313,7 @@ def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if "position_ids" not in names[: len(args)]:
         raise ConfigError(
             f"[{_LABEL}] {type(model).__name__} was called without position_ids; with sequence_parallel_size "
-            f"{attention.group.size} a rank's part of a sequence cannot know where it lies (UlyssesSPDataLoaderAdapter "
+            f"{attention.group.size} a rank's part of a sequence cannot know where it lies (SequenceLoader "
             "hands them on)"
         )
 

@@ -15,10 +15,10 @@ from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
 
 Batch = dict[str, Any]
-_BATCHES = Nesting("UlyssesSPDataLoaderAdapter", "the batch holds", "ranks", "rank", ConfigError)
+_BATCHES = Nesting("SequenceLoader", "the batch holds", "ranks", "rank", ConfigError)
 
 
-class UlyssesSPDataLoaderAdapter:
+class SequenceLoader:
     """Micro-batches of `dl`, each rank's part of the sequence at a time.
 
     Every rank of `sp_group` has batches of its own, dicts of tensors [batch, sequence, ...] and other values (numbers,
@@ -71,7 +71,7 @@ class UlyssesSPDataLoaderAdapter:
                 if of_configuration:
                     raise ConfigError(text)
                 raise RuntimeError(
-                    f"[UlyssesSPDataLoaderAdapter] the batch of rank {rank} of the sequence could not be had: {text}"
+                    f"[SequenceLoader] the batch of rank {rank} of the sequence could not be had: {text}"
                 )
         if any(message is None for message in received):
             self._iterator = iter(self.dl)
@@ -110,17 +110,17 @@ def _unpacked(message: bytes) -> Any:
 
 
 def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:
-    """The parts of `batch` for each of `ranks`, as UlyssesSPDataLoaderAdapter describes them."""
+    """The parts of `batch` for each of `ranks`, as SequenceLoader describes them."""
     for key in ("input_ids", "position_ids"):
         if key not in batch:
             raise ConfigError(
-                f"[UlyssesSPDataLoaderAdapter] the batch has no {key}, only {', '.join(sorted(batch))}"
+                f"[SequenceLoader] the batch has no {key}, only {', '.join(sorted(batch))}"
                 + ("; a part of a sequence cannot know where it lies without them" if key == "position_ids" else "")
             )
     length = batch["input_ids"].size(1)
     if length % ranks:
         raise ConfigError(
-            f"[UlyssesSPDataLoaderAdapter] a batch of {length} tokens a sequence is not divisible by the {ranks} ranks "
+            f"[SequenceLoader] a batch of {length} tokens a sequence is not divisible by the {ranks} ranks "
             "of "
             f"sequence_parallel_size; pad it to {(length // ranks + 1) * ranks}"
         )
@@ -143,7 +143,7 @@ def _part(value: Any, length: int, begin: int, step: int) -> Any:
 def _check_padding(mask: Any) -> None:
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask.bool()[:, 1:] & ~mask.bool()[:, :-1]).any()):
         raise ConfigError(
-            "[UlyssesSPDataLoaderAdapter] attention_mask has zeros before ones; with sequence parallelism padding must "
+            "[SequenceLoader] attention_mask has zeros before ones; with sequence parallelism padding must "
             "be at the "
             "end (padding_side='right'), packed sequences are told by position_ids"
         )

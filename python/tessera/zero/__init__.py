@@ -8,7 +8,7 @@ from tessera.zero._hooks import register_external_parameter, unregister_external
 from tessera.zero._init import Init
 from tessera.zero._owners import ParamStatus, PartitionInfo, partition_info
 from tessera.zero._regions import GatheredParameters
-from tessera.zero.leaf import *  # noqa: F403  (tessera.utils has them too, as deepspeed.utils does)
+from tessera.zero.leaf import *  # noqa: F403
 
 __all__ = [
     *leaf.__all__,

@@ -8,6 +8,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from support import batch, config, losses_of, make
 from torch import nn
+
+import tessera
 
 
 def start(stage: int = 0, **more: Any) -> Any:
@@ -90,11 +93,27 @@ def test_getters() -> None:
     assert engine.tensor_parallel_config().autotp_size == 0 and engine.is_first_weights_partition_group()
     assert engine.param_names[engine.module.gain] == "gain" and engine.mpu is None
     assert engine.is_map_style_dataset([]) and not engine.is_iterable_style_dataset([])
+    assert engine.bfloat16_enabled() and engine.zero_optimization() and engine.managed_gradient_accumulation()
+    assert not (engine.fp16_enabled() or engine.dynamic_loss_scale() or engine.torch_autocast_enabled())
+    assert engine.get_tensor_parallel_rank() == 0 and engine.autotp_size() == 0
     assert not hasattr(engine, "sparse_allreduce")
     with pytest.raises(NotImplementedError, match=r"engine\.sparse_allreduce is not served.*no_sync"):
         engine.sparse_allreduce()
     engine, *_ = start(2)
     assert engine.zero_cpu_offload() is engine.zero_use_cpu_optimizer() is False
+
+
+def test_names_of_what_was_configured_or_given() -> None:
+    schedule = {"type": "WarmupLR", "params": {}}
+    engine, *_ = start(1, optimizer={"type": "Lamb"}, scheduler=schedule, fp16={"enabled": True})
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("Lamb", "WarmupLR")
+    assert engine.fp16_enabled() and engine.dynamic_loss_scale() and engine.loss_scale() == 0
+    model, cfg = make(), config(gradient_clipping=0.5)
+    given = torch.optim.Adagrad([{"params": model.parameters(), "type": "all"}])
+    plan = torch.optim.lr_scheduler.ConstantLR(given)
+    engine, *_ = deepspeed.initialize(model=model, config=cfg, optimizer=given, lr_scheduler=plan)
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("Adagrad", "ConstantLR")
+    assert engine.get_type() == ["all"] and engine.gradient_clipping() == 0.5 and not engine.zero_optimization()
 
 
 def test_names_fall_through_to_the_module() -> None:
@@ -382,11 +401,34 @@ def test_groups_are_those_of_the_engine_built_last() -> None:
 
 
 def test_nothing_leaks_into_tessera() -> None:
-    import tessera
-
     assert not hasattr(tessera.Engine, "_backward_epilogue")
     engine = tessera.Engine(make(), config(3))
     assert not any(hasattr(p, "ds_id") for p in engine.parameters())
     assert isinstance(engine.config, tessera.Config)
     with pytest.raises(AttributeError):
         engine.embed  # noqa: B018
+
+
+def test_is_a_module_that_has_an_engine() -> None:
+    engine, *_ = start(3)
+    module, plain = engine.module, make()
+    assert isinstance(engine, nn.Module) and not isinstance(engine, tessera.Engine) and "get_lr" in dir(engine)
+    assert engine.state_dict().keys() == {f"module.{name}" for name in plain.state_dict()}
+    engine.eval()
+    assert not (engine.training or module.training)
+    engine.train()
+    assert engine.training and module.training
+    seen: list[Any] = []
+    engine.register_forward_hook(lambda hooked, *_: seen.append(hooked))
+    engine.backward(engine(*batch(0)))
+    tessera.step_together(engine)
+    engine.zero_grad()
+    assert seen == [engine] and engine.global_steps == 1
+    engine.steps_of_mine, engine.collate_fn, engine.lr_scheduler = 7, len, None
+    assert engine.steps_of_mine == 7 and engine.lr_scheduler is None
+    assert next(iter(engine.deepspeed_io([torch.ones(1)] * 8, batch_size=2))) == 2
+    gone = weakref.ref(engine)
+    seen.clear()
+    del engine
+    assert gone() is None and {type(param) for param in module.parameters()} == {nn.Parameter}
+    losses_of(deepspeed.initialize(model=module, config=config(3))[0])

@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from stages import batch, config, data, in_processes, layers, loss_fn, module
+from stages import batch, config, data, in_processes, layers, loss_fn
 from torch import nn
 
 import tessera
@@ -59,7 +59,8 @@ def calls(rank: int) -> None:
         return row["x"], row["y"]
 
     def built(**more: Any) -> Any:
-        return deepspeed.initialize(model=module(2), config=config(1), **more)[0]
+        model = PipelineModule(layers(), num_stages=2, loss_fn=loss_fn, seed_layers=True)
+        return deepspeed.initialize(model=model, config=config(1), **more)[0]
 
     plain = built()
     source = map(pair, rows)
@@ -135,12 +136,17 @@ def test_evaluation_without_a_loss() -> None:
 
 
 def test_names_are_those_of_the_package() -> None:
-    assert PipelineModule is tessera.pipeline.PipelineModule is deepspeed.PipelineModule
+    assert issubclass(PipelineModule, tessera.pipeline.PipelineModule) and PipelineModule is deepspeed.PipelineModule
     assert TiedLayerSpec is tessera.pipeline.TiedLayerSpec
-    model = PipelineModule(layers(), num_stages=1, loss_fn=loss_fn)
-    engine: Any = deepspeed.initialize(model=model, config=config())[0]
-    assert type(engine) is deepspeed.runtime.pipe.engine.PipelineEngine
-    assert float(engine.train_batch(data(0))) > 0
+    for made in (PipelineModule, tessera.pipeline.PipelineModule):
+        engine: Any = deepspeed.initialize(model=made(layers(), num_stages=1, loss_fn=loss_fn), config=config())[0]
+        assert type(engine) is deepspeed.runtime.pipe.engine.PipelineEngine and engine.grid.pipe_parallel_size == 1
+        assert float(engine.train_batch(data(0))) > 0
+        engine.destroy()
+    with pytest.raises(ValueError, match="num_stages or a topology"):
+        PipelineModule(layers())
+    with pytest.raises(ValueError, match="num_stages is 1, the topology has 2"):
+        PipelineModule(layers(), num_stages=1, topology=PipeDataParallelTopology(2, 1))
 
 
 def test_topologies(monkeypatch: pytest.MonkeyPatch) -> None:

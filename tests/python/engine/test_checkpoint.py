@@ -320,7 +320,7 @@ def test_16bit_weights_of_a_live_engine(stage: int, world: int, tmp_path: Path) 
     def body(engine: Any, rank: int) -> Any:
         losses_of(engine, rank, 0, 1)
         assert engine.save_16bit_model(tmp_path)
-        assert engine.save_fp16_model(tmp_path, "trained.safetensors")
+        assert engine.save_16bit_model(tmp_path, "trained.safetensors")
         assert engine.save_16bit_model(tmp_path, "small.bin", exclude_frozen_parameters=True)
         assert engine.save_16bit_model(tmp_path / "st", "model.safetensors", True, max_shard_size=100)
         assert engine.save_16bit_model(tmp_path / "bin", max_shard_size="100")

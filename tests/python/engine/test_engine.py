@@ -243,7 +243,7 @@ def test_clipping_is_on_by_default() -> None:
     cfg = config()
     del cfg["gradient_clipping"]
     engine = tessera.initialize(model=make(), config=cfg)[0]
-    assert engine.gradient_clipping() == 1.0
+    assert engine.config.get("gradient_clipping") == 1.0
     engine.destroy()
 
 

@@ -161,7 +161,7 @@ def test_what_is_drawn_after_a_resume_amid_an_epoch(kind: str, tmp_path: Path) -
         sampler = torch.utils.data.RandomSampler(data) if kind == "random order" else None
         engine = tessera.Engine(make(lambda: nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5))), cfg)
         engine.num_local_io_workers = 1 if kind == "workers" else 0
-        engine.training_dataloader = engine.deepspeed_io(data, data_sampler=sampler)
+        engine.training_dataloader = engine.data_loader(data, data_sampler=sampler)
         return engine, iter(engine.training_dataloader)
 
     def steps(engine: Any, batches: Any, count: int) -> list[Any]:

@@ -82,7 +82,6 @@ def test_configured_optimizers(section: dict[str, Any], factory: Factory, stage:
     engine = tessera.initialize(model=model, config=cfg)[0]
     run(engine, 0, 3)
     assert_close(weights(model), weights(plain))
-    assert engine.optimizer_name() == section["type"]
     engine.destroy()
 
 

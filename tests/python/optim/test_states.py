@@ -10,7 +10,7 @@ import torch
 from support import OPTIMIZERS, assert_close, config, engines, make, masters, run, same_bits, train_plain, weights
 
 import tessera
-from tessera import state, utils
+from tessera import state
 
 STAGES = [0, 1, 2, 3]
 KEYS = {
@@ -35,13 +35,13 @@ def test_full_values_are_those_of_plain_torch(kind: str, stage: int, world: int)
         run(engine, rank, 2)
         for param, expected in zip(engine.module.parameters(), plain.parameters(), strict=True):
             for key in KEYS[kind]:
-                got = utils.safe_get_full_optimizer_state(param, key)
+                got = state.get_full_optimizer_state(engine, param, key)
                 want = torch.as_tensor(reference.state[expected][key])
                 assert got.dtype == torch.float32
                 torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
             begin, end = state.local_range(engine, param)
-            local = utils.safe_get_local_optimizer_state(param, KEYS[kind][0])
-            full = utils.safe_get_full_optimizer_state(param, KEYS[kind][0])
+            local = state.get_local_optimizer_state(engine, param, KEYS[kind][0])
+            full = state.get_full_optimizer_state(engine, param, KEYS[kind][0])
             assert torch.equal(local.reshape(-1), full.reshape(-1)[begin:end])
 
     engines(make(), world, own(stage), body, client=OPTIMIZERS[kind])
@@ -57,7 +57,7 @@ def test_written_values_rule_the_next_step(stage: int, bf16: bool) -> None:
         run(engine, rank, 3)
         named = list(engine.module.named_parameters())
         source[rank] = {
-            f"{key} {name}": utils.safe_get_full_optimizer_state(param, key)
+            f"{key} {name}": state.get_full_optimizer_state(engine, param, key)
             for name, param in named
             for key in KEYS["rmsprop"]
         } | masters(engine)
@@ -69,8 +69,8 @@ def test_written_values_rule_the_next_step(stage: int, bf16: bool) -> None:
         named = list(engine.module.named_parameters())
         for name, param in named:
             for key in KEYS["rmsprop"]:
-                utils.safe_set_full_optimizer_state(param, source[rank][f"{key} {name}"], key)
-                assert torch.equal(utils.safe_get_full_optimizer_state(param, key), source[rank][f"{key} {name}"])
+                state.set_full_optimizer_state(engine, param, key, source[rank][f"{key} {name}"])
+                assert torch.equal(state.get_full_optimizer_state(engine, param, key), source[rank][f"{key} {name}"])
             state.set_full_fp32_param(engine, param, source[rank][name])
         run(engine, rank + 5, 1)
         return masters(engine)
@@ -105,16 +105,16 @@ def test_errors_are_those_of_all_ranks(stage: int) -> None:
 
     def body(engine: tessera.Engine, rank: int) -> Any:
         gain = engine.module.gain
-        assert utils.safe_get_full_optimizer_state(gain, "square_avg") is None, "no step yet"
+        assert state.get_full_optimizer_state(engine, gain, "square_avg") is None, "no step yet"
         with pytest.raises(ValueError, match="no state 'square_avg' of this parameter yet"):
-            utils.safe_set_full_optimizer_state(gain, torch.ones(1), "square_avg")
+            state.set_full_optimizer_state(engine, gain, "square_avg", torch.ones(1))
         run(engine, rank, 1)
         with pytest.raises(ValueError, match="RMSprop has no state 'nothing'"):
-            utils.safe_get_full_optimizer_state(gain, "nothing")
+            state.get_full_optimizer_state(engine, gain, "nothing")
         with pytest.raises(ValueError, match=r"shape \[1\], the value \[2\]"):
-            utils.safe_set_full_optimizer_state(gain, torch.ones(2), "square_avg")
+            state.set_full_optimizer_state(engine, gain, "square_avg", torch.ones(2))
         run(engine, rank, 1)
-        assert utils.safe_get_full_optimizer_state(gain, "step").item() == 2
+        assert state.get_full_optimizer_state(engine, gain, "step").item() == 2
 
     engines(make(), 2, own(stage), body, client=OPTIMIZERS["rmsprop"])
 
@@ -123,8 +123,8 @@ def test_states_that_are_not_by_element() -> None:
     def body(engine: tessera.Engine, rank: int) -> Any:
         run(engine, rank, 1)
         with pytest.raises(ValueError, match=r"'row_var' is not one value for each element: read optimizer\.state"):
-            utils.safe_get_full_optimizer_state(engine.module.head.weight, "row_var")
-        assert utils.safe_get_full_optimizer_state(engine.module.head.bias, "variance").shape == (3,)
+            state.get_full_optimizer_state(engine, engine.module.head.weight, "row_var")
+        assert state.get_full_optimizer_state(engine, engine.module.head.bias, "variance").shape == (3,)
 
     engines(make(), 2, own(0), body, client=torch.optim.Adafactor)
 
@@ -159,7 +159,7 @@ def test_states_that_a_client_brings_keep_their_order_in_memory(stage: int) -> N
     for m, optimizer in ((plain, reference), (model, client)):
         step(m, optimizer)
     engine = tessera.Engine(model, own(stage), optimizer=client)
-    brought = utils.safe_get_full_optimizer_state(model.weight, "square_avg")
+    brought = state.get_full_optimizer_state(engine, model.weight, "square_avg")
     assert torch.equal(brought, reference.state[plain.weight]["square_avg"])
     engine(x).square().mean().backward()
     engine.step()

@@ -50,7 +50,7 @@ def worker(rank: int, port: int, folder: str) -> None:
         if way == "mesh":
             group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
         engine = tessera.Engine(part, cfg, group=group) if group else tessera.initialize(model=part, config=cfg)[0]
-        assert (engine.mp_world_size, engine.dp_world_size, engine.autotp_size()) == (2, 2, 2)
+        assert (engine.mp_world_size, engine.dp_world_size) == (2, 2)
         assert engine.get_data_parallel_rank() == (rank % 2 if way == "tp_group across" else rank // 2)
         got = train(engine, mine)
         engine.destroy()

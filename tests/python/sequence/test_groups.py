@@ -12,9 +12,9 @@ import torch
 from readme_text import BATCH, llama, plain_loss, text_batch
 from support import assert_close, config, free_port, full_grads, run_processes
 from tessera.sequence import (
+    SequenceLoader,
     SequenceParallelGroups,
-    UlyssesSPAttentionHF,
-    UlyssesSPDataLoaderAdapter,
+    TransformersAttention,
     initialize_sequence_parallel,
     mean_over_sequence,
 )
@@ -39,7 +39,7 @@ def broken_data() -> Iterator[Any]:
 def worker(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    groups = UlyssesSPAttentionHF.register_with_transformers(
+    groups = TransformersAttention.register_with_transformers(
         folder, "sdpa", SP, BATCH
     )  # by name: for models made later
     assert isinstance(groups, SequenceParallelGroups)
@@ -52,7 +52,7 @@ def worker(rank: int, port: int, folder: str) -> None:
     assert (engine.dp_world_size, engine.sp_world_size) == (2, SP)
     assert engine.communication_data_type == torch.float32
     group = groups.get_sequence_parallel_group()
-    adapter = UlyssesSPDataLoaderAdapter(batches(rank), groups.get_sequence_parallel_rank(), group, SP, "cpu")
+    adapter = SequenceLoader(batches(rank), groups.get_sequence_parallel_rank(), group, SP, "cpu")
     assert len(adapter) == 4
     results: list[Any] = []
     for batch in adapter:
@@ -67,16 +67,16 @@ def worker(rank: int, port: int, folder: str) -> None:
     # A rank whose batch is wrong stops all of its sequence, and a next epoch begins after the end of the shortest.
     wrong = {k: v for k, v in text_batch(0).items() if k != "position_ids" or rank % SP == 0}
     with pytest.raises(ValueError, match="the batch has no position_ids"):
-        next(UlyssesSPDataLoaderAdapter([wrong], rank % SP, group, SP, "cpu"))
+        next(SequenceLoader([wrong], rank % SP, group, SP, "cpu"))
     # So does what cannot be sent, and any other error of its data.
     with pytest.raises(ValueError, match="the batch holds a function"):
         data = [{**text_batch(0), "f": lambda: 0}] if rank % SP else batches(rank)
-        next(UlyssesSPDataLoaderAdapter(data, rank % SP, group, SP, "cpu"))
+        next(SequenceLoader(data, rank % SP, group, SP, "cpu"))
     data = broken_data() if rank % SP else batches(rank)
     kind, match = (KeyError, "") if rank % SP else (RuntimeError, "rank 1 of the sequence")
     with pytest.raises(kind, match=match):
-        next(UlyssesSPDataLoaderAdapter(data, rank % SP, group, SP, "cpu"))
-    uneven = UlyssesSPDataLoaderAdapter(batches(rank)[: 1 + rank % SP], rank % SP, group, SP, "cpu")
+        next(SequenceLoader(data, rank % SP, group, SP, "cpu"))
+    uneven = SequenceLoader(batches(rank)[: 1 + rank % SP], rank % SP, group, SP, "cpu")
     assert [len(list(uneven)) for _ in range(2)] == [2, 2]
     engine.destroy()
     results.append(beside_tensor_parallelism(rank))
@@ -91,7 +91,7 @@ def worker(rank: int, port: int, folder: str) -> None:
 def beside_tensor_parallelism(rank: int) -> Any:
     """The program of the documentation: ranks 0 and 1 hold one model's slices, 0 and 2 share sequences."""
     model = llama()
-    groups = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", SP, BATCH, tensor_parallel_size=2)
+    groups = TransformersAttention.register_with_transformers(model, "sdpa", SP, BATCH, tensor_parallel_size=2)
     assert groups is not None
     assert (groups.get_sequence_parallel_rank(), groups.get_tensor_model_parallel_rank()) == (rank // 2, rank % 2)
     assert groups.get_tensor_model_parallel_world_size() == groups.get_sequence_data_parallel_world_size() == 2
@@ -101,7 +101,7 @@ def beside_tensor_parallelism(rank: int) -> Any:
     group = groups.get_sequence_parallel_group()
     loader = [text_batch(groups.get_sequence_data_parallel_rank(), PACKED)]
     found: Any = None
-    for batch in UlyssesSPDataLoaderAdapter(loader, groups.get_sequence_parallel_rank(), group, SP, "cpu"):
+    for batch in SequenceLoader(loader, groups.get_sequence_parallel_rank(), group, SP, "cpu"):
         labels = batch.pop("shift_labels")
         loss = torch.nn.functional.cross_entropy(engine(**batch).logits.flatten(0, 1), labels.flatten())
         loss = mean_over_sequence(loss, labels, group)
@@ -109,7 +109,7 @@ def beside_tensor_parallelism(rank: int) -> Any:
         found = found or (loss.item(), full_grads(engine))
         engine.zero_grad()
     engine.destroy()
-    alone = UlyssesSPAttentionHF.register_with_transformers(llama(), "sdpa", SP, BATCH)
+    alone = TransformersAttention.register_with_transformers(llama(), "sdpa", SP, BATCH)
     with pytest.raises(ValueError, match=r"autotp_size is 2, and mpu has sequence-parallel .* tensor_parallel_size=2"):
         tessera.initialize(model=llama(), config=cfg, mpu=alone)
     return found

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support import free_port, run_processes
 from tessera.errors import ConfigError
-from tessera.sequence import UlyssesSPDataLoaderAdapter
+from tessera.sequence import SequenceLoader
 
 
 def make(length: int, **more: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def worker(rank: int, port: int) -> None:
 
     def parts(batch: dict[str, Any]) -> list[dict[str, Any]]:
         """This rank's of both ranks' batches, which are alike."""
-        return list(UlyssesSPDataLoaderAdapter([batch], rank, dist.group.WORLD, 2, "cpu"))
+        return list(SequenceLoader([batch], rank, dist.group.WORLD, 2, "cpu"))
 
     batch = make(6, weight=torch.ones(2), attention_mask=torch.tensor([[1] * 6, [1] * 4 + [0] * 2]))
     found = parts(batch)
@@ -61,7 +61,7 @@ def test_parts_of_a_batch_and_wrong_ones() -> None:
 
 
 def test_one_rank() -> None:
-    adapter = UlyssesSPDataLoaderAdapter([make(3), make(5)], 0, None, 1, "cpu")
+    adapter = SequenceLoader([make(3), make(5)], 0, None, 1, "cpu")
     for _ in range(2):  # epochs
         assert [batch["shift_labels"].size(1) for batch in adapter] == [3, 5]
     assert len(adapter) == 2
@@ -75,8 +75,8 @@ class Ran:
 def test_what_travels_beside_tensors() -> None:
     """Plain values as they are, and nothing that code makes."""
     more = {"names": ["a", ("b", 1.5)], "more": {"mask": torch.ones(2, 3), "none": None}}
-    (batch,) = UlyssesSPDataLoaderAdapter([make(3, **more)], 0, None, 1, "cpu")
+    (batch,) = SequenceLoader([make(3, **more)], 0, None, 1, "cpu")
     assert batch["names"] == more["names"] and batch["more"]["none"] is None
     assert torch.equal(batch["more"]["mask"], torch.ones(2, 3))
     with pytest.raises(ConfigError, match="the batch holds a Ran; between ranks go tensors"):
-        next(UlyssesSPDataLoaderAdapter([make(3, thing=Ran())], 0, None, 1, "cpu"))
+        next(SequenceLoader([make(3, thing=Ran())], 0, None, 1, "cpu"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support import run_mesh
-from tessera.sequence import SequenceParallelGroups, TiledFusedLogitsLoss, TiledMLP, UlyssesSPAttentionHF
+from tessera.sequence import SequenceParallelGroups, TiledFusedLogitsLoss, TiledMLP, TransformersAttention
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -86,7 +86,7 @@ def peak(length: int, tiled: bool) -> int:
     def body(rank: int, mesh: tessera.Mesh) -> int:
         sp = mesh.group(tessera.Axis.Sp)
         groups = SequenceParallelGroups(sp, tessera.single_group(), sp)
-        UlyssesSPAttentionHF.register_with_transformers(copies[rank], "sdpa", SP, 1, groups=groups)
+        TransformersAttention.register_with_transformers(copies[rank], "sdpa", SP, 1, groups=groups)
         begin = rank * tokens
         mine = ids[:, begin : begin + tokens].clone()
         position_ids = torch.arange(begin, begin + tokens)[None]

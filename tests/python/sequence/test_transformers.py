@@ -11,7 +11,7 @@ import torch
 import transformers
 from readme_text import BATCH, LENGTH, llama, plain_loss, shared_part, text_batch
 from support import assert_close, config, engines, full_grads, run_mesh, weights
-from tessera.sequence import SequenceParallelGroups, UlyssesSPAttentionHF, mean_over_sequence
+from tessera.sequence import SequenceParallelGroups, TransformersAttention, mean_over_sequence
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,7 +29,7 @@ def register(model: nn.Module, mesh: tessera.Mesh, **more: Any) -> SequenceParal
     groups = groups_of(mesh)
     size = groups.get_sequence_parallel_world_size()
     options: dict[str, Any] = {"core_attn_implementation": "sdpa", "sequence_parallel_size": size} | more
-    given = UlyssesSPAttentionHF.register_with_transformers(model, micro_batch_size=BATCH, groups=groups, **options)
+    given = TransformersAttention.register_with_transformers(model, micro_batch_size=BATCH, groups=groups, **options)
     assert given is groups
     return groups
 
@@ -286,7 +286,7 @@ def test_wrong_registrations(case: str) -> None:
     make, message = WRONG[case]
     model, implementation, size, *rest = make()
     with pytest.raises(ValueError, match=message):
-        UlyssesSPAttentionHF.register_with_transformers(model, implementation, size, *(rest or [2]))
+        TransformersAttention.register_with_transformers(model, implementation, size, *(rest or [2]))
 
 
 @pytest.mark.parametrize("registered", [False, True])
@@ -312,4 +312,4 @@ def test_groups_of_another_size() -> None:
 
 
 def test_one_rank_a_sequence_changes_nothing() -> None:
-    assert UlyssesSPAttentionHF.register_with_transformers("no such model", "none", 1, 2) is None
+    assert TransformersAttention.register_with_transformers("no such model", "none", 1, 2) is None

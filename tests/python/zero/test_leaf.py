@@ -69,9 +69,8 @@ def test_leaf_modules_with_different_experts_do_not_hang(world: int, min_unit: i
     same_gradients(make(Mixture), world, cfg, pattern, then=step)
 
 
-@pytest.mark.parametrize("zero", [tessera.zero, tessera.utils], ids=["zero", "utils"])
-def test_leaf_marks(zero: Any) -> None:
-    model = make(Mixture)
+def test_leaf_marks() -> None:
+    model, zero = make(Mixture), tessera.zero
     layers = list(model.layers)
     assert zero.get_z3_leaf_modules(model) == []
     assert zero.set_z3_leaf_modules(model, [Experts]) == layers
@@ -113,7 +112,7 @@ def test_modules_finer_than_the_threshold_are_leaves(
     cfg = config(3, zero={"stage3_module_granularity_threshold": threshold})
 
     def body(engine: tessera.Engine, rank: int) -> Any:
-        found = tessera.utils.get_z3_leaf_modules(engine.module)
+        found = tessera.zero.get_z3_leaf_modules(engine.module)
         engine(*batch(rank), rank, 0).backward()
         return [name for name, module in engine.module.named_modules() if module in found], full_grads(engine)
 

@@ -1,4 +1,4 @@
-"""States of a parameter without naming its engine."""
+"""deepspeed.utils: states of a parameter without naming its engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed import utils
 from support import assert_close, batch, config, engines, make, plain_grads, weights
 from torch import nn
 
 import tessera
-from tessera import state, utils
+from tessera import state
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
 

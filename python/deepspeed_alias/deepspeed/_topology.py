@@ -1,4 +1,4 @@
-"""DeepSpeed's names for where the ranks of a pipeline are: topologies, which PipelineModule takes, and their grid."""
+"""Where the ranks of a pipeline are: topologies, which PipelineModule takes, and their grid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-
 from tessera.errors import ConfigError, UsageError
 
 

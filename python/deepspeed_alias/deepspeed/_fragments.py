@@ -1,7 +1,6 @@
-"""The functions of deepspeed.utils: masters, gradients and optimizer states of a parameter, without naming its engine;
-leaf modules, as tessera.zero has them.
+"""deepspeed.utils: masters, gradients and optimizer states of a parameter, without naming its engine.
 
-Each of the former finds the engine that trains the parameter; tessera.state has the same for an engine at hand. Values
+Each function finds the engine that trains the parameter; tessera.state has the same for an engine at hand. Values
 are fp32. Full ones have the shape of the parameter, and reading or writing them is collective; local ones are what this
 rank holds (1-D from stage 1 on). Getters return None for parameters that no engine trains; setters raise ConfigError.
 """
@@ -11,30 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-
-from tessera import state
-from tessera.engine import Engine
 from tessera.errors import ConfigError, UsageError
-from tessera.zero import leaf
 from tessera.zero.engines import engine_of
-from tessera.zero.leaf import *  # noqa: F403  (tessera.zero has them too; defined there)
 
-__all__ = [
-    *leaf.__all__,
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-]
+from tessera import Engine, state
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:

@@ -1,0 +1,63 @@
+"""deepspeed.elasticity, over tessera.elasticity.
+
+Batch, numbers of ranks and micro-batch are DeepSpeed 0.19.6's, of which these differ on purpose:
+- A world_size that the batch does not fit is an error. There version 0.2 makes up another batch for this world alone,
+  so that a job that was to keep its batch trains with another.
+- With model_parallel_size > 1 numbers are checked as data-parallel ranks. There world_size is read both as ranks and
+  as devices, which refuses worlds that fit (a single node), and a micro-batch from WORLD_SIZE may not divide the share.
+- No number of ranks fits: an error. There an empty list, a TypeError, or a batch for this world alone.
+- max_gpus below one node is an error. There it is no limit at all.
+- Without world_size and return_microbatch the environment is not asked. There version 0.2 wants WORLD_SIZE, and one
+  that does not fit changes the batch.
+- max_train_batch_size and micro_batch_sizes have the defaults of their keys. There leaving one out is an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tessera.elasticity import ElasticityConfigError, elastic_batch
+
+import tessera
+
+_BY_NODES = 0.2  # the version
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """`elasticity.enabled` of a configuration."""
+    return bool((ds_config.get("elasticity") or {}).get("enabled", False))
+
+
+def compute_elastic_config(
+    ds_config: Mapping[str, Any],
+    target_deepspeed_version: str | None = None,
+    world_size: int = 0,
+    return_microbatch: bool = False,
+) -> Any:
+    """(train batch size, numbers of data-parallel ranks that it fits); with a `world_size` (> 0) of ranks also the
+    largest micro-batch size that fits there. With `return_microbatch` alone, that of the WORLD_SIZE (devices) in the
+    environment; else it depends on nothing but its arguments, so that a scheduler may call it, too.
+
+    `target_deepspeed_version` is accepted and changes nothing. Errors as tessera.elasticity.elastic_batch(), and
+    ElasticityConfigError for a missing WORLD_SIZE."""
+    batch, valid, _ = elastic_batch(ds_config)
+    if world_size <= 0 and not return_microbatch:
+        return batch, valid
+    section = tessera.Config.from_dict({"elasticity": dict(ds_config["elasticity"])}).get("elasticity")
+    ranks = world_size if world_size > 0 else _world_size() // section["model_parallel_size"]
+    *_, fitting = elastic_batch(ds_config, ranks)
+    # DeepSpeed takes the preference for this one as well, but only of what the environment says.
+    first = world_size <= 0 and section["version"] == _BY_NODES and not section["prefer_larger_batch"]
+    return batch, valid, fitting[0] if first else max(fitting)
+
+
+def _world_size() -> int:
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text.isdecimal():
+        raise ElasticityConfigError(
+            "[elasticity] the micro-batch size depends on the number of ranks: give world_size, or set WORLD_SIZE in "
+            f"the environment, which is {text!r}"
+        )
+    return int(text)

@@ -1,0 +1,61 @@
+"""What DeepSpeed's engine adds to the tessera.Engine that it has, while that works: classes of optimizers, pieces of
+parameters that are out, sums in place of means, timers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tessera.optim.engines import Optimizer
+
+import tessera
+from deepspeed import _optimizers, _params
+from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
+from tessera import _core
+from tessera.engine import front
+
+
+class Front(front.Front):
+    def __init__(self) -> None:
+        self.averages = True
+        self.timers = SynchronizedWallClockTimer()
+        self.throughput = ThroughputTimer(0)
+
+    def built(self, settings: tessera.Config, client: Any, base: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return _optimizers.checked(settings, client, base)
+
+    def optimizer_class(self, engine: tessera.Engine) -> type[Optimizer]:
+        return _optimizers.class_for(engine)
+
+    def settle(self, engine: tessera.Engine) -> None:
+        _params.settle_engine(engine)
+
+    @contextlib.contextmanager
+    def stepping(self, engine: tessera.Engine) -> Iterator[None]:
+        self.settle(engine)
+        steps = engine.global_steps
+        sums = not self.averages and engine.is_gradient_accumulation_boundary()
+        if sums:
+            engine.core.grad_norm()  # they have come
+            _times(engine, engine.seq_dp_world_size)
+        try:
+            yield
+        except Exception:
+            if sums and engine.global_steps == steps:  # step() may be called again
+                _times(engine, 1 / engine.seq_dp_world_size)
+            raise
+        stepped = engine.global_steps != steps
+        if stepped and engine.config.get("wall_clock_breakdown"):
+            self.timers.take(engine._watch.step_seconds)
+        self.throughput.batch_size = engine.train_batch_size()
+        self.throughput.stop(global_step=stepped)
+
+
+def _times(engine: tessera.Engine, factor: float) -> None:
+    """All gradients that are there."""
+    for number in engine._updates.optimized:
+        view = engine.core.local_view(number, _core.Quantity.Gradient)
+        if view is not None:
+            view.detach().mul_(factor)

@@ -1,0 +1,37 @@
+"""For packages that stand before engines: Front, and what they need beside what users have."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from tessera import _core
+from tessera._config import choose_config, load_config, text_of
+from tessera._deepspeed import put_script
+from tessera._mesh import core_group
+from tessera.optim.engines import Optimizer
+
+__all__ = ["Front", "choose_config", "core_group", "load_config", "put_script", "text_of"]
+
+
+class Front:
+    """What an object that has an Engine has to say while the engine works: here nothing. Who needs more derives a class
+    and passes an object of it (Engine(front=...))."""
+
+    def built(self, settings: _core.Config, client: Any, base: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that the engine runs, from here on; `client`: what the caller gave for it, None where `base` is
+        of the configuration. Errors refuse it: nothing of the model has changed."""
+        return base
+
+    def optimizer_class(self, engine: Any) -> type[Optimizer]:
+        """Of engine.optimizer where it is not the client's own."""
+        return Optimizer
+
+    def settle(self, engine: Any) -> None:
+        """Before all ranks save, load or read whole parameters. May be collective."""
+
+    def stepping(self, engine: Any) -> contextlib.AbstractContextManager[None]:
+        """Around every step()."""
+        return contextlib.nullcontext()
