@@ -435,8 +435,8 @@ def test_no_memory_to_look_at_parameters() -> None:
             with GatheredParameters(params):
                 pass
 
-        def value(params: list[torch.Tensor] = params) -> None:
-            safe_get_full_fp32_param(params[0])
+        def value(engine: tessera.Engine = engine, params: list[torch.Tensor] = params) -> None:
+            get_full_fp32_param(engine, params[0])
 
         for look in (region, value, engine.module_state_dict):
             for said in no_memory(look):
