@@ -15,7 +15,7 @@
 namespace tessera::pipeline {
 namespace {
 
-constexpr int64_t kUntaken = 16;  // messages without a graph that a taker may have to take
+constexpr int64_t kUntaken = 8;  // messages without a graph that a taker may have to take
 
 template <class V>
 std::vector<std::string> names_of(const std::map<Sample, V>& samples) {

@@ -30,7 +30,7 @@ class LinkSender : public LinkEnd {
   // Tensors with a graph arrive as leaves that require gradients; sizes may change from call to call, and the tensors after it.
   // `samples`: how many rows of the batch dim each sample of this rank's batch has (none: one), where batches are dealt out to
   // another number of ranks. `note` arrives as it is; that of the first rank counts. Waits for those ranks of the source that
-  // share a batch or have others to come to the same call, and where no tensor has a graph for the target to be 16 such
+  // share a batch or have others to come to the same call, and where no tensor has a graph for the target to be 8 such
   // messages behind at most; else for nobody.
   void send(const Tensors& outputs, const Sample& sample, const std::optional<Sizes>& samples = {},
             const std::string& note = {});

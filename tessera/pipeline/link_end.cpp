@@ -118,9 +118,9 @@ void LinkEnd::end_step(const std::vector<std::string>& left, const char* call) {
     put(taker, {{kEndOfStep, step_, since_}, {}});
   for (const int giver : givers()) {
     const Header header = take(giver, c10::str("word that step ", step_, " has ended")).header;
-    TESSERA_CHECK(header[0] == kEndOfStep && header[2] == since_, "hybrid", name_of(!sends_, giver), " had ",
-                  header[0] == kEndOfStep ? std::to_string(header[2]) : "more", " micro-batches in step ", step_, ", ",
-                  me_, " had ", since_);
+    TESSERA_CHECK(header[0] == kEndOfStep && header[2] == since_, "hybrid", me_, " has ended step ", step_, " after ",
+                  since_, " micro-batches, but ", name_of(!sends_, giver), " had ",
+                  header[0] == kEndOfStep ? std::to_string(header[2]) : "more", " micro-batches in step ", step_);
   }
   for (const int taker : takers())
     keep_behind(taker, 0);

@@ -26,7 +26,7 @@ class Sender(End):
         many rows of batch_dim each sample of this rank's batch has (all parts of its sequence together), where batches
         are dealt out to another number of ranks and a sample is more than one row. Waits the first time for all ranks
         to come; then for those of the source that have other parts, to send the same sample; for the target only with
-        outputs without any graph, until it is 16 of them behind at most."""
+        outputs without any graph, until it is 8 of them behind at most."""
         tensors, note = VALUES.split(outputs)
         rows = None if samples is None else list(samples)
         self._joining.call(f"its part of sample {sample!r}", "send", tensors, text_of(sample), rows, note)

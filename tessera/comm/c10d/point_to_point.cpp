@@ -135,7 +135,7 @@ PointToPointPtr meeting_point_to_point(const c10::intrusive_ptr<c10d::Store>& st
   for (const int host : hosts.of_rank)
     near.push_back(host == hosts.of_rank[rank]);
   return shared_messages(c10d_point_to_point(point_to_point_backend(at("any"), rank, size, timeout, one_host, threads)),
-                         std::move(near));
+                         std::move(near), timeout);
 }
 
 std::vector<PointToPointPtr> thread_point_to_point(int size, std::chrono::milliseconds timeout) {

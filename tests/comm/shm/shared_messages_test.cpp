@@ -14,13 +14,14 @@
 namespace tessera::comm {
 namespace {
 
+using testing::error_of;
 using testing::message_of;
 using testing::shared_files;
 
 std::vector<PointToPointPtr> ranks(int size, const std::vector<bool>& near) {
   auto p2p = thread_point_to_point(size, std::chrono::seconds(30));
   for (auto& each : p2p)
-    each = shared_messages(each, near);
+    each = shared_messages(each, near, std::chrono::seconds(30));
   return p2p;
 }
 
@@ -99,17 +100,37 @@ TEST(SharedMessages, WhatIsTakenIsLetGoOf) {
   EXPECT_EQ(shared_files(), before);
 }
 
+// Who leaves after a flush takes nothing along.
+TEST(SharedMessages, AFlushWaitsUntilAllAreMapped) {
+  for (const int64_t timeout : {100, 30'000}) {
+    auto p2p = thread_point_to_point(2, std::chrono::seconds(30));
+    for (auto& each : p2p)
+      each = shared_messages(each, {true, true}, std::chrono::milliseconds(timeout));
+    const std::string lost = timeout < 1000 ? "rank 1 did not take a message within 100 ms" : "";
+    std::thread sender([&] {
+      p2p[0]->send(at::ones({kLarge}), 1, 0, "x");
+      EXPECT_HAS(error_of([&] { p2p[0]->flush(); }), lost);
+      p2p[0].reset();
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    if (lost.empty()) {
+      EXPECT_TRUE(at::equal(p2p[1]->take({kLarge}, at::kFloat, 0, 0, "x"), at::ones({kLarge})));
+    }
+    sender.join();
+  }
+}
+
 // A page that the system cannot give would end the process.
 TEST(SharedMessages, WhatThereIsNoMemoryForIsAnError) {
   const auto p2p = ranks(2, {true, true});
-  const at::Tensor huge = at::zeros({1}).expand({int64_t{1} << 50});
+  const at::Tensor huge = at::zeros({1}).expand({int64_t{1} << 43});
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { p2p[0]->share(huge); }), "B are needed");
 }
 
 // A descriptor is used again: its new file is not the message.
 TEST(SharedMessages, AnotherFileIsNotTakenForAMessage) {
   const auto inner = thread_point_to_point(2, std::chrono::seconds(30));
-  const auto receiver = shared_messages(inner[1], {true, true});
+  const auto receiver = shared_messages(inner[1], {true, true}, std::chrono::seconds(30));
   inner[0]->send(at::tensor({static_cast<int64_t>(getpid()), int64_t{0}, int64_t{1}}, at::kLong), 1, 0, "x");
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { receiver->take({kLarge}, at::kFloat, 0, 0, "x"); }),
              "shared memory");
