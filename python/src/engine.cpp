@@ -36,8 +36,8 @@ template <class Part, class R, class... A>
 auto on(Part& (Engine::*part)(), R (Part::*method)(A...)) {
   return [=](Engine& e, A... a) -> R { return ((e.*part)().*method)(std::forward<A>(a)...); };
 }
-template <class Part, class R, class... A>
-auto on(Part& (Engine::*part)(), R (Part::*method)(A...) const) {
+template <class Get, class Part, class R, class... A>
+auto on(Get part, R (Part::*method)(A...) const) {
   return [=](Engine& e, A... a) -> R { return ((e.*part)().*method)(std::forward<A>(a)...); };
 }
 
@@ -316,7 +316,7 @@ void bind_state(EngineClass& c) {
       .def("set_joins", &Engine::set_joins, py::arg("param"), py::arg("group"), NoGil())
       .def("join", &Engine::join, NoGil())
       .def("take_joined", &Engine::take_joined)
-      .def("param_step", on(&Engine::states, &zero::StateAccess::param_step), py::arg("param"), NoGil())
+      .def("param_step", on(&Engine::layout, &zero::StateAccess::param_step), py::arg("param"), NoGil())
       .def("set_param_step", on(&Engine::states, &zero::StateAccess::set_param_step), py::arg("param"), py::arg("step"),
            NoGil())
       .def(
@@ -336,7 +336,7 @@ void bind_state(EngineClass& c) {
       .def(
           "read_shard", [](Engine& e, const shard::NamedShard& shard) { return e.states().read_shard(shard); },
           py::arg("shard"), NoGil())
-      .def("local_range", on(&Engine::states, &zero::StateAccess::local_range), py::arg("param"), NoGil())
+      .def("local_range", on(&Engine::layout, &zero::StateAccess::local_range), py::arg("param"), NoGil())
       .def("gather_full", on(&Engine::states, &zero::StateAccess::gather_full), py::arg("param"), py::arg("part"),
            NoGil())
       .def("local_part", on(&Engine::states, &zero::StateAccess::local_part), py::arg("param"), py::arg("full"),

@@ -155,6 +155,10 @@ zero::Regions& Engine::regions() {
 zero::StateAccess& Engine::states() {
   return impl_->here("states").states;
 }
+const zero::StateAccess& Engine::layout() const {
+  impl_->live("layout").units.lane().settle();
+  return impl_->model->states;
+}
 zero::Accumulation& Engine::accumulation() {
   return impl_->here("accumulation").accumulation;
 }

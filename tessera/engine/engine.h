@@ -82,6 +82,8 @@ class Engine {
   zero::Modules& modules();     // what stage 3 needs to know of a forward
   zero::Regions& regions();     // in which parameters are whole
   zero::StateAccess& states();  // by number of the parameter in params()
+  // What of states() reads no values (local_range(), param_step()), also while states are away.
+  const zero::StateAccess& layout() const;
   zero::Accumulation& accumulation();
   Scaling& scaling();           // loss scale; may be read after destroy()
   Checkpointer& checkpoints();  // engine/checkpoint.h

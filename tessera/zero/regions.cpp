@@ -7,6 +7,7 @@
 #include "tessera/base/error.h"
 #include "tessera/base/transforms.h"
 #include "tessera/shard/storage.h"
+#include "tessera/zero/memory_for.h"
 #include "tessera/zero/update_lane.h"
 
 namespace tessera::zero {
@@ -47,26 +48,38 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) try {
   }
   size_t done = 0;
   try {
-    for (; done < ids.size(); ++done)
+    for (; done < ids.size(); ++done) {
       units_.unsharder().hold(units_[ids[done]].number, writable);
+      open_[ids[done]].open = true;
+    }
+    for (const ParamId id : ids)
+      memory_for([&] { copy_before(id, writable); }, "a copy of parameter '", units_[id].name(), "' in a region");
   } catch (...) {
     while (done > 0)
-      units_.unsharder().unhold(units_[ids[--done]].number);
+      end(ids[--done]);
     throw;
   }
   for (const ParamId id : ids) {
+    open_[id].writable = writable;
     const Place& place = units_[id];
-    Open& open = open_[id];
-    open.open = true;
-    open.writable = writable;
-    if (place.flat->sharded()) continue;
-    if (writable && place.flat->shares()) place.flat->make_private_copy(place.item);
-    place.flat->mark(place.item);  // updates write to it too
-    const Unit* unit = place.unit;
-    if (unit != nullptr && !unit->master_is_weight()) open.before = unit->owned_values(place.item).clone();
+    if (!place.flat->sharded()) place.flat->mark(place.item);  // updates write to it too
   }
 } catch (c10::OutOfMemoryError& error) {
   units_.fail_alone(error);
+}
+
+void Regions::copy_before(ParamId id, bool writable) {
+  const Place& place = units_[id];
+  if (place.flat->sharded()) return;
+  if (writable && place.flat->shares()) place.flat->make_private_copy(place.item);
+  if (has_masters(id)) open_[id].before = place.unit->owned_values(place.item).clone();
+}
+
+void Regions::end(ParamId id) {
+  const Place& place = units_[id];
+  open_[id] = {};
+  if (!place.flat->sharded()) place.flat->end_private_copy(place.item);
+  units_.unsharder().unhold(place.number);
 }
 
 // The writer's values, also of what nobody holds here.
@@ -101,22 +114,32 @@ void Regions::take_writes(const std::vector<ParamId>& params, Writes writes, int
   if (failure) std::rethrow_exception(failure);
   units_.shared().readers_done("the writes of a region");
   RankGuard disks(any_elsewhere(ids));
-  for (const ParamId id : ids)
-    disks.run([&] { take_write(id); });
+  try {
+    for (const ParamId id : ids)
+      disks.run([&] {
+        memory_for([&] { take_write(id); }, "what was written to parameter '", units_[id].name(), "' in a region");
+      });
+  } catch (const c10::OutOfMemoryError& error) {
+    units_.set_broken(error.what_without_backtrace());
+    throw;
+  }
   units_.shared().written("the writes of a region");
   agree_on_disks(ids, disks);
 }
 
+bool Regions::has_masters(ParamId id) const {
+  const Unit* unit = units_[id].unit;
+  return unit != nullptr && !unit->master_is_weight();
+}
+
 void Regions::take_write(ParamId id) {
   const Place& place = units_[id];
-  Unit* unit = place.unit;
-  const bool masters = unit != nullptr && !unit->master_is_weight();
-  const bool apart = place.flat->sharded() || place.flat->has_private_copy(place.item);
-  const at::Tensor before = masters && apart ? unit->owned_values(place.item).clone() : open_[id].before;
+  const bool masters = has_masters(id), apart = place.flat->sharded() || place.flat->has_private_copy(place.item);
+  const at::Tensor before = masters && apart ? place.unit->owned_values(place.item).clone() : open_[id].before;
   place.flat->keep_write(place.item);
   if (!masters) return;
-  Param& param = unit->params[place.item];
-  unit->adopt_changed(param, before);
+  Param& param = place.unit->params[place.item];
+  place.unit->adopt_changed(param, before);
   param.writes.forget(param.tensor);
 }
 
@@ -152,11 +175,8 @@ void Regions::close(const std::vector<ParamId>& params, Writes writes, int write
     failure = std::current_exception();
   }
   for (const ParamId id : ids) {
-    const Place& place = units_[id];
-    open_[id] = {};
-    if (!place.flat->sharded()) place.flat->end_private_copy(place.item);
     try {
-      units_.unsharder().unhold(units_[id].number);
+      end(id);
     } catch (...) {
       if (!failure) failure = std::current_exception();
     }

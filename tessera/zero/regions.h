@@ -32,8 +32,12 @@ class Regions {
     bool writable = false;
     at::Tensor before{};  // of whole parameters beside masters: their owned values when it began
   };
+  // What of a parameter that is whole anyway is to be there when the region ends. Undone by end().
+  void copy_before(ParamId id, bool writable);
+  void end(ParamId id);
   void broadcast(const std::vector<ParamId>& params, int writer) const;
   void take_writes(const std::vector<ParamId>& params, Writes writes, int writer);
+  bool has_masters(ParamId id) const;  // beside its weights
   void take_write(ParamId id);
   bool any_elsewhere(const std::vector<ParamId>& ids) const;
   void agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks);

@@ -372,7 +372,7 @@ at::Tensor StateAccess::gather_full(ParamId param, const at::Tensor& part) try {
   const bool shaped = part.sizes() == p.tensor.sizes();
   return whole_of(place, gather_flat(place, shaped ? shard::flatten_like_param(part, p.form) : part.flatten()));
 } catch (c10::OutOfMemoryError& error) {
-  units_.fail_alone(error);
+  fail_alone(error, param);
 }
 
 at::Tensor StateAccess::local_part(ParamId param, const at::Tensor& full) {
@@ -436,6 +436,11 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
     driver_.reducer().reduce_replicas_of(*place.unit, full, "gradient of '" + p.name + "'");
   return whole_of(place, full);
 } catch (c10::OutOfMemoryError& error) {
+  fail_alone(error, param);
+}
+
+void StateAccess::fail_alone(c10::OutOfMemoryError& error, ParamId param) const {
+  error.add_context(c10::str("[zero] no memory for whole values of parameter '", units_.params()[param].name, "'"));
   units_.fail_alone(error);
 }
 
@@ -473,7 +478,7 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   write_owned(place, what, flat.narrow(0, mine.begin, mine.size()), disks);
   agree_on(disks, place, "set_full");
 } catch (c10::OutOfMemoryError& error) {
-  units_.fail_alone(error);
+  fail_alone(error, param);
 }
 
 }  // namespace tessera::zero

@@ -87,6 +87,7 @@ class StateAccess {
   double agree_max(double value);
 
  private:
+  [[noreturn]] void fail_alone(c10::OutOfMemoryError& error, ParamId param) const;
   void adopt(const Place& place, Quantity what);
   void add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const;
   shard::NamedShard shard_of(ParamId id, Quantity what, shard::Range range, at::ScalarType dtype, bool cut) const;

@@ -421,13 +421,20 @@ void Unsharder::hold(int unit, bool writable) {
   Entry& entry = entries_[unit];
   FlatParams& flat = *entry.flat;
   if (!flat.sharded()) return;
-  if (flat.state() != ParamState::Ready) make_ready(entry, /*exact=*/true);
-  flat.use();
-  telling(entry, [&] { flat.make_exact(*entry.group); });
-  if (writable && flat.is_in_space()) {
-    const int64_t size = flat.layout().size();
-    flat.make_private(pool_.acquire(size, flat.options()));
-    live_ += size;
+  const bool ready = flat.state() == ParamState::Ready;
+  if (!ready) make_ready(entry, /*exact=*/true);
+  try {
+    flat.use();
+    telling(entry, [&] { flat.make_exact(*entry.group); });
+    if (writable && flat.is_in_space()) {
+      const int64_t size = flat.layout().size();
+      flat.make_private(memory_for([&] { return pool_.acquire(size, flat.options()); }, "a copy of unit '", flat.name(),
+                                   "' in a region"));
+      live_ += size;
+    }
+  } catch (...) {
+    if (!ready) settle(unit);
+    throw;
   }
   ++entry.regions;
 }

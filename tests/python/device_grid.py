@@ -501,8 +501,6 @@ def is_served(row: Row) -> bool:
     mode, cfg, way = MODES[row.mode], config(row.mode, row.stage, row.place), WAYS[row.way]
     zero = cfg["zero_optimization"]
     runs_itself = row.mode not in ("Lamb", "Muon")
-    if WORLD > 1 and way.run is two_threads:
-        return False  # no common order of calls of two engines in threads
     scales = "fp16" in mode or row.mode == "autocast, fp16"
     return not (
         (row.stage == 0 and (mode.get("bf16") is LOW or way.early or way.run is away_for_a_while))
@@ -512,6 +510,8 @@ def is_served(row: Row) -> bool:
         or (way.run in (loaded_as_fp32, loaded_as_14_bytes) and "optimizer" in mode)
         or ("offload_optimizer" in zero and not runs_itself)
         or (row.place in SHARED and mode.get("bf16") is LOW)
+        or (WORLD > 1 and way.run is two_threads)  # no common order of calls of two engines in threads
+        or (WORLD > 2 and way.run is resumed_in_another_stage and row.stage in (1, 3))  # sums of two orders
         or (row.mode == "Muon" and (row.stage == 3 or way.run is resumed_in_another_stage))
     )
 

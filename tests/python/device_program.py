@@ -422,6 +422,30 @@ def test_no_memory_in_a_step() -> None:
         step_without_memory(cfg)
 
 
+def test_no_memory_to_look_at_parameters() -> None:
+    """What it was for; and training goes on."""
+    for cfg in with_and_without_offload():
+        engine = engine_on(DEVICE, cfg)
+        expected = train(engine, 3)
+        engine = engine_on(DEVICE, cfg)
+        losses, failed = train(engine, 1), 0
+        params = list(engine.module.parameters())
+
+        def region(params: list[torch.Tensor] = params) -> None:
+            with GatheredParameters(params):
+                pass
+
+        def value(params: list[torch.Tensor] = params) -> None:
+            safe_get_full_fp32_param(params[0])
+
+        for look in (region, value, engine.module_state_dict):
+            for said in no_memory(look):
+                failed += 1
+                assert "] no memory for" in said, said
+        assert failed > 1, failed
+        assert losses + train(engine, 2, first=1) == expected
+
+
 def load_without_memory(cfg: dict[str, Any], folder: str) -> None:
     engines = [engine_on(DEVICE, cfg)]
     train(engines[0], 2)
@@ -492,7 +516,8 @@ def test_destroy_comes_to_its_end() -> None:
             library.tessera_stand_in_fail(False)
             library.tessera_stand_in_fail_allocation(0, -1)
             engine.destroy()
-            assert len(engine.optimizer.state) == 0
+            assert all("exp_avg" not in state for state in engine.optimizer.state.values())
+            assert away or not engine.optimizer.state
             with pytest.raises(RuntimeError, match="was destroyed"):
                 engine.step()
             if not away:

@@ -343,6 +343,54 @@ TEST(Limits, ALoadWithoutMemoryOnOneOfTwoRanksIsOneOfBoth) {
   }
 }
 
+// At its start: it is not open. At its end: steps are errors until a checkpoint is loaded.
+TEST(Limits, ARegionWithoutMemoryIsNotOpenOrSaysThatItIsHalfTaken) {
+  const std::vector<zero::ParamId> params{0, 1, 2, 3, 4};
+  const io::TempFolder disk;
+  int half_taken = 0, not_open = 0;
+  for (const Limited& row : limited_rows({0, 1, 2, 4, 5}, /*small=*/false, disk.path())) {
+    if (row.run.in_backward) continue;
+    Trainee expected(row);
+    expected.step(0);
+    expected.step(1);
+    std::unique_ptr<Trainee> trainee;
+    const auto begin = [&] {
+      trainee = std::make_unique<Trainee>(row);
+      trainee->step(0);
+    };
+    const auto open = [&] { trainee->engine->regions().open(params); };
+    const auto close = [&] { trainee->engine->regions().close(params, zero::Writes::FromRank, 0); };
+    begin();
+    fail_everywhere(open, [&](const std::string& text) {
+      EXPECT_HAS(text, "no memory for ");
+      ++not_open;
+      open();
+      close();
+    });
+    close();
+    trainee->step(1);
+    expect_same(trainee->states(), expected.states(), text_of(row) + ", at its start");
+
+    const auto edit = [&] {
+      begin();
+      open();
+      const c10::NoGradGuard no_grad;
+      for (at::Tensor t : trainee->toy.tensors)
+        t.detach().mul_(0.5);
+    };
+    edit();
+    fail_everywhere(close, [&](const std::string& text) {
+      EXPECT_HAS(text, "no memory for what was written to parameter '");
+      ++half_taken;
+      EXPECT_HAS(error_of([&] { trainee->step(1); }), "load a checkpoint") << text_of(row);
+      edit();
+    });
+    EXPECT_STREQ(tessera_stand_in_races(), "") << text_of(row);
+  }
+  EXPECT_GT(not_open, 100);
+  EXPECT_GT(half_taken, 100);
+}
+
 TEST(Limits, AGatherWithoutMemoryIsNamed) {
   Trainee trainee({{.stage = 3, .persistence = 0}, Residence::Host, Residence::Host});
   trainee.step(0);

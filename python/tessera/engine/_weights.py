@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from tessera import _core
@@ -45,7 +46,12 @@ class Weights:
         with self._engine._whole() as partitioned:
             state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             if partitioned:
-                state.update(own_copies(state))
+                try:
+                    state.update(own_copies(state))
+                except torch.OutOfMemoryError as error:
+                    raise torch.OutOfMemoryError(
+                        f"{error} ([engine.module_state_dict] no memory for copies of the whole parameters)"
+                    ) from None
             self._engine._parallel.make_whole(state, prefix)
         if exclude_frozen_parameters:
             for name, param in module.named_parameters(remove_duplicate=False):

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera.errors import UsageError
 from tessera.zero._hooks import register_external_parameter
 from tessera.zero._owners import Holder, engine_of, holder_of, home_of
 
@@ -39,9 +38,13 @@ class Region:
         if error is not None:
             _drop(self._parts)
             return
-        for holder, numbers in self._parts:
-            if not holder.destroyed():
-                holder.release(numbers, self._writes, self._writer)
+        for number, (holder, numbers) in enumerate(self._parts):
+            try:
+                if not holder.destroyed():
+                    holder.release(numbers, self._writes, self._writer)
+            except BaseException:
+                _drop(self._parts[number + 1 :])
+                raise
 
 
 def _drop(parts: list[Part]) -> None:
@@ -111,7 +114,4 @@ class GatheredParameters:
         for engine in filter(None, (known() for known in self._engines)):
             engine._open_regions.remove(self._ids)
         self._engines = []
-        try:
-            region.__exit__(kind, error, trace)
-        except RuntimeError as failure:
-            raise UsageError(str(failure)) from None
+        region.__exit__(kind, error, trace)

@@ -237,6 +237,21 @@ def test_states_away_for_a_while(stage: int, tmp_path: Path) -> None:
     assert all(map(same_bits, engines(make(), 2, cfg, body), here))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_engine_ends_with_states_away(stage: int, tmp_path: Path) -> None:
+    """Parameters are whole again; of the states, which have no room, the optimizer says that they ended."""
+    model = make()
+    zero = {"offload_optimizer": {"device": "none", "nvme_path": str(tmp_path)}}
+    engine, optimizer, *_ = tessera.initialize(model=model, config=config(stage, optimizer=ADAM, bf16=True, zero=zero))
+    run(engine, 0, 1)
+    want = engine.module_state_dict()
+    engine.offload_states(device="nvme")
+    engine.destroy()
+    assert all(torch.equal(value, want[name]) for name, value in model.state_dict().items())
+    assert all("exp_avg" not in state for state in optimizer.state.values())
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
 def test_states_that_cannot_go_away(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def refused(cfg: dict[str, Any], error: type[Exception], match: str, *args: Any, **kwargs: Any) -> None:
         engine = tessera.initialize(model=make(), config=cfg)[0]
