@@ -60,7 +60,7 @@ print(spent)
         done = python(program, PACKAGE, TESSERA_DEEPSPEED_ALIAS="1")
         assert (done.returncode, done.stderr) == (0, "")
         spent.append(float(done.stdout))
-        if spent[-1] < 0.1:
+        if spent[-1] < 0.5:  # torch alone takes more
             return
     pytest.fail(f"import deepspeed took {min(spent):.3f} s before anything is used")
 
