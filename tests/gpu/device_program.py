@@ -22,6 +22,7 @@ SKIPPED = {
     "test_backward_as_pytorch_does_it",
     "test_no_memory_in_the_construction",
     "test_no_memory_in_a_step",
+    "test_no_memory_to_look_at_parameters",
     "test_no_memory_in_a_load",
     "test_destroy_comes_to_its_end",
     "test_nothing_that_trains_is_captured",

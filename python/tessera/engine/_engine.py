@@ -310,7 +310,7 @@ class Engine(nn.Module):
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:
                 self.optimizer.overflow = not core.was_step_applied()
         for line in core.take_notices():
-            warnings.warn(line, stacklevel=2)
+            warnings.warn(line, stacklevel=3)
         if core.global_steps() == steps:
             return
         runner.after_step(applied)
