@@ -23,6 +23,7 @@ SKIPPED = {
     "test_no_memory_in_the_construction",
     "test_no_memory_in_a_step",
     "test_no_memory_to_look_at_parameters",
+    "test_no_memory_at_the_end_of_a_region",
     "test_no_memory_in_a_load",
     "test_destroy_comes_to_its_end",
     "test_nothing_that_trains_is_captured",

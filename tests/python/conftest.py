@@ -18,3 +18,8 @@ def threads_compile() -> None:
     """Ranks that are threads may compile. torch 2.11 for CUDA, where no device is, makes a guard in the thread that
     compiles first, and others crash after that one has ended; made here it stays."""
     torch._C._ensureCUDADeviceGuardSet()
+
+
+@pytest.fixture
+def launched_program() -> Path:
+    return Path(__file__).parent / "launched_program.py"

@@ -446,6 +446,24 @@ def test_no_memory_to_look_at_parameters() -> None:
         assert losses + train(engine, 2, first=1) == expected
 
 
+def test_no_memory_at_the_end_of_a_region() -> None:
+    """The error is the device's, and the region of every engine ends."""
+    engines = [engine_on(DEVICE, config(2, **ADAM, bf16=True)) for _ in range(2)]
+    for engine in engines:
+        train(engine, 1)
+    params = [list(engine.module.parameters()) for engine in engines]
+    library = stand_in.load(sys.argv[1])
+    said = "no memory for what was written to parameter"
+    with pytest.raises(torch.OutOfMemoryError, match=said), GatheredParameters(params[0] + params[1], modifier_rank=0):
+        library.tessera_stand_in_fail_allocation(0, 0)
+    library.tessera_stand_in_fail_allocation(0, -1)
+    with pytest.raises(tessera.errors.IoError, match="load a checkpoint"):
+        train(engines[0], 1, first=1)
+    with GatheredParameters(params[1], modifier_rank=0):
+        pass
+    assert train(engines[1], 1, first=1)
+
+
 def load_without_memory(cfg: dict[str, Any], folder: str) -> None:
     engines = [engine_on(DEVICE, cfg)]
     train(engines[0], 2)

@@ -44,52 +44,31 @@ def test_which_ranks_a_host_starts(arguments: list[str], expected: Any, monkeypa
         assert launch.main([*arguments, "program.py"]) == 3 and found == [expected]
 
 
-PROGRAM = """
-import os, sys, time
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_PORT")
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    file.write(" ".join(os.environ[name] for name in names) + "|" + "|".join(sys.argv[2:]))
-if "fail" in sys.argv:
-    if os.environ["RANK"] == "1":
-        sys.exit("the reason")
-    time.sleep(60)
-if "wait" in sys.argv:
-    time.sleep(60)
-"""
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
-
-
 def start(*command: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tessera.launch", *map(str, command)], stderr=subprocess.PIPE, text=True
     )
 
 
-def test_ranks_of_one_host(program: Path, tmp_path: Path) -> None:
+def test_ranks_of_one_host(launched_program: Path, tmp_path: Path) -> None:
     port = free_port()
-    child = start("--num_gpus", 2, "--master_port", port, program, tmp_path, 'quoted "text"', "x=1")
+    child = start("--num_gpus", 2, "--master_port", port, launched_program, tmp_path, 'quoted "text"', "x=1")
     assert child.wait(timeout=120) == 0
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f'{rank} 2 {rank} 2 0 1 {port}|quoted "text"|x=1'
 
 
-def test_ranks_of_two_hosts_that_are_started_by_hand(program: Path, tmp_path: Path) -> None:
+def test_ranks_of_two_hosts_that_are_started_by_hand(launched_program: Path, tmp_path: Path) -> None:
     port = free_port()
     job = ["--num_nodes", 2, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port]
-    children = [start(*job, "--node_rank", node, program, tmp_path) for node in range(2)]
+    children = [start(*job, "--node_rank", node, launched_program, tmp_path) for node in range(2)]
     assert [child.wait(timeout=180) for child in children] == [0, 0]
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|"
 
 
-def test_the_first_failure_ends_all_and_is_shown_last(program: Path, tmp_path: Path) -> None:
-    child = start("--num_gpus", 2, "--master_port", free_port(), program, tmp_path, "fail")
+def test_the_first_failure_ends_all_and_is_shown_last(launched_program: Path, tmp_path: Path) -> None:
+    child = start("--num_gpus", 2, "--master_port", free_port(), launched_program, tmp_path, "fail")
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 1
     assert "[rank 1] the reason\n" in errors
@@ -105,8 +84,8 @@ def test_programs_that_are_not_python_and_exit_codes(tmp_path: Path) -> None:
     assert child.returncode == 7 and (tmp_path / "0").read_text() == f"0 {tmp_path} b c\n"
 
 
-def test_signals_reach_the_ranks(program: Path, tmp_path: Path) -> None:
-    child = start("--num_gpus", 1, "--master_port", free_port(), program, tmp_path, "wait")
+def test_signals_reach_the_ranks(launched_program: Path, tmp_path: Path) -> None:
+    child = start("--num_gpus", 1, "--master_port", free_port(), launched_program, tmp_path, "wait")
     deadline = time.monotonic() + 60
     while not (tmp_path / "0").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -194,49 +194,24 @@ def test_every_option_reaches_the_hosts_or_is_refused(
     assert options.program == "program.py" and options.arguments == ["--module", "it's"]
 
 
-PROGRAM = """
-import os, sys, time
-local = [argument for argument in sys.argv if argument.startswith("--local_rank=")]
-sys.argv = [argument for argument in sys.argv if argument not in local]
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_PORT")
-with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
-    file.write(" ".join(os.environ[name] for name in names) + "|" + "|".join(sys.argv[2:] + local))
-if "SECRET" in os.environ:
-    print("secret", os.environ["SECRET"])
-if "visible" in sys.argv:
-    print("devices", os.environ["CUDA_VISIBLE_DEVICES"], os.environ["OF_SCRIPT"])
-if "fail" in sys.argv:
-    if os.environ["RANK"] == "1":
-        sys.exit("the reason")
-    time.sleep(60)
-if "seven" in sys.argv:
-    os._exit(7)
-if "wait" in sys.argv:
-    time.sleep(60)
-"""
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
-
-
 def start(*command: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "deepspeed.launcher.runner", *map(str, command)], stderr=subprocess.PIPE, text=True
     )
 
 
-def test_devices_scripts_logs_and_levels(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_scripts_logs_and_levels(
+    launched_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a hostfile that has one host left."""
     (tmp_path / "hosts").write_text("a slots=4\nb slots=2\n")
     (tmp_path / "script.sh").write_text("echo noise\nexport OF_SCRIPT='a b'\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     options = ["--exclude", "a@b:0", "--master_port", free_port(), "--enable_each_rank_log", "logs", "--save_pid"]
-    child = start("-H", "hosts", *options, "--venv_script", "script.sh", "--log_level", "info", program, ".", "visible")
+    child = start(
+        "-H", "hosts", *options, "--venv_script", "script.sh", "--log_level", "info", launched_program, ".", "visible"
+    )
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 0 and "torch/distributed/elastic" in errors
     assert (tmp_path / "0").read_text().startswith("0 1 0 1 0 1 ")
@@ -253,7 +228,7 @@ exec env -i PATH="$PATH" TMPDIR="$(dirname "$0")/tmp" sh -c "$*"
 """
 
 
-def test_hosts_over_ssh(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_over_ssh(launched_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bin"
     (folder / "tmp").mkdir(parents=True)
     (folder / "ssh").write_text(SSH)
@@ -266,7 +241,7 @@ def test_hosts_over_ssh(program: Path, tmp_path: Path, monkeypatch: pytest.Monke
     hosts.write_text("127.0.0.1 slots=2\nlocalhost slots=1\n")
     port = free_port()
     more = ["--ssh_port", 22, "--enable_each_rank_log", tmp_path / "logs"]
-    child = start("-H", hosts, "--num_gpus", 1, "--master_port", port, *more, program, tmp_path, "a b")
+    child = start("-H", hosts, "--num_gpus", 1, "--master_port", port, *more, launched_program, tmp_path, "a b")
     assert child.wait(timeout=180) == 0
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|a b|--local_rank=0"
@@ -275,7 +250,16 @@ def test_hosts_over_ssh(program: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert "hidden" not in (folder / "command lines").read_text()
     assert not list((folder / "tmp").iterdir())
     child = start(
-        "-H", hosts, "--num_gpus", 1, "--no_ssh_check", "--master_port", free_port(), program, tmp_path, "seven"
+        "-H",
+        hosts,
+        "--num_gpus",
+        1,
+        "--no_ssh_check",
+        "--master_port",
+        free_port(),
+        launched_program,
+        tmp_path,
+        "seven",
     )
     child.communicate(timeout=180)
     assert child.returncode == 7
