@@ -378,7 +378,7 @@ def resident() -> int:
 @pytest.mark.parametrize("transport", ["auto", "group"])
 def test_what_was_sent_does_not_stay(transport):
     """Gloo does not say by itself what has been taken."""
-    megabytes, count = 4, 60
+    megabytes, count = 2, 240  # far more than may be under way, and than an allocator keeps
     most = begin = resident()
     ahead = threading.Semaphore(4)
 
