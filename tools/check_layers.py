@@ -82,9 +82,6 @@ PRIVATE_IN_TESTS = {
     "tests/python/_deepspeed/test_pt.py": {"tessera._deepspeed"},  # its reader, with files that lie
     "tests/python/deepspeed_alias/test_alias_names.py": {"deepspeed._lazy", "deepspeed._table"},  # its rows
     "tests/python/hybrid/conftest.py": {"tessera.hybrid._object_store"},
-    "tests/python/hybrid/test_layout.py": {"tessera._core", "tessera.hybrid._layout"},
-    "tests/python/hybrid/test_link.py": {"tessera.hybrid._mailbox"},
-    "tests/python/hybrid/test_link_processes.py": {"tessera.hybrid._memory"},
     "tests/python/parallel/test_classes.py": {
         "tessera.parallel._attention",
         "tessera.parallel._classes",

@@ -10,15 +10,29 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
+
 namespace tessera::python {
 
 namespace py = pybind11;
+
+// Deletes without the GIL, whether the thread has it or not: process groups behind an object wait for threads when they go (see
+// hold() in comm.cpp), an engine for its collectives. Note [GIL].
+template <class T>
+struct Unlocked {
+  void operator()(T* object) const {
+    std::optional<py::gil_scoped_release> unlocked;
+    if (PyGILState_Check() != 0) unlocked.emplace();
+    delete object;
+  }
+};
 
 void bind_checkpoint(py::module_& m);   // engine/checkpoint.h, checkpoint/reader.h
 void bind_comm(py::module_& m);         // comm/backends.h, comm/mesh.h
 void bind_config(py::module_& m);       // config/config.h, config/precision.h, config/resolve.h, config/served.h
 void bind_contents(py::module_& m);     // engine/contents.h
 void bind_engine(py::module_& m);       // engine/engine.h
+void bind_link(py::module_& m);         // pipeline/link.h
 void bind_optimizer(py::module_& m);    // optim/optimizer.h
 void bind_options(py::module_& m);      // amp/autocast.h, amp/precision.h, shard/placement.h, zero/options.h
 void bind_parallel(py::module_& m);     // parallel/*.h

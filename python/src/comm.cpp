@@ -14,6 +14,7 @@
 #include "tessera/comm/c10d/point_to_point.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
+#include "tessera/comm/hosts/hosts.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/comm/timed_group.h"
 #include "tessera/comm/torch_backend/tessera_backend.h"
@@ -47,6 +48,16 @@ comm::GroupPtr group_by_name(const std::string& name) {
   return comm::c10d_group(&hold, *group);
 }
 
+// As hold().
+comm::PointToPointPtr unlocked(comm::PointToPointPtr made) {
+  comm::PointToPoint* const held = made.get();
+  return {held, [made = std::move(made)](comm::PointToPoint*) mutable {
+            std::optional<py::gil_scoped_release> unlocked;
+            if (PyGILState_Check() != 0) unlocked.emplace();
+            made.reset();
+          }};
+}
+
 // Messages over the group's back end for tensors of `device`, where it has one that takes those; else over that of the CPU.
 comm::PointToPointPtr point_to_point(const std::string& name, c10::Device device) {
   const auto group = c10d::resolve_process_group(name);
@@ -60,13 +71,7 @@ comm::PointToPointPtr point_to_point(const std::string& name, c10::Device device
   const auto own = backend(device.type()), host = backend(c10::kCPU);
   TESSERA_CHECK_VALUE(own || host, "comm", "process group '", name, "' has no back end for the CPU or for ", device);
   const bool on_device = own && (!host || own->getBackendName() != host->getBackendName());
-  auto made = on_device ? comm::c10d_point_to_point(own, device) : comm::c10d_point_to_point(host);
-  comm::PointToPoint* const held = made.get();
-  return {held, [made = std::move(made)](comm::PointToPoint*) mutable {  // as hold()
-            std::optional<py::gil_scoped_release> unlocked;
-            if (PyGILState_Check() != 0) unlocked.emplace();
-            made.reset();
-          }};
+  return unlocked(on_device ? comm::c10d_point_to_point(own, device) : comm::c10d_point_to_point(host));
 }
 
 // From here on the other ranks of the group notice when this process ends.
@@ -116,7 +121,7 @@ void bind_timed(py::module_& m) {
   m.def("timed_mesh", &timed_mesh, py::arg("mesh"), py::arg("record"));
 }
 
-// The back end "tessera"; its threads end before Python does: Note [Python's end].
+// What has threads of ours; they end before Python does: Note [Python's end].
 void bind_backend(py::module_& m) {
   const auto threads = std::make_shared<comm::SideThreads>();
   m.def(
@@ -125,6 +130,13 @@ void bind_backend(py::module_& m) {
         return comm::tessera_backend(store, rank, size, timeout, threads);
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), NoGil());
+  m.def(
+      "meeting_point_to_point",
+      [threads](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
+                bool shares) {
+        return unlocked(comm::meeting_point_to_point(store, rank, size, timeout, shares, threads));
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("shares"), NoGil());
   py::module_::import("atexit").attr("register")(
       py::cpp_function([threads] { threads->stop(std::chrono::seconds(5)); }, NoGil()));
 }
@@ -172,6 +184,8 @@ void bind_comm(py::module_& m) {
   py::class_<PointToPoint, PointToPointPtr>(m, "PointToPoint");
   m.def("point_to_point", &point_to_point, py::arg("name"), py::arg("device"), NoGil());
 
+  m.def("host_id", &host_id);
+  m.def("start_of_process", &start_of_process, py::arg("pid"));
   m.def("open_job_store", &open_job_store, py::arg("address"), py::arg("port"), py::arg("rank"), py::arg("size"),
         py::arg("timeout"), NoGil());
   m.def("show_process", &show_process, py::arg("name"), NoGil());

@@ -17,20 +17,12 @@ using engine::Engine;
 
 namespace {
 
-// See Note [GIL]: freeing an engine may wait for its collectives.
-struct ReleaseAndDelete {
-  void operator()(Engine* engine) const {
-    py::gil_scoped_release no_gil;
-    delete engine;
-  }
-};
-
 std::shared_ptr<Engine> make_engine(engine::Options options, comm::Mesh mesh, std::vector<engine::ParamSpec> params,
                                     const std::vector<optim::GroupOptions>& groups) {
   options.zero.reader_lock = [] { return std::make_shared<py::gil_scoped_acquire>(); };
   py::gil_scoped_release no_gil;
   auto engine = std::make_unique<Engine>(options, std::move(mesh), std::move(params), groups);
-  return std::shared_ptr<Engine>(engine.release(), ReleaseAndDelete{});
+  return {engine.release(), Unlocked<Engine>()};
 }
 
 // None in Python where the core has no tensor.

@@ -48,4 +48,5 @@ PYBIND11_MODULE(_core, m) {
   bind_unit_policy(m);
   bind_parallel(m);
   bind_pipeline(m);
+  bind_link(m);
 }

@@ -10,7 +10,6 @@
 #include "bindings.h"
 #include "tessera/base/error.h"
 #include "tessera/engine/engine.h"
-#include "tessera/pipeline/boxes.h"
 #include "tessera/pipeline/partition.h"
 #include "tessera/pipeline/runner.h"
 #include "tessera/pipeline/schedule.h"
@@ -24,32 +23,6 @@ pipeline::Kind kind_of(const std::string& name) {
                           pipeline::Kind::ReceiveGradients, pipeline::Kind::Backward, pipeline::Kind::SendGradients})
     if (name == pipeline::kind_name(kind)) return kind;
   TESSERA_CHECK_VALUE(false, "pipeline", "there is no kind of action '", name, "'");
-}
-
-// From the dataclasses of python/tessera/hybrid/_layout.py, which actors pickle.
-pipeline::Layout layout_from(const py::object& layout) {
-  return {layout.attr("batch").cast<int>(), layout.attr("sequence").cast<int>(), layout.attr("replicas").cast<int>()};
-}
-
-pipeline::Dims dims_from(const py::object& dims) {
-  return {dims.attr("batch").cast<int>(), dims.attr("sequence").cast<std::optional<int>>()};
-}
-
-void bind_boxes(py::module_& m) {
-  using namespace pipeline;
-  m.def(
-      "whole_boxes",
-      [](const py::object& layout, const py::object& dims, const std::vector<Sizes>& shapes, const std::string& where) {
-        WholeTensor whole = whole_of(layout_from(layout), dims_from(dims), shapes, where);
-        return std::pair(std::move(whole.sizes), std::move(whole.held));
-      },
-      py::arg("layout"), py::arg("dims"), py::arg("shapes"), py::arg("where"));
-  m.def(
-      "wanted_boxes",
-      [](const py::object& layout, const py::object& dims, const Sizes& whole, const std::optional<Sizes>& samples,
-         const std::string& where) { return wanted_of(layout_from(layout), dims_from(dims), whole, samples, where); },
-      py::arg("layout"), py::arg("dims"), py::arg("whole"), py::arg("samples"), py::arg("where"));
-  m.def("route", &route, py::arg("held"), py::arg("part"), py::arg("wanted"));
 }
 
 // What others are to know of an exception of Python. The interpreter's lock is held.
@@ -131,16 +104,6 @@ auto of_batch(R (Part::*method)(pipeline::Stage&, A...)) {
     return (part.*method)(stage, std::forward<A>(a)...);
   };
 }
-
-// Process groups behind these wait for threads when they go: see hold() in comm.cpp.
-template <class T>
-struct Unlocked {
-  void operator()(T* object) const {
-    std::optional<py::gil_scoped_release> unlocked;
-    if (PyGILState_Check() != 0) unlocked.emplace();
-    delete object;
-  }
-};
 
 std::shared_ptr<pipeline::Ties> make_ties(
     const pipeline::Ranks& ranks,
@@ -225,7 +188,6 @@ void bind_pipeline(py::module_& m) {
   m.def("forward_table", &forward_only, py::arg("shape"), py::arg("stage"));
   m.def("live_bound", &live_bound, py::arg("name"), py::arg("shape"), py::arg("stage"));
   m.def("split_weights", &split, py::arg("weights"), py::arg("parts"));
-  bind_boxes(m);
   bind_runner(m);
 }
 

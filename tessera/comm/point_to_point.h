@@ -30,6 +30,10 @@ class PointToPoint {
   virtual int64_t send(const at::Tensor& tensor, int to, int tag, Label label = {}) = 0;
   // Waits for the next message of `tag` from that rank, which must have as many bytes.
   virtual void receive(const at::Tensor& tensor, int from, int tag, Label label = {}) = 0;
+  // The same as a tensor that is the caller's own.
+  virtual at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype, int from, int tag, Label label = {});
+  // A copy of a tensor, on device() and contiguous, for send(): once for all who get it.
+  virtual at::Tensor share(const at::Tensor& tensor);
   // Lets go of what was sent under this number, once it is taken: waits for that.
   virtual void settle(int64_t number) = 0;
   // The same of all that was sent.

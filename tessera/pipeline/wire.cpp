@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
+#include <algorithm>
+
 namespace tessera::pipeline {
 namespace {
 
@@ -24,20 +26,20 @@ std::vector<int64_t> form_of(const Tensors& tensors) {
   return form;
 }
 
-// Tensors of that form, not filled; and which of them require a gradient.
-std::pair<Tensors, std::vector<bool>> empty_of(const std::vector<int64_t>& form, at::Device device) {
-  std::pair<Tensors, std::vector<bool>> made;
+// What make(sizes, dtype) returns for each tensor of that form, in order; those that require a gradient do.
+template <class F>
+Tensors tensors_of(const std::vector<int64_t>& form, const F& make) {
+  Tensors made;
   auto next = form.begin();
   for (int64_t left = *next++; left > 0; --left) {
     const int64_t dims = *next++;
     if (dims < 0) {
-      made.first.emplace_back();
-      made.second.push_back(false);
+      made.emplace_back();
       continue;
     }
-    const auto options = at::TensorOptions(static_cast<at::ScalarType>(*next++)).device(device);
-    made.second.push_back(*next++ != 0);
-    made.first.push_back(at::empty(std::vector<int64_t>(next, next + dims), options));
+    const auto dtype = static_cast<at::ScalarType>(*next++);
+    const bool trained = *next++ != 0;
+    made.push_back(make(std::vector<int64_t>(next, next + dims), dtype).requires_grad_(trained));
     next += dims;
   }
   return made;
@@ -64,7 +66,7 @@ auto Wire::guarded(const Line& line, const F& body) const {
 
 void Wire::put(const at::Tensor& tensor) {
   const at::Tensor there = tensor.detach().to(outgoing_.p2p->device()).contiguous();
-  under_way_.back().push_back(
+  under_way_.back().tensors.push_back(
       guarded(outgoing_, [&] { return outgoing_.p2p->send(there, peer_.rank, outgoing_.tag, outgoing_.what); }));
 }
 
@@ -74,7 +76,7 @@ void Wire::put_bytes(const std::string& text) {
 }
 
 void Wire::begin(int64_t what, int64_t number, int64_t form, int64_t note) {
-  under_way_.emplace_back();
+  under_way_.push_back({what, {}});
   put(at::tensor({what, number, form, note, taken_}, at::kLong));
 }
 
@@ -98,6 +100,18 @@ void Wire::send_failure(const std::string& text) {
 
 void Wire::acknowledge() {
   begin(kTaken, 0, 0, 0);
+}
+
+void Wire::settle_first() {
+  for (const int64_t sent : under_way_.front().tensors)
+    guarded(outgoing_, [&] { outgoing_.p2p->settle(sent); });
+  under_way_.pop_front();
+  ++acknowledged_;
+}
+
+void Wire::settle() {
+  while (!under_way_.empty())
+    settle_first();
 }
 
 // ---------------------------------------------------------------- receiving
@@ -125,36 +139,42 @@ std::string Wire::take_bytes(int64_t count) {
 Wire::Header Wire::take_header() {
   Header header = take_numbers(kFields);
   ++taken_;
-  for (; acknowledged_ < header[kSoFar] && !under_way_.empty(); ++acknowledged_) {
-    for (const int64_t sent : under_way_.front())
-      guarded(outgoing_, [&] { outgoing_.p2p->settle(sent); });
-    under_way_.pop_front();
-  }
+  while (acknowledged_ < header[kSoFar] && !under_way_.empty())
+    settle_first();
   if (header[kWhat] == kFailure) TESSERA_FAIL(StageFailed, take_bytes(header[kForm]));
   return header;
 }
 
 Message Wire::receive(int64_t number) {
-  Header header = take_header();
-  while (header[kWhat] == kTaken)
-    header = take_header();
+  if (early_.empty()) {
+    Header header = take_header();
+    while (header[kWhat] == kTaken)
+      header = take_header();
+    Message message = take_message(header);
+    early_.emplace_back(std::move(header), std::move(message));
+  }
+  const auto [header, message] = std::move(early_.front());
+  early_.pop_front();
   TESSERA_CHECK(header[kNumber] == number, "pipeline", peer_.name, " sent ", incoming_.what, " number ",
                 header[kNumber], " where this stage expects number ", number,
                 ": its schedule is another; build the engine with the same configuration on all ranks");
-  return take_message(header);
+  return message;
 }
 
 Message Wire::take_message(const Header& header) {
   if (header[kForm] > 0) taken_form_.tensors = take_numbers(header[kForm]);
   if (header[kNote] > 0) taken_form_.note = take_bytes(header[kNote] - 1);
   if (header[kForm] > 0 || header[kNote] > 0) ++forms_;
-  auto [tensors, trained] = empty_of(taken_form_.tensors, incoming_.p2p->device());
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].defined()) continue;
-    if (tensors[i].numel() > 0) take(tensors[i]);
-    tensors[i] = tensors[i].to(device_).requires_grad_(trained[i]);
-  }
-  return {std::move(tensors), taken_form_.note};
+  const auto take_tensor = [&](const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+    const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+    const auto options = at::TensorOptions(dtype).device(incoming_.p2p->device());
+    return (empty
+                ? at::empty(sizes, options)
+                : guarded(incoming_,
+                          [&] { return incoming_.p2p->take(sizes, dtype, peer_.rank, incoming_.tag, incoming_.what); }))
+        .to(device_);
+  };
+  return {tensors_of(taken_form_.tensors, take_tensor), taken_form_.note};
 }
 
 void Wire::await_taken(int64_t most) {
@@ -164,6 +184,19 @@ void Wire::await_taken(int64_t most) {
                   header[kNumber],
                   " where it says what it has taken: its schedule is another; build the engine with the same "
                   "configuration on all ranks");
+  }
+}
+
+int64_t Wire::awaited() const {
+  return std::count_if(under_way_.begin(), under_way_.end(), [](const Sent& sent) { return sent.what == kTensors; });
+}
+
+void Wire::drain(int64_t most) {
+  while (awaited() > most) {
+    Header header = take_header();
+    if (header[kWhat] == kTaken) continue;
+    Message message = take_message(header);
+    early_.emplace_back(std::move(header), std::move(message));
   }
 }
 

@@ -9,7 +9,7 @@
 //   other way: a gradient that comes back does so for activations, the next activation for gradients, and what is under
 //   way is bounded by what the schedule holds. Where nothing comes back (an evaluation) the receiver sends an acknowledgement of each
 //   message, and the sender reads that before it runs too far ahead. All waits are for messages, so each of them ends with a failure
-//   of the other side.
+//   of the other side. The ends of a link acknowledge every message: how many are sent before something comes back is their user's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/base/error.h"
@@ -68,6 +69,11 @@ class Wire {
   void acknowledge();
   // Where nothing else comes this way: until so many messages are under way, at most. Errors as of receive().
   void await_taken(int64_t most);
+  // The same of messages of tensors, where others may come this way: they are kept for receive(). Ends for good only where the
+  // other side acknowledges every message.
+  void drain(int64_t most);
+  // Until all that was sent is taken, acknowledged or not.
+  void settle();
 
   // Messages that the other side has not acknowledged.
   int64_t under_way() const { return static_cast<int64_t>(under_way_.size()); }
@@ -83,6 +89,8 @@ class Wire {
   std::vector<int64_t> take_numbers(int64_t count);
   std::string take_bytes(int64_t count);
   Header take_header();
+  int64_t awaited() const;
+  void settle_first();
   Message take_message(const Header& header);
   template <class F>
   auto guarded(const Line& line, const F& body) const;
@@ -96,9 +104,14 @@ class Wire {
     bool operator==(const Form&) const = default;
   };
   Form sent_form_, taken_form_;
-  std::deque<std::vector<int64_t>> under_way_;  // by message: numbers of its tensors for settle()
-  int64_t acknowledged_ = 0;                    // messages of this side that the other one has taken
-  int64_t taken_ = 0;                           // messages of the other side that came here
+  struct Sent {
+    int64_t what;
+    std::vector<int64_t> tensors;  // their numbers for settle()
+  };
+  std::deque<Sent> under_way_;
+  std::deque<std::pair<Header, Message>> early_;  // came while drain() waited
+  int64_t acknowledged_ = 0;                      // messages of this side that the other one has taken
+  int64_t taken_ = 0;                             // messages of the other side that came here
   int64_t forms_ = 0;
 };
 

@@ -328,6 +328,21 @@ TEST(Pipeline, AnEngineThatOneStageCannotBuildIsAnErrorOnAll) {
     EXPECT_HAS(errors[rank], rank == 1 ? "scheduler.type 'CosineAnnealingLR'" : "stage 1 (rank 1) could not build its");
 }
 
+// The ranks of one stage lose each other while they build their engine; the other stage waits for word of it.
+TEST(Pipeline, AConnectionThatOneStageLosesWhileItIsBuiltIsAnErrorOnAll) {
+  const auto start = std::chrono::steady_clock::now();
+  const Case c{.ranks = 2, .zero = 1};
+  const auto errors = errors_of(c, [&](const comm::Parts& parts) {
+    if (parts.part == 1) parts.mesh.group(comm::kBatchAxes)->abort("a cable is cut");
+    Pipeline(layers(), c.config(), parts, c.options());
+  });
+  for (int rank = 0; rank < 4; ++rank)
+    EXPECT_HAS(errors[rank], "a cable is cut");
+  for (const int rank : {0, 1})
+    EXPECT_HAS(errors[rank], "failed while it was built");
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+}
+
 TEST(Pipeline, AGraphThatIsFreedTooEarlyIsNamed) {
   const Case c;
   const auto errors = errors_of(c, [&](const comm::Parts& parts) {

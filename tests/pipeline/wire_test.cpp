@@ -96,6 +96,32 @@ TEST(Wire, WhatIsUnderWayIsWhatTheOtherSideHasNotTaken) {
       });
 }
 
+// Where others may come that way, they are kept.
+TEST(Wire, ADrainedWireKeepsWhatComes) {
+  talk(
+      [&](Wire& wire) {
+        for (int64_t i = 0; i < 3; ++i)
+          wire.send({{at::full({2}, i)}}, i);
+        wire.drain(1);
+        EXPECT_EQ(wire.under_way(), 1);
+        wire.drain(0);
+        EXPECT_EQ(wire.under_way(), 0);
+        for (int64_t i = 0; i < 2; ++i)
+          EXPECT_TRUE(at::equal(wire.receive(i).tensors[0], at::full({1}, i)));
+        wire.acknowledge();
+        wire.drain(0);
+        EXPECT_EQ(wire.under_way(), 1) << "nobody is asked to acknowledge an acknowledgement";
+      },
+      [&](Wire& wire) {
+        for (int64_t i = 0; i < 3; ++i) {
+          wire.receive(i);
+          wire.acknowledge();
+          if (i < 2) wire.send({{at::full({1}, i)}}, i);
+        }
+        wire.drain(0);
+      });
+}
+
 // Who goes without a message is no peer that may still send one.
 TEST(Wire, APeerThatIsGoneIsLost) {
   auto p2p = comm::thread_point_to_point(2, std::chrono::seconds(30));

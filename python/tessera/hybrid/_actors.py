@@ -13,7 +13,7 @@ from typing import Any
 
 from tessera.distributed import free_port, init_distributed
 from tessera.errors import ConfigError, UsageError
-from tessera.hybrid._mailbox import C10D
+from tessera.hybrid._joining import C10D
 from tessera.hybrid._object_store import Exchange, MeetingStore
 
 _GRACE = 2.0  # seconds after a first failure for the others to say theirs

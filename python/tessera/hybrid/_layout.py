@@ -1,8 +1,5 @@
-"""What the ranks of one side of a link hold of a tensor. Which part goes from which rank to which is the core's
-arithmetic (whole_boxes, wanted_boxes, route: tessera/pipeline/boxes.h).
-
-A box is a range (begin, end) of each dim of the whole tensor, the one that a single rank would have.
-"""
+"""What the ranks of a link agree on: who holds what of a tensor, and how it travels. Which part goes from which rank to
+which is the core's arithmetic (tessera/pipeline/boxes.h)."""
 
 from __future__ import annotations
 
@@ -11,9 +8,6 @@ from typing import Any
 
 from tessera import _core
 from tessera.errors import ConfigError
-
-Box = list[tuple[int, int]]
-Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -46,15 +40,6 @@ class Layout:
         """Ranks that an engine averages gradients over: all but the replicas."""
         return self.batch * self.sequence
 
-    def part(self, rank: int) -> tuple[int, int]:
-        """Which batch a rank has, and which part of the sequence."""
-        return divmod(rank // self.replicas, self.sequence)
-
-    def holder(self, part: int, taker: int) -> int:
-        """The rank that gives `part` (batch * sequence + place in the sequence) to rank `taker` of the other side;
-        replicas take turns."""
-        return part * self.replicas + taker % self.replicas
-
 
 @dataclass(frozen=True)
 class Dims:
@@ -69,10 +54,29 @@ class Dims:
             raise ConfigError(f"[hybrid] {where}: {layout.sequence} ranks share a sequence; say sequence_dim, its dim")
 
 
-def inside(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where `box` is in a tensor that holds `outer`."""
-    return tuple(slice(begin - start, end - start) for (begin, end), (start, _) in zip(box, outer, strict=True))
+SIDES = ("source", "target")
+_ONE_RANK = Layout()
 
 
-def sizes_of(box: Box) -> Sizes:
-    return tuple(end - begin for begin, end in box)
+@dataclass(frozen=True)
+class Terms:
+    """The fields of a Link, in which they are explained."""
+
+    name: str
+    source: Layout = _ONE_RANK
+    target: Layout = _ONE_RANK
+    batch_dim: int = 0
+    sequence_dim: int | None = None
+    sides: tuple[str, str] = SIDES
+    timeout: float | None = None
+    transport: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.transport not in ("auto", "group", "ray"):
+            raise ConfigError(f"[hybrid] transport must be 'auto', 'group' or 'ray', got {self.transport!r}")
+        for layout, side in zip((self.source, self.target), self.sides, strict=True):
+            self.dims.check(layout, f"link '{self.name}', {side}")
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(self.batch_dim, self.sequence_dim)

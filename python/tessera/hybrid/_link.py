@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tessera.errors import ConfigError
-from tessera.hybrid._end import SIDES
-from tessera.hybrid._layout import Dims, Layout
+from tessera.hybrid._layout import Terms
 from tessera.hybrid._receiver import Receiver
 from tessera.hybrid._sender import Sender
 
-_ONE_RANK = Layout()
-
 
 @dataclass(frozen=True)
-class Link:
+class Link(Terms):
     """What both sides of a hand-over must agree on; plain data, which may travel to other processes.
 
     `name`: unique among the links of a store. `source`, `target`: the ranks of both sides. `batch_dim`: the dim of
@@ -25,25 +21,6 @@ class Link:
     processes of one host, a Gloo process group between hosts), "group" (the process group everywhere) or "ray" (Ray's
     object store everywhere; for actor groups).
     """
-
-    name: str
-    source: Layout = _ONE_RANK
-    target: Layout = _ONE_RANK
-    batch_dim: int = 0
-    sequence_dim: int | None = None
-    sides: tuple[str, str] = SIDES
-    timeout: float | None = None
-    transport: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.transport not in ("auto", "group", "ray"):
-            raise ConfigError(f"[hybrid] transport must be 'auto', 'group' or 'ray', got {self.transport!r}")
-        for layout, side in zip((self.source, self.target), self.sides, strict=True):
-            self.dims.check(layout, f"link '{self.name}', {side}")
-
-    @property
-    def dims(self) -> Dims:
-        return Dims(self.batch_dim, self.sequence_dim)
 
     def sender(self, store: Any, rank: int, engine: Any = None) -> Sender:
         """This process as rank `rank` of the source. `store`: a torch.distributed store that all ranks of both sides

@@ -4,16 +4,19 @@ to whom they are for."""
 from __future__ import annotations
 
 import asyncio
+import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
-from tessera.hybrid._mailbox import C10D
+from tessera.hybrid._joining import C10D, has_ended
 
 _LOOK = 0.25  # seconds between two looks at whether the sender is still there
+_SMALL = 4096  # bytes that go with the call itself
 
 
 class Exchange:
@@ -46,39 +49,58 @@ class MeetingStore(C10D.PrefixStore):
 
 
 class ObjectStore:
-    """Sends between ranks of a link as _messages.Wire does. `name`: the link's, of no other one of the exchange."""
+    """Messages of rank `number` of a link, as the core sends and receives them. `link`: no other one of the exchange
+    has this name; `names` and `processes`: of all ranks, to say who has ended."""
 
-    def __init__(self, exchange: Any, name: str, rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        exchange: Any,
+        link: str,
+        number: int,
+        names: Sequence[str],
+        processes: Sequence[dict[str, Any]],
+        timeout: float,
+    ) -> None:
         import ray
 
         self._ray = ray
         self._exchange = exchange
-        self._name = name
-        self._rank = rank
+        self._link = link
+        self._number = number
+        self._names = names
+        self._processes = processes
         self._timeout = timeout
+        self._counts: collections.Counter[tuple[int, int, int]] = collections.Counter()
 
-    def send(self, data: torch.Tensor, to: int, tag: int, key: str) -> None:
-        reference = self._ray.put(data.numpy())
-        self._exchange.keep.remote((self._name, self._rank, to, tag), [reference])
+    def send(self, data: torch.Tensor, to: int, tag: int) -> None:
+        """Bytes on the CPU; waits for nobody."""
+        message = data.numpy().tobytes() if data.numel() <= _SMALL else self._ray.put(data.numpy())
+        self._exchange.keep.remote(self._key(self._number, to, tag), [message])
 
-    def taken(self, key: str) -> None:
-        """Ray has freed it."""
-
-    def receive(self, data: torch.Tensor, source: int, tag: int, where: str, look: Callable[[], None]) -> None:
+    def receive(self, data: torch.Tensor, source: int, tag: int) -> None:
+        """Fills `data` with the next message of that rank and tag."""
         deadline = time.monotonic() + self._timeout
         try:
-            (reference,) = self._wait(
-                self._exchange.take.remote((self._name, source, self._rank, tag)), deadline, where, look
-            )
+            (message,) = self._wait(self._exchange.take.remote(self._key(source, self._number, tag)), deadline, source)
+            if not isinstance(message, bytes):
+                message = self._wait(message, deadline, source)
             # A copy: what is in the object store must stay as it is.
-            data.numpy()[:] = self._wait(reference, deadline, where, look)
+            data.numpy()[:] = numpy.frombuffer(message, numpy.uint8)
         except self._ray.exceptions.RayError as error:
             reason = str(error).strip().split("\n", 1)[0]
-            raise dist.DistBackendError(f"[hybrid] {where} was lost on its way: {reason}") from None
+            raise dist.DistBackendError(f"a message was lost on its way: {reason}") from None
 
-    def _wait(self, reference: Any, deadline: float, where: str, look: Callable[[], None]) -> Any:
+    def _key(self, source: int, target: int, tag: int) -> Any:
+        """Of the next message."""
+        way = (source, target, tag)
+        self._counts[way] += 1
+        return (self._link, *way, self._counts[way])
+
+    def _wait(self, reference: Any, deadline: float, source: int) -> Any:
         while not self._ray.wait([reference], timeout=_LOOK)[0]:
-            look()
+            process = self._processes[source]
+            if has_ended(process):
+                raise dist.DistBackendError(f"{self._names[source]} (process {process['pid']}) has ended")
             if time.monotonic() > deadline:
-                raise dist.DistBackendError(f"[hybrid] {where} did not arrive within {self._timeout:g} s")
+                raise dist.DistBackendError(f"no message of {self._names[source]} within {self._timeout:g} s")
         return self._ray.get(reference)

@@ -17,7 +17,7 @@ from typing import Any
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
 from tessera.hybrid._actors import ActorGroup, Meeting, Pending, import_ray, start_together, wait
-from tessera.hybrid._mailbox import C10D
+from tessera.hybrid._joining import C10D
 
 _MANIFEST = "program.json"
 _PARTS = "parts-"  # the folder of one save, which the manifest names

@@ -1,13 +1,32 @@
 #include "tessera/comm/c10d/point_to_point.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <map>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/c10d/gloo.h"
+#include "tessera/comm/c10d/watched_store.h"
+#include "tessera/comm/hosts/hosts.h"
+#include "tessera/comm/shm/shared_messages.h"
 #include "tessera/comm/torch_backend/backend.h"
 
 namespace tessera::comm {
+
+at::Tensor PointToPoint::take(at::IntArrayRef sizes, at::ScalarType dtype, int from, int tag, Label label) {
+  at::Tensor tensor = at::empty(sizes, at::TensorOptions(dtype).device(device()));
+  receive(tensor, from, tag, label);
+  return tensor;
+}
+
+at::Tensor PointToPoint::share(const at::Tensor& tensor) {
+  const at::NoGradGuard guard;
+  return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).device(device())).copy_(tensor);
+}
+
 namespace {
 
 class C10dPointToPoint final : public PointToPoint {
@@ -103,6 +122,20 @@ class C10dPointToPoint final : public PointToPoint {
 
 PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend, at::Device device) {
   return std::make_shared<C10dPointToPoint>(std::move(backend), device);
+}
+
+PointToPointPtr meeting_point_to_point(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                       std::chrono::milliseconds timeout, bool shares, const SideThreadsPtr& threads) {
+  const auto fresh = watch_fresh_store(store, "messages", rank, size);
+  const auto at = [&](const char* name) { return c10::make_intrusive<c10d::PrefixStore>(name, fresh); };
+  const auto hosts = group_by_host(exchange(*fresh, rank, size, "hosts", host_id()));
+  const bool one_host = hosts.count() == 1;
+  if (!shares) return c10d_point_to_point(gloo_backend(at("gloo"), rank, size, timeout, one_host));
+  std::vector<bool> near;
+  for (const int host : hosts.of_rank)
+    near.push_back(host == hosts.of_rank[rank]);
+  return shared_messages(c10d_point_to_point(point_to_point_backend(at("any"), rank, size, timeout, one_host, threads)),
+                         std::move(near), timeout);
 }
 
 std::vector<PointToPointPtr> thread_point_to_point(int size, std::chrono::milliseconds timeout) {

@@ -50,6 +50,12 @@ void ShmSegment::close_file() {
   fd_ = -1;
 }
 
+std::shared_ptr<char> ShmSegment::map_private() const {
+  void* const data = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd_, 0);
+  TESSERA_CHECK_DIST(data != MAP_FAILED, "comm", "shared memory: cannot map ", size_, " B: ", std::strerror(errno));
+  return {static_cast<char*>(data), [size = size_](char* mapped) { munmap(mapped, size); }};
+}
+
 std::shared_ptr<ShmSegment> ShmSegment::create(size_t bytes) {
   const int fd = memfd_create("tessera", MFD_CLOEXEC);
   TESSERA_CHECK_DIST(fd >= 0, "comm", "shared memory: cannot create a segment: ", std::strerror(errno));
@@ -86,7 +92,7 @@ std::shared_ptr<ShmSegment> ShmSegment::attach(const ShmPlace& place, size_t byt
   int64_t secret = 0;
   std::memcpy(&secret, segment->data(), sizeof(secret));
   TESSERA_CHECK_DIST(secret == place.secret, "comm", "shared memory: process ", place.pid,
-                     " has another segment than rank 0's; do all ranks run on one host?");
+                     " has another segment than the one it has offered; do all ranks run on one host?");
   return segment;
 }
 

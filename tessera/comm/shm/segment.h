@@ -32,6 +32,9 @@ class ShmSegment {
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
+  // The same bytes, where writes stay the caller's own. The memory lives without this object.
+  std::shared_ptr<char> map_private() const;
+
   char* data() const { return data_; }
   size_t size() const { return size_; }
   int fd() const { return fd_; }

@@ -17,7 +17,8 @@ c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr, MakeBackend, SideThre
 }
 
 c10::intrusive_ptr<c10d::Backend> point_to_point_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                         int size, std::chrono::milliseconds timeout, bool loopback) {
+                                                         int size, std::chrono::milliseconds timeout, bool loopback,
+                                                         const SideThreadsPtr&) {
   return gloo_backend(store, rank, size, timeout, loopback);
 }
 

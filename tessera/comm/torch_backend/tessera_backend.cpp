@@ -26,8 +26,9 @@ c10::intrusive_ptr<c10d::Backend> tessera_backend(const c10::intrusive_ptr<c10d:
 }
 
 c10::intrusive_ptr<c10d::Backend> point_to_point_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
-                                                         int size, std::chrono::milliseconds timeout, bool) {
-  return tessera_backend(store, rank, size, timeout);
+                                                         int size, std::chrono::milliseconds timeout, bool,
+                                                         const SideThreadsPtr& threads) {
+  return tessera_backend(store, rank, size, timeout, threads);
 }
 
 }  // namespace tessera::comm

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -167,3 +169,16 @@ def test_engines_of_other_dtypes(dtypes):
         found = [value for future in futures for value in future.result().values()]
     for actual, expected in zip(found, plain_weights(vision, text), strict=True):
         torch.testing.assert_close(actual.float(), expected, rtol=0.02, atol=0.01)  # bf16 keeps 8 bits
+
+
+def test_an_end_may_be_the_last_that_holds_its_engine():
+    link, store = Link("vision", timeout=60), dist.HashStore()
+    engine = tessera.Engine(make(Text, seed=2), config(1, 1), group=tessera.single_group())
+    sender, receiver = link.sender(store, 0), link.receiver(store, 0, engine)
+    sender.send(torch.ones(2), 0)
+    receiver.receive(0)
+    core = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert core() is None
+    del receiver

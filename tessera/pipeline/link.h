@@ -1,0 +1,101 @@
+// A differentiable hand-over between two engines on ranks of their own: outputs go forward, gradients come back. What goes from
+// which rank to which follows from both layouts (boxes.h); averages and loss scales are as docs/hybrid.md says.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/pipeline/link_end.h"
+
+namespace tessera::pipeline {
+
+class LinkSender;
+class LinkReceiver;
+
+// For ranks that are of both sides: what receive() would return of send(outputs), inside one graph, so that loss.backward()
+// goes through both engines. The ends serve nothing else; they have no step(). Collective over both sides, in the backward too.
+Tensors hand_over(LinkSender& sender, LinkReceiver& receiver, const Tensors& outputs, const Sample& sample,
+                  const std::optional<Sizes>& samples = {});
+
+// The outputs' end, on a rank of the source. Used by one thread at a time, as the other end.
+class LinkSender : public LinkEnd {
+ public:
+  // Value error where ranks of a side share a sequence and no dim of it is known.
+  LinkSender(LinkRanks ranks, LinkEngine engine);
+
+  // Tensors with a graph arrive as leaves that require gradients; sizes may change from call to call, and the tensors after it.
+  // `samples`: how many rows of the batch dim each sample of this rank's batch has (none: one), where batches are dealt out to
+  // another number of ranks. `note` arrives as it is; that of the first rank counts. Waits for those ranks of the source that
+  // share a batch or have others to come to the same call, and where no tensor has a graph for the target to be 8 such
+  // messages behind at most; else for nobody.
+  void send(const Tensors& outputs, const Sample& sample, const std::optional<Sizes>& samples = {},
+            const std::string& note = {});
+  // Waits for the gradient of a sample and runs the backward of its outputs with it. In any order.
+  void backward(const Sample& sample);
+  // For a front end that runs it: outputs, times the loss scale, and their gradients; of those that have one.
+  std::pair<Tensors, Tensors> gradients(const Sample& sample);
+  // Of a backward that threw: UsageError where another one has freed the graph.
+  void check_not_freed(const Sample& sample, const std::exception& error) const;
+  // Once a step, on all ranks of both sides: UsageError where the numbers of messages differ, or a gradient is still out.
+  void step();
+
+ private:
+  friend struct HandOver;
+  struct Sent {
+    int64_t number;
+    Tensors trained;
+    std::vector<at::Device> devices;
+    std::vector<std::vector<Box>> held, wanted;  // of the trained ones: by part of the source, of the target
+  };
+  std::vector<Header> exchange(const Header& mine);
+  Sent announce(const Tensors& outputs, const Sample& sample, const std::optional<Sizes>& samples,
+                const std::string& note);
+  // Of its trained tensors; undefined: zero.
+  Tensors gradients_of(const Sent& sent, const Sample& sample);
+  LinkMessage gradient(int giver, int64_t number, const Sample& sample);
+
+  std::map<Sample, Sent> open_;                           // their gradients are to come
+  std::map<std::pair<int, int64_t>, LinkMessage> early_;  // gradients that nobody has asked for: giver, number
+};
+
+// The inputs' end, on a rank of the target.
+class LinkReceiver : public LinkEnd {
+ public:
+  LinkReceiver(LinkRanks ranks, LinkEngine engine);
+
+  // Waits for the next message, which must be of `sample`, and returns this rank's part of what was sent.
+  Tensors receive(const Sample& sample) { return receive_message(sample).tensors; }
+  Message receive_message(const Sample& sample);  // with its note
+  // Sends the gradients of what receive(sample) returned: those in .grad(), or one for each tensor that requires some;
+  // undefined: zero. Waits for nobody.
+  void give_back(const Sample& sample, const std::optional<Tensors>& gradients = {});
+  void step();
+
+ private:
+  friend struct HandOver;
+  struct Received {
+    int64_t number;
+    Tensors leaves;  // that require gradients
+    std::vector<std::vector<Box>> held, wanted;
+  };
+  std::pair<Message, Received> take_in(const Sample& sample);
+  void send_back(const Received& received, const Sample& sample, const Tensors& gradients);
+
+  std::map<Sample, Received> open_;
+};
+
+// An engine of either front end, which lives as long as the ends do; null: none.
+template <class EnginePtr>
+LinkEngine link_engine(const EnginePtr& engine) {
+  if (engine == nullptr) return {};
+  return {.scale = [engine](const at::Tensor& output) { return engine->scaling().scale(output); },
+          .gradient_scale =
+              [engine] { return engine->scaling().scaler().needed() ? engine->scaling().gradient_scale() : 1.0; },
+          .device = engine->params().empty() ? at::Device(at::kCPU) : engine->params().front().tensor.device()};
+}
+
+}  // namespace tessera::pipeline
