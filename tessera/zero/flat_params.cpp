@@ -2,9 +2,7 @@
 
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -16,14 +14,9 @@
 
 namespace tessera::zero {
 
-namespace {
-constexpr size_t kReads = 3;   // tiles of a slice that are on their way at once
-constexpr size_t kCopies = 1;  // of them, to the device
-}  // namespace
-
 FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards,
                        bool sharded, at::Tensor space, const HomeMaker& home)
-    : name_(std::move(name)), items_(std::move(items)), space_(std::move(space)) {
+    : name_(std::move(name)), items_(std::move(items)), space_(std::move(space), items_.size()), away_(name_, order_) {
   std::vector<int64_t> numels;
   numels.reserve(items_.size());
   for (Item& item : items_) {
@@ -35,14 +28,13 @@ FlatParams::FlatParams(std::string name, std::vector<Item> items, at::ScalarType
   const auto options = items_.front().tensor.options().requires_grad(false).dtype(dtype);
   const shard::HomePtr away = sharded && home ? home(shard::Quantity::Weight, slice_.size(), options) : nullptr;
   sharded_ = sharded && (shards > 1 || away != nullptr);
-  TESSERA_ASSERT(!shares() || (space_.numel() == layout_.size() && space_.scalar_type() == dtype));
+  TESSERA_ASSERT(!shares() || (space_.memory().numel() == layout_.size() && space_.memory().scalar_type() == dtype));
   TESSERA_CHECK_VALUE(!shares() || away == nullptr, "zero",
                       "parameters that all ranks share (tessera.shared_parameters) cannot be offloaded "
                       "(offload_param): choose one of the two");
   at::Tensor mine;
   if (shares()) {
-    mine = sharded_ ? space_.narrow(0, slice_.begin, slice_.size()) : space_;
-    private_copies_.resize(items_.size());
+    mine = sharded_ ? space_.memory().narrow(0, slice_.begin, slice_.size()) : space_.memory();
   } else {
     mine = at::zeros({sharded_ ? slice_.size() : layout_.size()}, options);
   }
@@ -86,11 +78,8 @@ shard::Buffer FlatParams::slice_values() const {
   return sharded_ || slice_.size() == buffer_.size() ? buffer_ : shard::Buffer(buffer_.view(slice_));
 }
 
-// Copies to the device that are on their way still read host memory.
 shard::Buffer FlatParams::slice_to_write() {
-  forget_ahead();
-  if (copied_ && !copied_->query()) copied_->synchronize();
-  copied_.reset();
+  away_.end_reads();
   return slice_values();
 }
 
@@ -101,7 +90,7 @@ const at::Tensor& FlatParams::whole() const {
 
 at::Tensor FlatParams::values(int index) const {
   const shard::Range range = items_[index].range;
-  return has_private_copy(index) ? private_copies_[index] : whole().narrow(0, range.begin, range.size());
+  return has_private_copy(index) ? space_.copy_of(index) : whole().narrow(0, range.begin, range.size());
 }
 
 at::Tensor FlatParams::view(int index) const {
@@ -139,10 +128,10 @@ void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor 
   if (shares()) {
     if (bucket.defined()) {
       bucket_ = bucket.narrow(0, 0, layout_.size());
-      fill_from_space(bucket_, staging);
+      space_.copy_to(bucket_, staging);
       staging_ = std::move(staging);
     } else {
-      bucket_ = space_;
+      bucket_ = space_.memory();
     }
     state_ = ParamState::Gathering;
     return;
@@ -151,13 +140,7 @@ void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor 
   bucket_ = bucket.numel() == layout_.size() ? std::move(bucket) : bucket.narrow(0, 0, layout_.size());
   const std::string label = "parameters of unit '" + name_ + "'";
   if (!buffer_.is_here()) {
-    const auto gather = [&] { gather_slice(group, rounded_ ? staging : bucket_, label); };
-    if (bucket_.is_cpu()) {
-      gather();
-    } else {
-      if (rounded_) words_ = at::empty({std::min(slice_.size(), shard::kTile)}, options());
-      copied_ = side_.run(bucket_.device(), gather);
-    }
+    pending_ = away_.gather_beside(group, buffer_, slice_, rounded_ ? staging : bucket_, rounded_, label);
     staging_ = std::move(staging);
   } else if (rounded_) {
     const at::Tensor mine = staging.narrow(0, slice_.begin, slice_.size());
@@ -170,98 +153,9 @@ void FlatParams::begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor 
   state_ = ParamState::Gathering;
 }
 
-// Throws nothing itself: what goes wrong is for the gather, where all ranks take part.
-shard::PendingView FlatParams::fetch(shard::Range tile) const {
-  try {
-    return buffer_.fetch(tile);
-  } catch (const std::exception&) {
-    return shard::PendingView({}, [error = std::current_exception()] { std::rethrow_exception(error); });
-  }
-}
-
 int64_t FlatParams::read_ahead(int64_t elements) {
   if (buffer_.residence() != shard::Residence::Nvme || state_ != ParamState::Sharded) return 0;
-  int64_t reading = 0;
-  size_t number = 0;
-  for (const shard::Range tile : shard::tiles_of({0, slice_.size()})) {
-    if (number++ >= ahead_.size()) {
-      if (reading + tile.size() > elements) break;
-      ahead_.push_back(fetch(tile));
-    }
-    reading += tile.size();
-  }
-  return reading;
-}
-
-// The slice at its place in `space`, with a cast where that has another dtype: on the device, by way of words_. torch would
-// cast on the host, into memory that is not page-locked.
-void FlatParams::bring_slice(const at::Tensor& space) {
-  const std::vector<shard::Range> tiles = shard::tiles_of({0, slice_.size()});
-  for (size_t i = 0; i < tiles.size(); ++i) {
-    while (ahead_.size() < kReads && i + ahead_.size() < tiles.size())
-      ahead_.push_back(buffer_.fetch(tiles[i + ahead_.size()]));
-    const at::Tensor values = space.is_cpu() ? ahead_.front().wait() : ahead_.front().wait_on(space.device());
-    const bool pinned = !space.is_cpu() && values.is_pinned();
-    const at::Tensor place = space.narrow(0, slice_.begin + tiles[i].begin, tiles[i].size());
-    if (words_.defined()) {
-      place.copy_(words_.narrow(0, 0, values.numel()).copy_(values, /*non_blocking=*/pinned));
-    } else {
-      place.copy_(values, /*non_blocking=*/pinned);
-    }
-    ahead_.pop_front();
-    if (!pinned || buffer_.residence() != shard::Residence::Nvme) continue;
-    copying_.emplace_back(values, shard::mark(space.device()));
-    if (copying_.size() <= kCopies) continue;
-    copying_.front().second->synchronize();
-    copying_.pop_front();
-  }
-}
-
-// Tiles that passed through memory of a file's may be lent again.
-void FlatParams::end_copies() {
-  for (const auto& [values, copied] : std::exchange(copying_, {}))
-    copied->synchronize();
-}
-
-// Where the current stream comes after the copies.
-void FlatParams::drop_words() {
-  order_.keep(words_);
-  words_.reset();
-}
-
-// Note [Parameters elsewhere]
-void FlatParams::gather_slice(comm::Group& group, const at::Tensor& space, const std::string& label) {
-  failure_.clear();
-  // Before anything is on its way, as all memory that a gather needs.
-  const bool may_fail = buffer_.residence() == shard::Residence::Nvme && group.size() > 1;
-  const at::Tensor failed =
-      may_fail ? at::zeros({1}, at::TensorOptions(at::kDouble).device(space.device())) : at::Tensor();
-  try {
-    bring_slice(space);
-  } catch (const std::exception& error) {  // memory that runs out, too
-    ahead_.clear();
-    end_copies();
-    if (!may_fail) throw;
-    const auto* known = dynamic_cast<const c10::Error*>(&error);
-    failure_ = known == nullptr ? error.what() : known->what_without_backtrace();
-  }
-  if (group.size() == 1) return;
-  pending_ = group.all_gather(space, space.narrow(0, slice_.begin, slice_.size()), label);
-  if (!may_fail) return;
-  failed_ = failed;
-  if (!failure_.empty()) failed_.fill_(group.rank() + 1.0);
-  read_check_ = group.all_reduce(failed_, comm::ReduceOp::Max, "reads of " + label);
-}
-
-void FlatParams::check_read() {
-  if (!failed_.defined()) return;
-  read_check_.wait();
-  const int who = static_cast<int>(std::exchange(failed_, at::Tensor()).item<double>());
-  if (who == 0) return;
-  TESSERA_CHECK_IO(false, "zero", "the parameters of unit '", name_, "' could not be gathered: ",
-                   !failure_.empty()
-                       ? failure_
-                       : c10::str("rank ", who - 1, " of its group could not read its slice; see its error"));
+  return away_.read_ahead(buffer_, elements);
 }
 
 void FlatParams::make_exact(comm::Group& group) {
@@ -269,43 +163,26 @@ void FlatParams::make_exact(comm::Group& group) {
   if (!rounded_) return;
   order_.write(options().device());
   if (shares()) {
-    bucket_.copy_(space_);
+    space_.copy_to(bucket_);
   } else if (const std::string label = "exact parameters of unit '" + name_ + "'"; buffer_.is_here()) {
     group.all_gather(bucket_, buffer_.tensor(), label).wait();
   } else {
-    gather_slice(group, bucket_, label);
-    pending_.wait();
-    end_copies();
-    check_read();
+    away_.gather(group, buffer_, slice_, bucket_, label).wait();
+    away_.arrive(bucket_.device());
+    away_.check();
   }
   rounded_ = false;
-}
-
-// Rounded values go through the staging buffer a piece at a time.
-void FlatParams::fill_from_space(const at::Tensor& bucket, const at::Tensor& staging) const {
-  if (!staging.defined()) {
-    bucket.copy_(space_);
-    return;
-  }
-  for (int64_t begin = 0; begin < space_.numel(); begin += staging.numel()) {
-    const int64_t n = std::min(staging.numel(), space_.numel() - begin);
-    const at::Tensor piece = staging.narrow(0, 0, n);
-    shard::scaled_copy(piece, space_.narrow(0, begin, n));
-    shard::scaled_copy(bucket.narrow(0, begin, n), piece);
-  }
 }
 
 void FlatParams::make_private(const at::Tensor& bucket) {
   TESSERA_ASSERT(sharded_ && state_ == ParamState::Ready && is_in_space());
   bucket_ = bucket.narrow(0, 0, layout_.size());
-  bucket_.copy_(space_);
+  space_.copy_to(bucket_);
   point_items();
 }
 
 at::Tensor FlatParams::take_bucket() {
-  drop_words();
-  order_.keep(failed_);  // made on the stream of copies, which does not wait for what ranks tell each other there
-  failed_.reset();
+  away_.end_gather();
   const bool borrowed = is_in_space();
   const at::Tensor bucket = std::exchange(bucket_, at::Tensor());
   return borrowed ? at::Tensor() : bucket;
@@ -316,10 +193,8 @@ void FlatParams::finish_gather() {
   state_ = ParamState::Sharded;
   order_.write(options().device());
   pending_.wait();
-  if (copied_) shard::come_after(*copied_, bucket_.device());
-  drop_words();
-  end_copies();
-  check_read();
+  away_.arrive(bucket_.device());
+  away_.check();
   if (rounded_ && !shares()) shard::scaled_copy(bucket_, staging_);
   for (size_t i = 0; i < items_.size(); ++i) {
     TESSERA_CHECK(!is_replaced(static_cast<int>(i)), "zero", "the data of parameter '", items_[i].name,
@@ -351,9 +226,7 @@ at::Tensor FlatParams::release(std::string* edited) {
   if (state_ == ParamState::Gathering) {
     state_ = ParamState::Sharded;
     pending_.wait();
-    if (copied_) shard::come_after(*copied_, bucket_.device());
-    end_copies();
-    read_check_.wait();
+    away_.drop(bucket_.device());
     return take_bucket();
   }
   if (edited != nullptr) {
@@ -377,7 +250,7 @@ void FlatParams::take_replaced(int index) {
   TESSERA_ASSERT(state_ == ParamState::Ready);
   Item& item = items_[index];
   const bool apart = has_private_copy(index);
-  const at::Tensor& there = apart ? private_copies_[index] : whole();
+  const at::Tensor there = apart ? space_.copy_of(index) : whole();
   const shard::Range range = apart ? shard::Range{0, item.range.size()} : item.range;
   if (sharded_ ? !is_replaced(index) : shard::is_bound(item.tensor, there, range, item.form)) return;
   TESSERA_CHECK(item.tensor.sizes() == item.form.sizes && item.tensor.scalar_type() == dtype(), "zero",
@@ -408,33 +281,22 @@ void FlatParams::keep_write(int index) {
 
 void FlatParams::make_private_copy(int index) {
   TESSERA_ASSERT(shares() && !sharded_ && !has_private_copy(index));
-  const c10::InferenceMode no_inference(false);
-  const Item& item = items_[index];
-  private_copies_[index] = space_.narrow(0, item.range.begin, item.range.size()).clone();
-  shard::rebind(item.tensor, private_copies_[index], {0, item.range.size()});
+  space_.make_copy(index, items_[index].tensor, items_[index].range);
 }
 
 void FlatParams::end_private_copy(int index) {
   if (!has_private_copy(index)) return;
   Item& item = items_[index];
-  const at::Tensor own = std::exchange(private_copies_[index], at::Tensor());
-  if (shard::is_bound(item.tensor, own, {0, item.range.size()}, item.form)) {
-    shard::rebind(item.tensor, space_, item.range);
-  } else {
-    shard::bind(item.tensor, space_, item.range, item.form);  // its data was replaced
-    note_storage(index);
-  }
+  if (!space_.end_copy(index, item.tensor, item.range, item.form)) note_storage(index);
 }
 
 // A model that goes on without its engine must not change that of the other ranks.
 void FlatParams::leave_space() {
   const c10::InferenceMode no_inference(false);
-  const at::Tensor own = space_.clone();
-  for (size_t i = 0; i < items_.size(); ++i) {
-    const Item& item = items_[i];
-    private_copies_[i].reset();  // the parameter keeps its copy
-    if (shard::is_bound(item.tensor, space_, item.range, item.form)) shard::rebind(item.tensor, own, item.range);
-  }
+  const at::Tensor own = space_.memory().clone();
+  for (const Item& item : items_)
+    if (shard::is_bound(item.tensor, space_.memory(), item.range, item.form))
+      shard::rebind(item.tensor, own, item.range);
   buffer_ = shard::Buffer(own);
   space_.reset();
 }
@@ -472,7 +334,6 @@ void FlatParams::leave(const at::Tensor& all) {
   items_.clear();
   storages_.clear();
   writes_.clear();
-  private_copies_.clear();
   sharded_ = false;
   state_ = ParamState::Ready;
   buffer_ = {};
@@ -493,20 +354,18 @@ void FlatParams::abandon(const std::string& message) {
   }
   order_.end(options().device());  // what is in flight ends on the current stream
   pending_.release();
-  read_check_.release();
-  ahead_.clear();
-  copying_.clear();
   for (size_t i = 0; i < items_.size(); ++i) {
     if (!has_storage(i)) continue;
     shard::release(*shard::storage_of(items_[i].tensor),
                    "[zero] parameter '" + items_[i].name + "' is partitioned: " + message);
   }
   state_ = ParamState::Sharded;
-  for (at::Tensor* memory : {&bucket_, &staging_, &words_, &failed_}) {
-    order_.keep(*memory, copied_.get());
+  away_.abandon();
+  for (at::Tensor* memory : {&bucket_, &staging_}) {
+    order_.keep(*memory, away_.copied());
     memory->reset();
   }
-  if (buffer_.is_here()) order_.keep(buffer_.tensor(), copied_.get());
+  if (buffer_.is_here()) order_.keep(buffer_.tensor(), away_.copied());
 }
 
 }  // namespace tessera::zero

@@ -1,35 +1,22 @@
 // FlatParams: the compute parameters of one unit in one flat space: whole on every rank, or sharded and gathered into a
 // bucket while they are used.
-//
-// Note [Shared parameters]
-//   With `space`, a memory that all ranks of the shard group have mapped, there is one copy of the parameters for all of
-//   them. Every rank owns the slice it owns otherwise, and is the only one that writes there. Whole parameters (stages 1, 2)
-//   lie in the space always; gathering sharded ones moves their pointers there, and copies nothing. Private copies are made
-//   of what is to be written to on one rank (regions with a writer) and of values that are rounded on the way.
-//   Note [Phases of shared parameters] in shared_params.h says why nobody writes while another rank reads.
-//
-// Note [Parameters elsewhere]
-//   With a home the slice lives in host memory or on a disk, and the parameters are sharded on one rank, too. A gather brings
-//   the slice into the bucket, a tile at a time, and goes on from there. A read that fails on one rank is an error of all
-//   that take part: they exchange how it went beside the values. What was read ahead is forgotten when the slice is written.
-//   On a device all of it is on a stream beside the one that computes, so that a unit comes while the one before it is used.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <deque>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "tessera/comm/group.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/side_stream.h"
 #include "tessera/shard/storage.h"
+#include "tessera/zero/away_slice.h"
 #include "tessera/zero/hooks/write_count.h"
 #include "tessera/zero/options.h"
 #include "tessera/zero/ranks.h"
+#include "tessera/zero/shared_space.h"
 
 namespace tessera::zero {
 
@@ -62,6 +49,8 @@ class FlatParams {
   // they were. Not with a `space`: value error.
   FlatParams(std::string name, std::vector<Item> items, at::ScalarType dtype, int shard_rank, int shards, bool sharded,
              at::Tensor space = {}, const HomeMaker& home = {});
+  FlatParams(const FlatParams&) = delete;
+  FlatParams& operator=(const FlatParams&) = delete;
 
   const std::string& name() const { return name_; }
   const std::vector<Item>& items() const { return items_; }
@@ -74,7 +63,7 @@ class FlatParams {
   int64_t bytes() const { return shares() ? 0 : buffer_.bytes(); }
   shard::Residence residence() const { return buffer_.residence(); }
   int64_t local_size() const { return buffer_.size(); }
-  int64_t shared_bytes() const { return shares() ? static_cast<int64_t>(space_.nbytes()) : 0; }
+  int64_t shared_bytes() const { return shares() ? static_cast<int64_t>(space_.memory().nbytes()) : 0; }
   bool shares() const { return space_.defined(); }
 
   // This rank's slice of the flat space.
@@ -95,9 +84,7 @@ class FlatParams {
   // 0 elsewhere. Local.
   int64_t read_ahead(int64_t elements);
   // Writes nothing where nothing was read: an update may run on beside it.
-  void forget_ahead() {
-    if (!ahead_.empty()) ahead_.clear();
-  }
+  void forget_ahead() { away_.forget_ahead(); }
   // Sharded -> Gathering: collective. `bucket`: at least layout().size() elements of dtype(). `staging`: as many of
   // gather_dtype(), for rounded values, or undefined. Undone when it throws. Shared parameters: local; without a bucket
   // the parameters will point into the shared space; a staging buffer may have any size.
@@ -105,7 +92,7 @@ class FlatParams {
   // Ready with rounded values -> with exact ones, in place. Collective (shared parameters: local).
   void make_exact(comm::Group& group);
   // Shared and Ready in the shared space -> in `bucket`, with a copy of the values.
-  bool is_in_space() const { return shares() && bucket_.is_same(space_); }
+  bool is_in_space() const { return shares() && bucket_.is_same(space_.memory()); }
   void make_private(const at::Tensor& bucket);
   bool is_rounded() const { return rounded_; }
   // The staging buffer of the last gather, once it is over; undefined without one.
@@ -146,7 +133,7 @@ class FlatParams {
   // it. keep_write() between the two makes this rank's slice of it hold.
   void make_private_copy(int index);
   void end_private_copy(int index);
-  bool has_private_copy(int index) const { return !private_copies_.empty() && private_copies_[index].defined(); }
+  bool has_private_copy(int index) const { return space_.copy_of(index).defined(); }
 
   // What lives on the device goes to `home` for a while, and comes back. Whole parameters have no data meanwhile and say what
   // to call. Neither gathered nor shared ones. Local.
@@ -173,13 +160,6 @@ class FlatParams {
   void release_items();
   std::string message(const Item& item) const;
   shard::Range there(int index, shard::Range part) const;
-  void gather_slice(comm::Group& group, const at::Tensor& space, const std::string& label);
-  void bring_slice(const at::Tensor& space);
-  void end_copies();
-  void drop_words();
-  shard::PendingView fetch(shard::Range tile) const;
-  void check_read();
-  void fill_from_space(const at::Tensor& bucket, const at::Tensor& staging) const;
   void leave_space();
 
   std::string name_;
@@ -192,22 +172,13 @@ class FlatParams {
   ParamState state_ = ParamState::Ready;
   shard::Buffer buffer_;  // the whole space, or this rank's slice where sharded
   at::Tensor bucket_;     // sharded: the gathered space, exactly layout().size() elements; the shared one or private
-  at::Tensor space_;      // shared: of all ranks; buffer_ is part of it
-  std::vector<at::Tensor> private_copies_;  // private copies of items, or undefined
+  SharedSpace space_;     // buffer_ is part of it
   at::Tensor staging_;
   at::ScalarType gather_dtype_;
   bool rounded_ = false;      // the bucket holds values that were cast on the way
   shard::StreamOrder order_;  // of the bucket
   comm::Pending pending_;
-  // Of a slice that lives elsewhere.
-  std::deque<shard::PendingView> ahead_;  // its first tiles, on their way
-  shard::SideStream side_;
-  std::shared_ptr<c10::Event> copied_;                                      // to the device
-  std::deque<std::pair<at::Tensor, std::shared_ptr<c10::Event>>> copying_;  // tiles that cannot be lent again before
-  at::Tensor words_;                                                        // on the device, where they are cast
-  std::string failure_;                                                     // of this rank's last read
-  at::Tensor failed_;                                                       // 1 + the rank of one that failed, or 0
-  comm::Pending read_check_;
+  AwaySlice away_;  // where buffer_ is not here
 };
 
 }  // namespace tessera::zero
