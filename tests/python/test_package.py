@@ -82,12 +82,14 @@ def test_stub_matches_the_compiled_module() -> None:
             members = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
             members |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}  # type: ignore[union-attr]
             members |= {t.id for n in node.body if isinstance(n, ast.Assign) for t in n.targets}  # type: ignore[attr-defined]
-            stub[node.name] = members
+            bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id.startswith("_")]
+            stub[node.name] = members.union(*(stub[base] for base in bases))
         elif isinstance(node, ast.FunctionDef):
             stub[node.name] = set()
         elif isinstance(node, ast.AnnAssign):
             stub[node.target.id] = set()  # type: ignore[union-attr]
     compiled = {name for name in dir(_core) if not name.startswith("_")}
+    stub = {name: members for name, members in stub.items() if not name.startswith("_")}
     assert compiled == set(stub)
     for name, members in stub.items():
         if inspect.isclass(getattr(_core, name)):
