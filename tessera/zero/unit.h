@@ -118,7 +118,7 @@ class Unit {
   // Contributions of several backwards add up in `grads`: they are whole there until they are reduced, on one rank and in
   // stage 0 after that too.
   bool accumulates_in_grads() const { return in_grads_ && grads.defined() && !host_grads; }
-  // Gradients lie in `runs`: one rank, where all of the unit lives on the device. Note [Gradients in pieces] in reducer.h
+  // Gradients lie in `runs`: one rank, where all of the unit lives on the device. Note [Gradients in pieces] in contributions.h
   bool in_pieces() const { return !runs.empty(); }
   void lie_in_pieces();
   // Memory for the run of `param`, zeros; nothing happens where there is some.
