@@ -223,7 +223,7 @@ BAD_GRADIENTS = {
         lambda s, r: (send(0)(s, r), s.backward(0)),
         lambda t, r: t.step(),
         UsageError,
-        "waits for the gradient of sample 0, but .* has ended step 0",
+        "has ended step 0",  # both sides say so, each as it sees it
     ),
 }
 
