@@ -2,12 +2,13 @@
 
 #include <pybind11/stl.h>
 
-#include <nlohmann/json.hpp>
+#include <algorithm>
 
 #include "bindings.h"
-#include "tessera/base/error.h"
+#include "json_values.h"
 #include "tessera/config/json.h"
 #include "tessera/config/json_text.h"
+#include "tessera/config/lookup.h"
 #include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
@@ -17,74 +18,118 @@ namespace {
 
 using namespace config;
 
-nlohmann::json to_json(py::handle value) {
-  if (value.is_none()) return nullptr;
-  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
-  if (py::isinstance<py::int_>(value)) {
-    // As a JSON parser does: what an integer of the core cannot hold is a float, and refused where it has to be one.
-    int overflow = 0;
-    const int64_t integer = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
-    return overflow == 0 ? nlohmann::json(integer) : nlohmann::json(value.cast<double>());
+// What Python has of a key: dtypes are torch's, enums are texts.
+struct TypeOf {
+  const Limits& limits;
+  std::string operator()(const bool*) const { return "bool"; }
+  std::string operator()(const int64_t*) const { return "int"; }
+  std::string operator()(const double*) const { return "float"; }
+  std::string operator()(const std::string*) const { return "str"; }
+  std::string operator()(const c10::ScalarType*) const { return "torch.dtype"; }
+  std::string operator()(const EnumField&) const { return "str"; }
+  std::string operator()(const Value*) const { return "Any"; }
+  std::string operator()(const Params*) const { return "dict[str, Any]"; }
+  template <class T>
+  std::string operator()(const std::vector<T>*) const {
+    return "list[" + (*this)(static_cast<T*>(nullptr)) + "]";
   }
-  if (py::isinstance<py::float_>(value)) return value.cast<double>();
-  if (py::isinstance<py::str>(value)) return value.cast<std::string>();
-  if (py::isinstance<py::dict>(value)) {
-    nlohmann::json object = nlohmann::json::object();
-    for (const auto& [key, item] : value.cast<py::dict>())
-      object[py::str(key).cast<std::string>()] = to_json(item);
-    return object;
+  template <class T>
+  std::string operator()(const std::optional<T>*) const {
+    return (*this)(static_cast<T*>(nullptr)) + (limits.takes_auto ? " | Literal[\"auto\"]" : " | None");
   }
-  if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) {
-    nlohmann::json array = nlohmann::json::array();
-    for (const auto& item : value)
-      array.push_back(to_json(item));
-    return array;
-  }
-  TESSERA_CHECK_VALUE(false, "config", "cannot read a value of type ", py::str(py::type::of(value)).cast<std::string>(),
-                      "; use numbers, text, booleans, None, lists and dictionaries");
+};
+
+// Path and type of every key that has an effect, in the order of the table.
+std::vector<std::pair<std::string, std::string>> key_types() {
+  std::vector<std::pair<std::string, std::string>> types;
+  Config unused;
+  for (const Key& key : keys())
+    if (has_effect(key)) types.emplace_back(key.path, std::visit(TypeOf{key.limits}, key.field(unused)));
+  return types;
 }
 
-py::object to_python(const Value& value);
+// dtypes; of all else, null.
+struct DtypeIn {
+  py::object operator()(c10::ScalarType* dtype) const { return py::cast(*dtype); }
+  py::object operator()(std::optional<c10::ScalarType>* dtype) const { return py::cast(*dtype); }
+  template <class T>
+  py::object operator()(const T&) const {
+    return {};
+  }
+};
 
-py::object to_python(const Params& params) {
-  py::dict result;
-  for (const auto& [key, item] : params)
-    result[py::str(key)] = to_python(item);
-  return result;
+py::object value_in(const Config& config, const Key& key) {
+  const py::object dtype = std::visit(DtypeIn{}, key.field(const_cast<Config&>(config)));
+  return dtype ? dtype : to_python(value_of(key, config));
 }
 
-py::object to_python(const List& list) {
-  py::list result;
-  for (const auto& item : list)
-    result.append(to_python(item));
-  return result;
+// An object of the configuration; its keys and objects are attributes.
+struct Section {
+  py::object config;
+  std::string path;  // "" is the whole
+};
+
+std::string child(const Section& section, const std::string& name) {
+  return section.path.empty() ? name : section.path + "." + name;
 }
 
-py::object to_python(const Value& value) {
-  return std::visit(
-      [](const auto& item) -> py::object {
-        using T = std::decay_t<decltype(item)>;
-        if constexpr (std::is_same_v<T, std::monostate>) {
-          return py::none();
-        } else if constexpr (std::is_same_v<T, List> || std::is_same_v<T, Params>) {
-          return to_python(item);
-        } else {
-          return py::cast(item);
-        }
-      },
-      value.data);
+// Attributes of a section, in order.
+std::vector<std::string> attributes_of(const Section& section) {
+  std::vector<std::string> names;
+  for (const auto& [path, type] : key_types()) {
+    const std::string start = section.path.empty() ? "" : section.path + ".";
+    if (!path.starts_with(start)) continue;
+    std::string name = path.substr(start.size(), path.find('.', start.size()) - start.size());
+    if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(std::move(name));
+  }
+  return names;
+}
+
+py::object attribute(const Section& section, const std::string& name) {
+  const std::string path = child(section, name);
+  if (const Key* const key = find_key(path)) {
+    if (has_effect(*key)) return value_in(section.config.cast<const Config&>(), *key);
+    throw py::attribute_error("[config] " + path + " has no effect in this version; get(\"" + path +
+                              "\") has its value");
+  }
+  const auto names = attributes_of(section);
+  if (std::find(names.begin(), names.end(), name) != names.end()) return py::cast(Section{section.config, path});
+  const std::string meant = nearest(name, names);
+  throw py::attribute_error("[config] there is no key " + path +
+                            (meant.empty() ? "" : "; did you mean " + meant + "?"));
+}
+
+// What dir() has without them, and the attributes.
+py::list with_attributes(const py::object& object, const Section& section) {
+  py::list names = py::module_::import("builtins").attr("object").attr("__dir__")(object);
+  for (const std::string& name : attributes_of(section))
+    names.append(name);
+  return names;
 }
 
 void bind_tree(py::module_& m) {
+  py::class_<Section>(m, "_Section")
+      .def("__getattr__", &attribute)
+      .def("__dir__", [](const py::object& object) { return with_attributes(object, object.cast<const Section&>()); })
+      .def("__repr__", [](const Section& section) {
+        py::dict members;
+        for (const std::string& name : attributes_of(section))
+          members[py::str(name)] = attribute(section, name);
+        return section.path + " " + py::repr(members).cast<std::string>();
+      });
   py::class_<Batch>(m, "Batch")
       .def_readonly("train_batch_size", &Batch::train_batch_size)
       .def_readonly("micro_batch_size", &Batch::micro_batch_size)
       .def_readonly("gradient_accumulation_steps", &Batch::gradient_accumulation_steps);
   py::class_<Config>(m, "Config")
       .def_static("from_file", &Config::from_file, py::arg("path"))
-      .def_static("from_json", &Config::from_json, py::arg("text"))
       .def_static(
-          "from_dict", [](const py::dict& value) { return from_value(to_json(value)); }, py::arg("value"))
+          "from_json", [](const py::str& text) { return Config::from_json(utf8(text)); }, py::arg("text"))
+      .def_static(
+          "from_dict", [](const py::object& value) { return from_value(to_json(value)); }, py::arg("value"))
+      .def("__getattr__",
+           [](const py::object& config, const std::string& name) { return attribute({config, ""}, name); })
+      .def("__dir__", [](const py::object& config) { return with_attributes(config, {config, ""}); })
       .def(
           "get", [](const Config& config, const std::string& path) { return to_python(config.get(path)); },
           py::arg("path"))
@@ -113,6 +158,7 @@ void bind_config(py::module_& m) {
   // JSON that json.loads() reads, from JSON as people write it.
   m.def(
       "strict_json", [](const std::string& text) { return strict_json(text, /*quote_words=*/false); }, py::arg("text"));
+  m.def("key_types", &key_types);
   m.def("check_served", &check_served, py::arg("config"));
   m.def("precision", &precision, py::arg("config"));
   m.def("optimizer_kind", &optimizer_kind, py::arg("config"));

@@ -3,6 +3,7 @@
 #include <torch/version.h>
 
 #include "tessera/base/error.h"
+#include "tessera/config/text.h"
 #include "tessera/pipeline/wire.h"
 
 namespace {
@@ -13,6 +14,15 @@ void translate(std::exception_ptr error) {
     const auto type = pybind11::module_::import("tessera.errors").attr(name);
     PyErr_SetString(type.ptr(), e.what_without_backtrace());
   };
+  const auto raise_config = [](const tessera::config::InvalidConfig& e) {
+    const pybind11::object error =
+        pybind11::module_::import("tessera.errors").attr("ConfigError")(e.what_without_backtrace());
+    pybind11::list problems;
+    for (const auto& problem : e.problems())
+      problems.append(pybind11::make_tuple(problem.path, problem.text));
+    error.attr("problems") = pybind11::tuple(problems);
+    PyErr_SetObject(pybind11::type::of(error).ptr(), error.ptr());
+  };
   try {
     std::rethrow_exception(std::move(error));
   } catch (const tessera::UsageError& e) {
@@ -21,6 +31,8 @@ void translate(std::exception_ptr error) {
     raise("IoError", e);
   } catch (const tessera::pipeline::StageFailed& e) {
     raise("StageFailed", e);
+  } catch (const tessera::config::InvalidConfig& e) {
+    raise_config(e);
   } catch (const c10::ValueError& e) {
     raise("ConfigError", e);
   }

@@ -5,19 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import enum
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from tessera import _core
 from tessera.errors import ConfigError
-
-_DEEPEST = 64
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def load_config(config: Any) -> _core.Config:
@@ -28,21 +21,16 @@ def load_config(config: Any) -> _core.Config:
     return loaded
 
 
-def dtype_at(config: _core.Config, path: str) -> torch.dtype | None:
-    """The dtype under a path of the configuration, None where it is unset."""
-    return _DTYPES.get(config.get(path))
-
-
 def _parse(config: Any) -> _core.Config:
     if isinstance(config, _core.Config):
         return config
     if isinstance(config, Mapping):
-        return _core.Config.from_dict(_plain(config))
+        return _core.Config.from_dict(config)
     if isinstance(config, os.PathLike):
         return _core.Config.from_file(os.fspath(config))
     if isinstance(config, str):
         if config.lstrip().startswith("{"):
-            return _core.Config.from_json(_plain(config))
+            return _core.Config.from_json(config)
         if os.path.exists(config):
             return _core.Config.from_file(config)
         return _core.Config.from_json(_decode(config))
@@ -71,31 +59,6 @@ def _decode(text: str) -> str:
             f"[initialize] config is neither a file that exists nor JSON text, nor url-safe base64 of it: {text!r:.200}"
         )
     return decoded
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """The values that programs put into a configuration, as JSON has them."""
-    if depth > _DEEPEST:
-        raise ConfigError(f"[config] nested deeper than {_DEEPEST} levels; does a dict or list contain itself?")
-    if isinstance(value, Mapping):
-        return {_plain(str(key)): _plain(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, depth + 1) for item in value]
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"[config] text that is no Unicode (a lone surrogate): {value!r:.200}") from None
-        return value
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ConfigError("[config] an integer is too large for any key")
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, enum.Enum):
-        return _plain(value.value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value
 
 
 def choose_config(args: Any, config: Any, config_params: Any) -> Any:

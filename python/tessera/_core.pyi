@@ -1,12 +1,13 @@
 """Types of the compiled module. The contracts are in the headers of tessera/."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Final
 
 import torch
 
+from tessera._core_config import _Keys
 from tessera._core_offload import *  # noqa: F403  (python/src/engine.cpp)
 from tessera._core_offload import OffloadPlan, Residence
 from tessera._core_parallel import *  # noqa: F403  (python/src/parallel.cpp)
@@ -320,7 +321,7 @@ class Batch:
     micro_batch_size: int
     gradient_accumulation_steps: int
 
-class Config:
+class Config(_Keys):  # and its keys as attributes, those in sections by theirs
     warnings: list[str]
     given: dict[str, str]
     @staticmethod
@@ -328,7 +329,7 @@ class Config:
     @staticmethod
     def from_json(text: str) -> Config: ...
     @staticmethod
-    def from_dict(value: dict[str, Any]) -> Config: ...
+    def from_dict(value: Mapping[Any, Any]) -> Config: ...
     placements: Final[Placements]
     def get(self, path: str) -> Any: ...
     def to_dict(self) -> dict[str, Any]: ...
@@ -337,6 +338,7 @@ class Config:
     def describe(self, all: bool = True) -> str: ...
 
 def strict_json(text: str) -> str: ...
+def key_types() -> list[tuple[str, str]]: ...  # for tools/make_config_stub.py
 def check_served(config: Config) -> None: ...
 def precision(config: Config) -> PrecisionPolicy: ...
 def optimizer_kind(config: Config) -> OptimizerOptions | None: ...

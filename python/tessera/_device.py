@@ -87,8 +87,8 @@ def _torch_groups(group: Any) -> list[dist.ProcessGroup]:
 
 def emulated(config: _core.Config, device: torch.device) -> list[str]:
     """The warning of an engine in bf16 on a card without bf16 arithmetic: torch computes in fp32 there and rounds."""
-    autocasts = config.get("torch_autocast.enabled") and config.get("torch_autocast.dtype") != "fp16"
-    if not (autocasts or config.get("bf16.enabled")) or device.type != "cuda" or torch.version.hip is not None:
+    autocasts = config.torch_autocast.enabled and config.torch_autocast.dtype != torch.float16
+    if not (autocasts or config.bf16.enabled) or device.type != "cuda" or torch.version.hip is not None:
         return []
     major, minor = torch.cuda.get_device_capability(device)
     if major >= 8:

@@ -68,9 +68,9 @@ class OwnGroups(list[Any]):
 def mesh_sizes(config: _core.Config) -> dict[str, int]:
     """What a configuration says of the sizes that core_mesh() takes."""
     return {
-        "shards": config.get("zero_optimization.mics_shard_size"),
-        "sp": config.get("sequence_parallel_size"),
-        "tp": max(1, config.get("tensor_parallel.autotp_size")),
+        "shards": config.zero_optimization.mics_shard_size,
+        "sp": config.sequence_parallel_size,
+        "tp": max(1, config.tensor_parallel.autotp_size),
     }
 
 

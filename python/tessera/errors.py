@@ -3,11 +3,16 @@ served as NotImplementedError, a lost peer as torch.distributed.DistBackendError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = ["ConfigError", "IoError", "StageFailed", "UsageError"]
 
 
 class ConfigError(ValueError, AssertionError):
-    """A wrong argument or configuration. Also an AssertionError, for callers that expect one."""
+    """A wrong argument or configuration. Also an AssertionError, for callers that expect one. `problems`: of a
+    configuration, the path of each key with what is wrong."""
+
+    problems: Sequence[tuple[str, str]] = ()
 
 
 class IoError(OSError):

@@ -76,9 +76,10 @@ def estimate(
     def share(count: int, sharded: bool) -> int:
         return -(-count // sharing) if sharded else count
 
-    slices = sharing > 1 or loaded.get(_PARAM_HOME) != "none"  # offload partitions for one rank, too
+    zero = loaded.zero_optimization
+    slices = sharing > 1 or zero.offload_param.device != "none"  # offload partitions for one rank, too
     found = Estimate(
-        loaded.get("zero_optimization.stage"),
+        zero.stage,
         share(counts.trained + counts.frozen, places.shards_params) * of_param,
         share(counts.trained, _passes(loaded)) * of_grad,
         share(counts.trained, places.shards_states) * of_states,
@@ -95,23 +96,21 @@ def _passes(config: _core.Config) -> bool:
 
 
 def _accumulates(config: _core.Config) -> bool:
-    steps = config.get("gradient_accumulation_steps") or (2 if config.get("train_batch_size") else 1)
-    return bool(steps > 1 or not config.get("managed_gradient_accumulation"))
+    steps = config.gradient_accumulation_steps or (2 if config.train_batch_size else 1)
+    return bool(steps > 1 or not config.managed_gradient_accumulation)
 
 
 _NARROW = 6  # bytes a parameter of a residual and two moments of 16 bits
-_STATE_HOME = "zero_optimization.offload_optimizer.device"
-_PARAM_HOME = "zero_optimization.offload_param.device"
 
 
 def _states_away(
     found: Estimate, config: _core.Config, counts: _Counts, own: int, of_states: int, of_grad: int
 ) -> Estimate:
     """With offload_optimizer. `own`: elements that this rank updates."""
-    home = config.get(_STATE_HOME)
+    home = config.zero_optimization.offload_optimizer.device
     if home == "none":
         return found
-    ratio, through = config.get("zero_optimization.offload_optimizer.ratio"), config.get("tessera.device_share")
+    ratio, through = config.zero_optimization.offload_optimizer.ratio, config.tessera.device_share
     away = int(own * (1 if ratio == "auto" else ratio))
     tiles = min(away, 3 * _TILE) * of_states if home == "nvme" else 0
     # The device updates states of 16 bits and a share of others; gradients stay with it where one backward makes them.
@@ -129,12 +128,12 @@ def _states_away(
 
 def _params_away(found: Estimate, config: _core.Config, of_param: int) -> Estimate:
     """With offload_param, which is for partitioned parameters only."""
-    home = config.get(_PARAM_HOME)
+    home = config.zero_optimization.offload_param.device
     if home == "none" or not config.placements.shards_params:
         return found
     kept = found.params
     if home == "nvme":  # the first units stay in host memory, the others pass in tiles
-        first = min(found.params, config.get("zero_optimization.offload_param.max_in_cpu") * of_param)
+        first = min(found.params, config.zero_optimization.offload_param.max_in_cpu * of_param)
         kept = first + min(found.params - first, 3 * _TILE * of_param)
         found = dataclasses.replace(found, disk=found.disk + found.params - first)
     return dataclasses.replace(found, params=0, host=found.host + kept)
@@ -192,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = load_config(config)
     model = model_of(options.model)
     columns = ["params", "grads", "states", "gathered", "total"]
-    if any(loaded.get(home) != "none" for home in (_STATE_HOME, _PARAM_HOME)):
+    zero = loaded.zero_optimization
+    if any(home.device != "none" for home in (zero.offload_optimizer, zero.offload_param)):
         columns += ["host", "disk"]
     print(f"{'ranks':>6} {'stage':>6} " + " ".join(f"{name:>10}" for name in columns) + "  (GB)")
     shown = 0

@@ -178,6 +178,10 @@ const Unread* unread_row(const std::string& path) {
   return found == unread().end() ? nullptr : &*found;
 }
 
+bool has_effect(const Key& key) {
+  return unread_row(key.path) == nullptr && !key.meaning.starts_with("no effect: ");
+}
+
 void warn_of_unread(const Config& config, Report& report) {
   const Config defaults;
   for (const Key& key : keys()) {
@@ -240,8 +244,7 @@ std::pair<std::string, std::string> state_of(const Key& key) {
   if (unread_row(key.path) != nullptr) return {"no effect; asking for what is not done is a warning", ""};
   if (in(python_only()) != python_only().end() || in(python_reads()) != python_reads().end())
     return {"served from Python", ""};
-  const bool always = key.meaning.starts_with("no effect: ");
-  return {always ? "no effect: what it asks for is done whatever its value" : "served", ""};
+  return {has_effect(key) ? "served" : "no effect: what it asks for is done whatever its value", ""};
 }
 
 }  // namespace

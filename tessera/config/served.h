@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/config/config.h"
+#include "tessera/config/keys.h"
 #include "tessera/config/text.h"
 
 namespace tessera::config {
@@ -35,6 +35,8 @@ struct Unread {
 };
 const std::vector<Unread>& unread();
 const Unread* unread_row(const std::string& path);  // null: none
+// Whether what it asks for depends on its value.
+bool has_effect(const Key& key);
 void warn_of_unread(const Config& config, Report& report);
 
 // Every key by what this version does with it, as a table of docs/config.md.

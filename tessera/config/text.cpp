@@ -72,7 +72,7 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
 }
 
 void Report::error(const std::string& path, const std::string& text) {
-  errors_.push_back(whole_characters(path + ": " + text));
+  errors_.push_back({whole_characters(path), whole_characters(text)});
 }
 
 void Report::warning(const std::string& path, const std::string& text) {
@@ -83,8 +83,12 @@ void Report::raise() const {
   if (errors_.empty()) {
     return;
   }
+  std::vector<std::string> lines;
+  for (const Problem& problem : errors_)
+    lines.push_back(problem.line());
   const std::string count = errors_.size() == 1 ? "1 problem" : std::to_string(errors_.size()) + " problems";
-  TESSERA_CHECK_VALUE(false, "config", count, " in the configuration:\n  ", join(errors_, "\n  "));
+  throw InvalidConfig({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                      c10::str("[config] ", count, " in the configuration:\n  ", join(lines, "\n  ")), errors_);
 }
 
 }  // namespace tessera::config

@@ -1,8 +1,11 @@
 // Small helpers for the messages of the configuration.
 #pragma once
 
+#include <c10/util/Exception.h>
+
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace tessera::config {
@@ -19,19 +22,37 @@ std::string whole_characters(std::string_view text);
 std::string lower(std::string_view text);
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 
-// Lines "path: what is wrong, what is allowed"; one value error carries all of them.
+// One thing that is wrong with a key, or to be told of it.
+struct Problem {
+  std::string path;
+  std::string text;  // what is wrong, what is allowed
+  std::string line() const { return path + ": " + text; }
+};
+
+// The value error of a configuration: one line for each problem.
+class InvalidConfig : public c10::ValueError {
+ public:
+  InvalidConfig(c10::SourceLocation where, std::string message, std::vector<Problem> problems = {})
+      : ValueError(where, std::move(message)), problems_(std::move(problems)) {}
+  const std::vector<Problem>& problems() const { return problems_; }
+
+ private:
+  std::vector<Problem> problems_;
+};
+
+// Everything found in a configuration; one error carries all that is wrong.
 class Report {
  public:
   void error(const std::string& path, const std::string& text);
   void warning(const std::string& path, const std::string& text);
   bool failed() const { return !errors_.empty(); }
-  const std::vector<std::string>& errors() const { return errors_; }
+  const std::vector<Problem>& errors() const { return errors_; }
   const std::vector<std::string>& warnings() const { return warnings_; }
-  // Value error if there is any error.
+  // InvalidConfig if there is any error.
   void raise() const;
 
  private:
-  std::vector<std::string> errors_;
+  std::vector<Problem> errors_;
   std::vector<std::string> warnings_;
 };
 

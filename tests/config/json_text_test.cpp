@@ -10,14 +10,14 @@ namespace {
 nlohmann::json read(const std::string& text) {
   Report report;
   auto value = read_json(text, report);
-  EXPECT_FALSE(report.failed()) << (report.failed() ? report.errors()[0] : "");
+  EXPECT_FALSE(report.failed()) << (report.failed() ? report.errors()[0].line() : "");
   return value;
 }
 
 std::string first_error(const std::string& text) {
   Report report;
   read_json(text, report);
-  return report.failed() ? report.errors()[0] : "";
+  return report.failed() ? report.errors()[0].line() : "";
 }
 
 TEST(JsonText, AllowsCommentsAndClosingCommas) {

@@ -31,7 +31,7 @@ TEST(Text, MessagesAreWholeCharacters) {
             "?b?");
   Report report;
   report.error("JSON", "last read: '\xc3'");
-  EXPECT_EQ(report.errors()[0], "JSON: last read: '?'");
+  EXPECT_EQ(report.errors()[0].line(), "JSON: last read: '?'");
 }
 
 TEST(Text, ReportRaisesAllLinesAtOnce) {

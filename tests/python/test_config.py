@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import base64
+import collections
 import copy
+import enum
 import json
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import config, make
+from tessera.errors import ConfigError
 
 import tessera
 
@@ -39,9 +44,66 @@ def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
     }[form]
     before = copy.deepcopy(cfg)
     engine = tessera.initialize(model=make(), **kwargs)[0]
-    assert engine.config.get("zero_optimization.stage") == 1
+    assert engine.config.zero_optimization.stage == 1
     assert cfg == before, "the caller's dict is never changed"
     engine.destroy()
+
+
+def test_keys_are_attributes_with_their_types() -> None:
+    settings = tessera.Config.from_dict(
+        {
+            "train_batch_size": 4,
+            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "sub_group_size": 7},
+            "torch_autocast": {"enabled": True, "dtype": "half"},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+        }
+    )
+    zero = settings.zero_optimization
+    assert (settings.train_batch_size, settings.gradient_clipping, settings.log_level) == (4, 1.0, None)
+    assert (zero.stage, zero.offload_param.device, zero.leaf_module.names) == (3, "cpu", [])
+    assert settings.torch_autocast.dtype is torch.float16 and settings.communication_data_type is None
+    assert settings.optimizer.params == {"lr": 0.5} and zero.offload_optimizer.ratio == 1
+    assert "stage" in dir(zero) and "zero_optimization" in dir(settings) and "'stage': 3" in repr(zero)
+    with pytest.raises(AttributeError, match=r"zero_optimization.stagee; did you mean stage"):
+        _ = zero.stagee  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"sub_group_size has no effect"):
+        _ = zero.sub_group_size  # type: ignore[attr-defined]
+    assert settings.get("zero_optimization.sub_group_size") == 7
+    with pytest.raises(AttributeError):
+        zero.stage = 1  # type: ignore[misc]
+
+
+class Wide(enum.Enum):
+    BF16 = "bf16"
+
+
+def test_values_as_programs_have_them() -> None:
+    """Any mapping; dtypes, enums and paths as their texts; what is no JSON is refused with its type."""
+    given = types.MappingProxyType(
+        {
+            "communication_data_type": torch.bfloat16,
+            "seq_parallel_communication_data_type": Wide.BF16,
+            "csv_monitor": collections.OrderedDict(output_path=Path("runs"), enabled=False),
+            "torch_autocast": {"lower_precision_safe_modules": ("torch.nn.Linear",)},
+        }
+    )
+    settings = tessera.Config.from_dict(given)
+    assert settings.communication_data_type is settings.seq_parallel_communication_data_type is torch.bfloat16
+    assert settings.csv_monitor.output_path == "runs"
+    assert settings.torch_autocast.lower_precision_safe_modules == ["torch.nn.Linear"]
+    with pytest.raises(ConfigError, match=r"type <class 'torch.Tensor'>"):
+        tessera.Config.from_dict({"gradient_clipping": torch.ones(1)})
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_an_error_lists_its_problems(as_text: bool) -> None:
+    wrong = {"zero_optimization": {"stage": 4, "stagee": 1}, "gradient_clipping": -1}
+    with pytest.raises(ConfigError) as caught:
+        tessera.Config.from_json(json.dumps(wrong)) if as_text else tessera.Config.from_dict(wrong)
+    found = dict(caught.value.problems)
+    assert found.keys() == {"zero_optimization.stage", "zero_optimization.stagee", "gradient_clipping"}
+    assert all(f"{path}: {text}" in str(caught.value) for path, text in found.items())
+    assert ConfigError("x").problems == ()
 
 
 def test_integers_beyond_64_bits_name_their_key() -> None:

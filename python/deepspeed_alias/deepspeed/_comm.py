@@ -256,7 +256,7 @@ def configure(
 def _timed_engine() -> Any:
     """The engine that was built last, where its configuration has comms_logger.enabled; else None."""
     engine = _groups._engine()
-    return engine if engine is not None and engine._engine.config.get("comms_logger.enabled") else None
+    return engine if engine is not None and engine._engine.config.comms_logger.enabled else None
 
 
 def _rows() -> list[dict[str, Any]]:

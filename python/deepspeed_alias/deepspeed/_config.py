@@ -6,7 +6,6 @@ import contextlib
 import enum
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -89,11 +88,15 @@ def users_dict(given: Any) -> dict[str, Any]:
 
 # Sections whose values pydantic checks in DeepSpeed.
 _CHECKED = (
-    "zero_optimization|fp16|bf16|bfloat16|tensor_parallel|compile|tensorboard|csv_monitor|wandb|comet|comms_logger"
+    *("zero_optimization", "fp16", "bf16", "bfloat16", "tensor_parallel", "compile"),
+    *("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger"),
 )
-_LINE = re.compile(
-    rf"^\s*(?:\[[\w.]+\] )?((?:{_CHECKED})(?:\.[\w.]+)?): ?((?:unknown key|must be (?!a multiple)).*)$", re.M
-)
+
+
+def _is_pydantics(path: str, reason: str) -> bool:
+    """A key that is unknown, or a value that is wrong by itself; contradictions of keys are DeepSpeed's own errors."""
+    wrong = reason.startswith(("unknown key", "must be ")) and not reason.startswith("must be a multiple")
+    return wrong and path.split(".")[0] in _CHECKED
 
 
 @contextlib.contextmanager
@@ -106,10 +109,11 @@ def translated() -> Iterator[None]:
         raise
     except ConfigError as error:
         text = str(error)
-        found = _LINE.findall(text)
-        if "leaf_module: must be an object" in text:
+        found = [problem for problem in error.problems if _is_pydantics(*problem)]
+        at = dict(error.problems)
+        if at.get("zero_optimization.leaf_module", "").startswith("must be an object"):
             raise TypeError(text) from error
-        if "optimizer.params.amsgrad" in text:
+        if "optimizer.params.amsgrad" in at:
             raise _AmsgradError(text) from error
         if found:
             _raise_validation_error(text, found, error)

@@ -139,13 +139,13 @@ class DeepSpeedEngine(nn.Module):
     @property
     def gradient_average(self) -> bool:
         """Gradients are the mean over data-parallel ranks; set to False at stage 0, step() updates by their sum."""
-        return self._front.averages and self._engine.config.get("gradient_allreduce_op") == "mean"
+        return self._front.averages and self._engine.config.gradient_allreduce_op == "mean"
 
     @gradient_average.setter
     def gradient_average(self, averages: bool) -> None:
         if averages == self.gradient_average:
             return
-        if self.zero_optimization_stage() > 0 or self._engine.config.get("gradient_allreduce_op") != "mean":
+        if self.zero_optimization_stage() > 0 or self._engine.config.gradient_allreduce_op != "mean":
             raise NotServed(
                 "[engine.gradient_average] is changed at stage 0 only; set gradient_allreduce_op in the configuration"
             )
@@ -307,17 +307,17 @@ class DeepSpeedEngine(nn.Module):
         """The configured type, or the class of the client's optimizer."""
         if self._engine.client_optimizer is not None and self._engine.basic_optimizer is not None:
             return type(self._engine.basic_optimizer).__name__
-        return self._engine.config.get("optimizer.type") or None
+        return self._engine.config.optimizer.type or None
 
     def scheduler_name(self) -> str | None:
         if self._engine.client_lr_scheduler is not None:
             return type(self._engine.lr_scheduler).__name__
-        return self._engine.config.get("scheduler.type") or None
+        return self._engine.config.scheduler.type or None
 
     def autotp_size(self) -> int:
         """Ranks that the engine cuts its model over; else what tensor_parallel.autotp_size says, 0 or 1."""
         cut = self._engine.parallel_plan() is not None
-        return self._engine.mp_world_size if cut else self._engine.config.get("tensor_parallel.autotp_size")
+        return self._engine.mp_world_size if cut else self._engine.config.tensor_parallel.autotp_size
 
     def get_tensor_parallel_rank(self) -> int:
         return self._engine.get_model_parallel_rank()
@@ -328,7 +328,7 @@ class DeepSpeedEngine(nn.Module):
         return self._given
 
     def tensor_parallel_config(self) -> Section:
-        return Section._of(self._engine.config.get("tensor_parallel"), {})
+        return Section._of(self._engine.config.to_dict()["tensor_parallel"], {})
 
     @property
     def mpu(self) -> Any:
@@ -350,7 +350,7 @@ class DeepSpeedEngine(nn.Module):
 
     def is_first_weights_partition_group(self) -> bool:
         """This rank is of the first group that a whole copy of the parameters is partitioned over."""
-        ranks = self._engine.config.get("zero_optimization.mics_shard_size")
+        ranks = self._engine.config.zero_optimization.mics_shard_size
         return self.global_rank < ranks if ranks > 0 else self.zero_optimization_partition_weights()
 
     @property

@@ -47,7 +47,7 @@ class Front(front.Front):
                 _times(engine, 1 / engine.seq_dp_world_size)
             raise
         stepped = engine.global_steps != steps
-        if stepped and engine.config.get("wall_clock_breakdown"):
+        if stepped and engine.config.wall_clock_breakdown:
             self.timers.take(engine._watch.step_seconds)
         self.throughput.batch_size = engine.train_batch_size()
         self.throughput.stop(global_step=stepped)

@@ -10,8 +10,6 @@ from tessera.autocast import get_default_autocast_lower_precision_modules
 
 import tessera
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
 # Method -> the key that it returns. "*" in the key: the method's name, without "zero_" where it begins so.
 _KEYS = {
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
@@ -145,47 +143,47 @@ class Getters:
         return not self._settings.get("prescale_gradients")
 
     def checkpoint_tag_validation_enabled(self) -> bool:
-        return self._settings.get("checkpoint.tag_validation").lower() != "ignore"
+        return self._settings.checkpoint.tag_validation.lower() != "ignore"
 
     def checkpoint_tag_validation_fail(self) -> bool:
-        return self._settings.get("checkpoint.tag_validation").lower() == "fail"
+        return self._settings.checkpoint.tag_validation.lower() == "fail"
 
     def checkpoint_writer_enabled(self) -> bool:
         return self._settings.get("checkpoint.writer") is not None
 
     def dynamic_loss_scale(self) -> bool:
-        return self._settings.get("fp16.enabled") and self._settings.get("fp16.loss_scale") == 0
+        return self._settings.fp16.enabled and self._settings.fp16.loss_scale == 0
 
     def initial_dynamic_scale(self) -> float:
-        return 2.0 ** self._settings.get("fp16.initial_scale_power")
+        return 2.0**self._settings.fp16.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        fp16 = self._settings.get("fp16")
+        fp16 = self._settings.fp16
         return {
             "init_scale": self.initial_dynamic_scale(),
-            "scale_window": fp16["loss_scale_window"],
-            "delayed_shift": fp16["hysteresis"],
-            "consecutive_hysteresis": fp16["consecutive_hysteresis"],
-            "min_scale": fp16["min_loss_scale"],
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
         }
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """dtype of the parameters, and that in which gradients are accumulated."""
-        fp16, bf16 = self._settings.get("fp16.enabled"), self._settings.get("bf16.enabled")
+        fp16, bf16 = self._settings.fp16.enabled, self._settings.bf16.enabled
         of_params = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
-        return of_params, _DTYPES.get(self._settings.get("data_types.grad_accum_dtype"), of_params)
+        return of_params, self._settings.data_types.grad_accum_dtype or of_params
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        return _DTYPES.get(self._settings.get("torch_autocast.dtype"))
+        return self._settings.torch_autocast.dtype
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
-        given = self._settings.get("torch_autocast.lower_precision_safe_modules")
+        given = self._settings.torch_autocast.lower_precision_safe_modules
         return get_default_autocast_lower_precision_modules() if given is None else given
 
     def is_elastic_model_parallel_supported(self) -> bool | None:
         """None without elasticity."""
-        section = self._settings.get("elasticity")
-        return section["num_gpus_per_node"] % section["model_parallel_size"] == 0 if section["enabled"] else None
+        section = self._settings.elasticity
+        return section.num_gpus_per_node % section.model_parallel_size == 0 if section.enabled else None
 
     @staticmethod
     def is_map_style_dataset(obj: object) -> bool:
@@ -198,7 +196,7 @@ class Getters:
     # ---- placement
 
     def _away(self) -> str:
-        return self._settings.get("zero_optimization.offload_optimizer.device")
+        return self._settings.zero_optimization.offload_optimizer.device
 
     def zero_use_cpu_optimizer(self) -> bool:
         return self._away() != "none"
@@ -210,10 +208,10 @@ class Getters:
         return self._away() == "nvme"
 
     def zero_optimization(self) -> bool:
-        return self._settings.get("zero_optimization.stage") > 0
+        return self._settings.zero_optimization.stage > 0
 
     def zero_optimization_partition_weights(self) -> bool:
-        return self._settings.get("zero_optimization.stage") == 3
+        return self._settings.zero_optimization.stage == 3
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return self._settings.get("zero_optimization.stage") >= 2
+        return self._settings.zero_optimization.stage >= 2

@@ -17,7 +17,6 @@ from deepspeed._zero import DeepSpeedZeRoOffload, ZeRORuntimeException
 from tessera import _core, optim
 from tessera.zero import get_z3_leaf_modules
 
-_STAGE, _AWAY = "zero_optimization.stage", "zero_optimization.offload_optimizer.device"
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
@@ -30,8 +29,9 @@ class DeepSpeedOptimizer(tessera.Optimizer):
     def _owner(self) -> Any:
         return self._live_engine()
 
-    def _setting(self, key: str) -> Any:
-        return self._owner.config.get(key)
+    @property
+    def _settings(self) -> tessera.Config:
+        return self._owner.config
 
     @property
     def cur_scale(self) -> float:
@@ -44,12 +44,12 @@ class DeepSpeedOptimizer(tessera.Optimizer):
     @property
     def torch_autocast_gradscaler(self) -> Any:
         """The scaler where torch_autocast runs in fp16, else None."""
-        in_fp16 = self._setting("torch_autocast.enabled") and self._setting("torch_autocast.dtype") == "fp16"
+        in_fp16 = self._settings.torch_autocast.enabled and self._settings.torch_autocast.dtype == torch.float16
         return self.loss_scaler if in_fp16 else None
 
     @property
     def clip_grad(self) -> float:
-        return self._setting("gradient_clipping")
+        return self._settings.gradient_clipping
 
     def refresh_fp32_params(self) -> None:
         """Masters from the weights as they are now."""
@@ -80,11 +80,11 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def cpu_offload(self) -> bool:
-        return self._setting(_AWAY) != "none"
+        return self._settings.zero_optimization.offload_optimizer.device != "none"
 
     @property
     def partition_gradients(self) -> bool:
-        return self._setting(_STAGE) >= 2
+        return self._settings.zero_optimization.stage >= 2
 
     def get_param_id(self, param: torch.Tensor) -> int:
         """The number of a parameter that is trained."""
@@ -134,7 +134,7 @@ class FP16_Optimizer(DeepSpeedOptimizer):
 
     @property
     def low_precision_dtype(self) -> torch.dtype:
-        return torch.float16 if self._setting("fp16.enabled") else torch.bfloat16
+        return torch.float16 if self._settings.fp16.enabled else torch.bfloat16
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
@@ -164,13 +164,13 @@ class _UnfusedBF16(BF16_Optimizer, FP16_UnfusedOptimizer):
 
 
 def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
-    stage = engine.config.get(_STAGE)
+    stage = engine.config.zero_optimization.stage
     if stage == 3:
         return DeepSpeedZeroOptimizer_Stage3
     if stage > 0:
         return DeepSpeedZeroOptimizer
     fused = isinstance(engine.basic_optimizer, _ops.FusedAdam)
-    if engine.config.get("bf16.enabled"):
+    if engine.config.bf16.enabled:
         return BF16_Optimizer if fused else _UnfusedBF16
     return FP16_Optimizer if fused else FP16_UnfusedOptimizer
 
@@ -187,13 +187,13 @@ _NAMES: dict[type, tuple[type, type]] = {
 def checked(settings: tessera.Config, client: Any, base: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An engine's base optimizer, of DeepSpeed's class where the configuration has built it. Errors of offload: for a
     client's that is not made for the CPU, and for one that 16-bit masters do not go with."""
-    away = settings.get(_AWAY) != "none"
-    low_states = settings.get("bf16.enabled") and settings.get("bf16.bf16_optimizer_states")
+    away = settings.zero_optimization.offload_optimizer.device != "none"
+    low_states = settings.bf16.enabled and settings.bf16.bf16_optimizer_states
     if client is None:
         if type(base) in _NAMES:
             base.__class__ = _NAMES[type(base)][away]
             vars(base)["fp32_optimizer_states"] = not low_states
-    elif away and settings.get("zero_force_ds_cpu_optimizer") and not isinstance(base, _ON_CPU):
+    elif away and settings.zero_force_ds_cpu_optimizer and not isinstance(base, _ON_CPU):
         raise ZeRORuntimeException(
             f"[initialize] {type(base).__name__} of your own with zero_optimization.offload_optimizer: use "
             "deepspeed.ops.adam.DeepSpeedCPUAdam or an optimizer of the configuration, or set "
@@ -209,10 +209,8 @@ _ON_CPU = (_ops.DeepSpeedCPUAdam, _ops.DeepSpeedCPULion)
 
 def _check_masters(settings: tessera.Config, base: torch.optim.Optimizer, low_states: bool) -> None:
     """Of optimizer offload."""
-    bf16, fp16 = (
-        settings.get(f"{kind}.enabled") and settings.get(f"{kind}.{kind}_master_weights_and_grads")
-        for kind in ("bf16", "fp16")
-    )
+    bf16 = settings.bf16.enabled and settings.bf16.bf16_master_weights_and_grads
+    fp16 = settings.fp16.enabled and settings.fp16.fp16_master_weights_and_grads
     if not (bf16 or fp16):
         return
     key = "bf16.bf16_master_weights_and_grads" if bf16 else "fp16.fp16_master_weights_and_grads"

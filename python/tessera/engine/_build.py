@@ -35,7 +35,7 @@ Base = torch.optim.Optimizer | None
 def check_optimizer(settings: _core.Config, configured: bool, base: Base, nothing: str) -> list[str]:
     """ConfigError where the stage needs an optimizer; warnings. `configured`: the caller or the configuration has one;
     `nothing`: what to say where it trains nothing."""
-    placements, stage = settings.placements, settings.get("zero_optimization.stage")
+    placements, stage = settings.placements, settings.zero_optimization.stage
     requires = placements.shards_states and not placements.shards_params
     if not configured:
         if requires:
@@ -70,7 +70,7 @@ def group_options(base: Base, rule: NativeRule | None) -> list[_core.GroupOption
 def mark_dtypes(model: nn.Module, settings: _core.Config, options: _core.EngineOptions, loans: Loans) -> None:
     """In which dtype gradients of each parameter travel, under torch_autocast."""
     if options.autocast.enabled:
-        modules = settings.get("torch_autocast.lower_precision_safe_modules")
+        modules = settings.torch_autocast.lower_precision_safe_modules
         with loans.watching(model.parameters(), PARAM_COMM_DTYPE_ATTR_NAME):
             init_autocast_params(model, options.autocast.dtype, modules)
 

@@ -100,8 +100,8 @@ class Checkpoints:
         or not at all. Rank 0 writes, and has one tensor of safetensors or one ".bin" file in memory. False, and nothing
         is written, in stage 3 without stage3_gather_16bit_weights_on_model_save. Collective."""
         settings = self._run._settings
-        key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-        if settings.placements.shards_params and not settings.get(key):
+        gathers = settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        if settings.placements.shards_params and not gathers:
             warnings.warn(
                 "[engine.save_16bit_model] nothing is written: parameters are partitioned; set "
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file",

@@ -140,7 +140,7 @@ class Engine(nn.Module):
             self._settings = with_elastic_batch(self._settings, self._ranks.dp_world_size)
             batch = self._settings.resolve_batch(self._ranks.dp_world_size)
             partitions = self._settings.placements.shards_params and self._ranks.share_states() > 1
-            check_modules(model, partitions, runs_on=bool(self._settings.get("tessera.update_runs_on")))
+            check_modules(model, partitions, runs_on=bool(self._settings.tessera.update_runs_on))
             self._watch = Watch(self._settings, self._telling_rank())
             if self._watch.calls is not None:
                 self._ranks.mesh = _core.timed_mesh(self._ranks.mesh, self._watch.calls)
@@ -186,7 +186,7 @@ class Engine(nn.Module):
         return None if base is None else self._front.built(self._settings, self.client_optimizer, base)
 
     def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
-        configured = self.client_optimizer is not None or bool(self._settings.get("optimizer.type"))
+        configured = self.client_optimizer is not None or bool(self._settings.optimizer.type)
         nothing = nothing_trained(base, self.module) if configured and not self._of_several else ""
         self._warn(_build.check_optimizer(self._settings, configured, base, nothing))
 
@@ -222,10 +222,10 @@ class Engine(nn.Module):
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
         self._moving = Moving(core, self._settings, self._updates.runner)
-        self._accumulation = Accumulation(core, self._settings.get("managed_gradient_accumulation"))
+        self._accumulation = Accumulation(core, self._settings.managed_gradient_accumulation)
         warn, shares = warn_of if tells else None, self._ranks.sp_world_size > 1
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares)
-        if self._settings.get("fp16.enabled") and self._settings.get("fp16.auto_cast"):
+        if self._settings.fp16.enabled and self._settings.fp16.auto_cast:
             self._forward.input_dtype = torch.float16
 
     def _visible_optimizer(self, options: _core.EngineOptions) -> torch.optim.Optimizer | None:
@@ -443,7 +443,7 @@ class Engine(nn.Module):
 
     @property
     def config(self) -> _core.Config:
-        """The configuration, resolved: config.get("zero_optimization.stage")."""
+        """The configuration, resolved: config.zero_optimization.stage."""
         return self._settings
 
     @property

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 
 from tessera import _core
-from tessera._config import dtype_at
 from tessera.engine._ranks import Ranks
 from tessera.engine._report import logger
 from tessera.engine._watch import Watch, table
@@ -101,14 +100,14 @@ class Info:
         `activation_checkpointing` says. With partition_activations, inputs that are alike on the tensor-parallel ranks
         are kept in slices there, and the backward is collective over them; with tessera.sequence_parallel_norms they
         are parts already."""
-        section, settings, ranks = "activation_checkpointing", self._engine._settings, self._engine._ranks
+        section, ranks = self._engine._settings.activation_checkpointing, self._engine._ranks
         alike = ranks.mp_world_size > 1 and not self._engine._parallel.cuts_sequence
-        cuts = alike and settings.get(f"{section}.partition_activations")
+        cuts = alike and section.partition_activations
         call = Recompute(
-            offload=settings.get(f"{section}.cpu_checkpointing"),
+            offload=section.cpu_checkpointing,
             slices=ranks.mesh.group(_core.Axis.Tp) if cuts else None,
-            synchronize=settings.get(f"{section}.synchronize_checkpoint_boundary"),
-            named=settings.get(f"{section}.profile"),
+            synchronize=section.synchronize_checkpoint_boundary,
+            named=section.profile,
         )
         return call(function, *args, **kwargs)
 
@@ -160,6 +159,7 @@ class Info:
 
     # ---- configuration
     def gradient_dtype(self) -> torch.dtype:
-        key = "communication_data_type"
-        key = f"seq_parallel_{key}" if self._engine._ranks.sp_world_size > 1 else key
-        return dtype_at(self._engine._settings, key) or self._engine.core.options().zero.precision.grad
+        settings = self._engine._settings
+        shared = self._engine._ranks.sp_world_size > 1
+        dtype = settings.seq_parallel_communication_data_type if shared else settings.communication_data_type
+        return dtype or self._engine.core.options().zero.precision.grad

@@ -113,11 +113,11 @@ def _ranks(config: _core.Config, mpu: Any, mesh_param: tuple[int, int] | None) -
     if tensor > 1 and not hasattr(mpu, "get_tensor_model_parallel_group"):
         mpu = _Renamed(mpu)
     if tensor == 1 and sequence == 1:  # slices of a model or a sequence come from the configuration, over all ranks
-        cut = max(1, config.get("tensor_parallel.autotp_size")) * config.get("sequence_parallel_size") > 1
+        cut = max(1, config.tensor_parallel.autotp_size) * config.sequence_parallel_size > 1
         group = None if cut else mpu.get_data_parallel_group()
         _check_mesh_param(config, mesh_param, group)
         return group
-    wanted = config.get("tensor_parallel.autotp_size")
+    wanted = config.tensor_parallel.autotp_size
     if tensor == 1 and wanted > 1:
         raise ConfigError(
             f"[initialize] tensor_parallel.autotp_size is {wanted}, and mpu has sequence-parallel groups without "
@@ -154,13 +154,13 @@ def _check_mesh_param(config: _core.Config, mesh_param: tuple[int, int] | None, 
         return
     world = ranks if isinstance(ranks, int) else _mesh.core_group(ranks).size
     data, sequence = mesh_param
-    tensor = max(1, config.get("tensor_parallel.autotp_size"))
+    tensor = max(1, config.tensor_parallel.autotp_size)
     if data * sequence * tensor != world:
         raise ConfigError(
             f"[initialize] mesh_param asks for {data} data-parallel x {sequence} sequence-parallel ranks, times "
             f"tensor_parallel.autotp_size {tensor}; there are {world} ranks"
         )
-    configured = config.get("sequence_parallel_size")
+    configured = config.sequence_parallel_size
     if configured not in (1, sequence):
         raise ConfigError(
             f"[initialize] mesh_param has {sequence} sequence-parallel ranks, sequence_parallel_size is {configured}"

@@ -74,8 +74,8 @@ def load(run: Run, request: LoadRequest, load_weights: Callable[..., None]) -> t
         strict=request.strict and request.custom_load_fn is None,
         optimizer=optimizer,
         run=not request.module_only,
-        from_master=run._settings.get("zero_optimization.load_from_fp32_weights"),
-        latest="latest_universal" if run._settings.get("checkpoint.load_universal") else "latest",
+        from_master=run._settings.zero_optimization.load_from_fp32_weights,
+        latest="latest_universal" if run._settings.checkpoint.load_universal else "latest",
         manifest=lambda found: manifest_of(found, _hints(run, optimizer), request.trusted),
         names=LOOKED_FOR,
     )

@@ -50,5 +50,5 @@ class Loaders:
             data_sampler=data_sampler,
             collate_fn=collate_fn or engine.collate_fn,
             num_workers=engine.num_local_io_workers if num_local_io_workers is None else num_local_io_workers,
-            drop_last=engine._settings.get("dataloader_drop_last"),
+            drop_last=engine._settings.dataloader_drop_last,
         )

@@ -25,7 +25,7 @@ class Look:
         self._engine, self._updates, self._joining, self._contents = engine, updates, joining, contents
         self._core = updates.core
         self._wants_all_used = wants_all_used(settings)
-        self.in_backward: bool = settings.get("tessera.update_in_backward")  # where the updates are, too
+        self.in_backward: bool = settings.tessera.update_in_backward  # where the updates are, too
         self.looked: tuple[str, Exception | None] | None = None  # before step_together() steps
 
     def before_forward(self) -> None:

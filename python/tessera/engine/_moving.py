@@ -55,7 +55,7 @@ class Moving:
         if not isinstance(self._runner, NativeRunner):
             raise UsageError("[engine.offload_states] needs an optimizer that the engine runs itself, as AdamW")
         partitions = self._settings.placements.shards_params
-        if partitions and self._settings.get("zero_optimization.offload_param.device") != "none":
+        if partitions and self._settings.zero_optimization.offload_param.device != "none":
             raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
         to = DEVICES[place]
         if to is None:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera._config import dtype_at
 from tessera._copies import cast_buffers, named_for_fp32
 from tessera._device import same_objects
 from tessera.errors import ConfigError
@@ -35,12 +34,12 @@ def place(model: nn.Module, device: torch.device | None) -> torch.device:
 
 def settle_buffers(model: nn.Module, settings: _core.Config) -> None:
     """Their dtypes, as data_types of the configuration says."""
-    in_fp16, in_bf16 = settings.get("fp16.enabled"), settings.get("bf16.enabled")
-    kept = settings.get("data_types.keep_in_fp32_modules")
+    in_fp16, in_bf16 = settings.fp16.enabled, settings.bf16.enabled
+    kept = settings.data_types.keep_in_fp32_modules
     if kept is None:
         kept = named_for_fp32(model, in_fp16)
     try:
-        cast_buffers(model, dtype_at(settings, "data_types.buffer_dtype"), kept if in_fp16 or in_bf16 else ())
+        cast_buffers(model, settings.data_types.buffer_dtype, kept if in_fp16 or in_bf16 else ())
     except re.error as error:
         raise ConfigError(f"[config] data_types.keep_in_fp32_modules: {error} in {kept}") from None
 

@@ -44,9 +44,8 @@ def check_modules(model: nn.Module, partitions: bool, runs_on: bool) -> None:
 
 def wants_all_used(config: _core.Config) -> bool:
     """The configuration makes unused parameters an error: as in DeepSpeed with optimizer offload at stages 1 and 2."""
-    section = "zero_optimization"
-    refuses = not (config.get(f"{section}.ignore_unused_parameters") or config.get("tessera.update_in_backward"))
-    away = config.get(f"{section}.offload_optimizer.device") != "none"
+    refuses = not (config.zero_optimization.ignore_unused_parameters or config.tessera.update_in_backward)
+    away = config.zero_optimization.offload_optimizer.device != "none"
     return refuses and away and config.placements.shards_states and not config.placements.shards_params
 
 

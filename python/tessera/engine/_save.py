@@ -37,9 +37,9 @@ class SaveRequest:
 def save(run: Run, request: SaveRequest) -> None:
     """Collective."""
     config = run._settings
-    asynchronous = _given(request.asynchronous, config, "asynchronous")
-    keep_last = _given(request.keep_last, config, "keep_last")
-    as_deepspeed = config.get("checkpoint.format") == "deepspeed"
+    asynchronous = _given(request.asynchronous, config.checkpoint.asynchronous)
+    keep_last = _given(request.keep_last, config.checkpoint.keep_last)
+    as_deepspeed = config.checkpoint.format == "deepspeed"
     _core.wait_for_checkpoint(run.core)
     run._join()
     # Whatever fails on one rank fails here, before the first of them counts on the others.
@@ -52,14 +52,14 @@ def save(run: Run, request: SaveRequest) -> None:
             frozen=not request.exclude_frozen,
             asynchronous=asynchronous,
             keep_last=0 if as_deepspeed else keep_last,
-            tags=config.get("checkpoint.tag_validation"),
+            tags=config.checkpoint.tag_validation,
         )
         if isinstance(run._updates.runner, NativeRunner):
             run._updates.runner.publish_groups()
         names = names_of(run)
         numbers, states = client_states(run, names)
         blobs = _blobs(run, request.client_state, numbers)
-        if _given(request.random_state, config, "random_state"):
+        if _given(request.random_state, config.checkpoint.random_state):
             random = random_states()
             if (begin := getattr(run.training_dataloader, "begin", None)) is not None:
                 random["pass"] = begin
@@ -76,14 +76,14 @@ def save(run: Run, request: SaveRequest) -> None:
         return _core.save_checkpoint(run.core, folder, options, json.dumps(values), blobs, buffers, states, aliases)
 
     if as_deepspeed:
-        stage = config.get("zero_optimization.stage")
+        stage = config.zero_optimization.stage
         save_as_deepspeed(run.core, folder, write, stage, run._ranks.dp_world_size, request.latest, keep_last)
     else:
         write(folder)
 
 
-def _given(value: Any, config: _core.Config, key: str) -> Any:
-    return config.get(f"checkpoint.{key}") if value is None else value
+def _given(value: Any, configured: Any) -> Any:
+    return configured if value is None else value
 
 
 def _check(request: SaveRequest, as_deepspeed: bool, asynchronous: bool) -> None:

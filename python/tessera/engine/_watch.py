@@ -47,34 +47,34 @@ class Watch:
         """Before the engine has a core: all that can be wrong of the configuration is an error here."""
         self._config = config
         self._speaks = rank == 0
-        self._every: int = config.get("steps_per_print") or 0
-        self.times_phases: bool = config.get("wall_clock_breakdown")
-        self._memory: bool = config.get("memory_breakdown")
-        self.profile_step: int | None = config.get("flops_profiler.profile_step")
-        if not config.get("flops_profiler.enabled"):
+        self._every: int = config.steps_per_print or 0
+        self.times_phases: bool = config.wall_clock_breakdown
+        self._memory: bool = config.memory_breakdown
+        self.profile_step: int | None = config.flops_profiler.profile_step
+        if not config.flops_profiler.enabled:
             self.profile_step = None
         self.profiler: FlopsProfiler | None = None
         self._seconds = dict.fromkeys(_PHASES, 0.0)
         self.step_seconds: dict[str, float] = {}  # of the last optimizer step
         self.calls = self._call_record()
         self.monitor = Monitor(config, rank)
-        if config.get("log_level"):
-            logger.setLevel(_LEVELS[config.get("log_level")])
+        if config.log_level:
+            logger.setLevel(_LEVELS[config.log_level])
         if self._speaks and (self._every or self.times_phases or self._memory or self.calls is not None):
             show_progress()
 
     def _call_record(self) -> _core.CallRecord | None:
-        if not self._config.get("comms_logger.enabled"):
+        if not self._config.comms_logger.enabled:
             return None
-        every = self._config.get("comms_logger.prof_all")
-        return _core.CallRecord([] if every else self._config.get("comms_logger.prof_ops"))
+        every = self._config.comms_logger.prof_all
+        return _core.CallRecord([] if every else self._config.comms_logger.prof_ops)
 
     def built(self, engine: Watched) -> None:
         """The engine has its core from here on."""
         found = ("tessera.device_share", "zero_optimization.offload_optimizer.ratio")
         if self._speaks and "auto" in map(self._config.get, found):
             logger.info("%s", engine.core.offload_plan().text())
-        if self._config.get("dump_state") and self._speaks:
+        if self._config.dump_state and self._speaks:
             show_progress()
             logger.info("configuration\n%s", self._config.describe())
             for number, group in enumerate(engine.basic_optimizer.param_groups if engine.basic_optimizer else []):
@@ -116,7 +116,7 @@ class Watch:
             self._take_times(engine)
         if self.monitor.writers:
             self.monitor.write_events(self._events(engine))
-        if self.calls is not None and self._config.get("comms_logger.verbose"):
+        if self.calls is not None and self._config.comms_logger.verbose:
             self._tell_calls(self.calls)
         if self._every and self._speaks and engine.global_steps % self._every == 0:
             logger.info(
@@ -142,7 +142,7 @@ class Watch:
         x = engine.global_samples
         rates = engine.get_lr()
         events: list[Event] = [("Train/Samples/lr", float(rates[0]), x)] if rates else []
-        if self._config.get("fp16.enabled"):
+        if self._config.fp16.enabled:
             events.append(("Train/Samples/loss_scale", engine.loss_scaler.loss_scale, x))
         if self.times_phases:
             spent = self.step_seconds
@@ -159,7 +159,7 @@ class Watch:
     def _tell_calls(self, record: _core.CallRecord) -> None:
         calls = record.take_calls()
         for call in calls if self._speaks else []:
-            label = f" | {call.label}" if self._config.get("comms_logger.debug") else ""
+            label = f" | {call.label}" if self._config.comms_logger.debug else ""
             logger.info(
                 "comm op: %s | time (ms): %.3f | msg size: %d B | ranks: %d%s",
                 call.op, call.seconds * 1e3, call.bytes, call.ranks, label,

@@ -20,6 +20,7 @@ from tessera.errors import UsageError
 
 _PAUSES = (1e-3, 0.1)  # seconds before the store is asked again: at first, and in the end
 _TELLING = 1.0  # seconds for the store to take or give the word that a rank gives up
+_LOOK = 0.5  # seconds between looks for that word while ranks connect
 
 C10D: Any = torch._C._distributed_c10d  # the stores; torch.distributed does not list them
 
@@ -47,6 +48,7 @@ class Joining:
         self._end: Any = None
         self._error: Exception | None = None
         self._missing: list[int] = []
+        self._connects = False  # all have come, but one of them may have given up before it saw that
         self._processes: dict[int, dict[str, Any]] = {}
         self._asked = 0.0  # since when the store has not answered; 0: it has
         self._failure = ""  # why this rank gives up
@@ -55,8 +57,8 @@ class Joining:
 
     def end(self, what: str) -> Any:
         """The end, where all have come within the timeout. `what` it is needed for: in errors."""
-        came = self._came.wait(self._timeout)
         me = f"[hybrid] {self._names[self._number]}"
+        came = self._wait_for_end(f"{me} waits for {what}, but ")
         if self._end is not None:
             return self._end
         if came and self._error is not None:
@@ -68,10 +70,24 @@ class Joining:
                 f"{me} cannot reach the others: the store of the link does not answer within {self._timeout:g} s; the "
                 "process that hosts it may be stopped"
             )
+        if self._connects:
+            raise dist.DistBackendError(
+                f"{me} waits for {what}, but the ranks of the link have not connected within {self._timeout:g} s"
+            )
         missing = ", ".join(self._names[other] for other in self._missing)
         raise dist.DistBackendError(
             f"{me}: {missing} did not send {what} within {self._timeout:g} s: no word of it has come yet"
         )
+
+    def _wait_for_end(self, text: str) -> bool:
+        """Whether it came, or an error. DistBackendError that begins with `text` where one who has come gives up."""
+        until = time.monotonic() + self._timeout
+        while not self._came.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
+            if self._connects and (reason := self._within(_TELLING, self._failure_of_others)):
+                raise dist.DistBackendError(text + reason)
+            if time.monotonic() >= until:
+                return False
+        return True
 
     def call(self, what: str, method: str, *args: Any) -> Any:
         """A method of the end. Where another rank is lost that has said why, DistBackendError says it, too."""
@@ -123,6 +139,7 @@ class Joining:
     def _run(self, connect: Callable[[Any, list[dict[str, Any]]], Any]) -> None:
         try:
             processes = self._meet()
+            self._connects = True
             end = connect(self._store, processes)
             with self._lock:
                 failure = self._failure

@@ -60,8 +60,8 @@ def build_optimizer(
             "rounds as tessera.rounding of its configuration says"
         )
     sharded = config.placements.shards_states
-    if (sharded or is_cut) and not config.get("zero_allow_untested_optimizer") and not is_tested(built):
-        stage = f"stage {config.get('zero_optimization.stage')}"
+    if (sharded or is_cut) and not config.zero_allow_untested_optimizer and not is_tested(built):
+        stage = f"stage {config.zero_optimization.stage}"
         gives = " and ".join([*([stage] if sharded else ()), *(["tensor_parallel.autotp_size"] if is_cut else ())])
         raise ConfigError(
             f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as {gives} "
@@ -190,7 +190,7 @@ def _build(
                 f"[initialize] the optimizer callable returned {type(built).__name__}, not a torch.optim.Optimizer"
             )
         return built
-    if not config.get("optimizer.type") or not groups:
+    if not config.optimizer.type or not groups:
         return None
     return _from_config(config, groups, model, keep_empty)
 
@@ -204,7 +204,7 @@ def _from_config(
     config: _core.Config, groups: ParamGroups, model: nn.Module, keep_empty: bool
 ) -> torch.optim.Optimizer:
     """The core has found the parameters in order and says which rule the type has; the class is that of the rule."""
-    name, params = config.get("optimizer.type"), _given(config.get("optimizer.params"))
+    name, params = config.optimizer.type, _given(config.optimizer.params)
     kind = _core.optimizer_kind(config)
     params.pop("fp32_optimizer_states", None)  # the configuration's precision says it
     params.pop("per_head_muon", None)  # true is refused
@@ -249,10 +249,10 @@ def build_schedule(config: _core.Config, optimizer: Any, base: torch.optim.Optim
     """The schedule that engine.step() advances: the client's object, what its callable builds on `base`, the
     configured one, or None. `optimizer` is the client's argument."""
     if lr_scheduler is None:
-        kind = config.get("scheduler.type")
+        kind = config.scheduler.type
         if base is None or not kind:
             return None
-        return _schedule_from_config(kind, _given(config.get("scheduler.params")), base)
+        return _schedule_from_config(kind, _given(config.scheduler.params), base)
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             "[initialize] an lr_scheduler object needs the optimizer object it was made for: pass optimizer= too, or "

@@ -54,7 +54,7 @@ __all__ = [
 def plan_for(model: nn.Module, config: Any) -> ParallelPlan:
     """How tensor_parallel of `config` would cut `model`; nothing is changed. Local."""
     loaded = load_config(config)
-    return make_plan(model, loaded, max(1, loaded.get("tensor_parallel.autotp_size")))
+    return make_plan(model, loaded, max(1, loaded.tensor_parallel.autotp_size))
 
 
 def shard_model(model: nn.Module, config: Any, *, group: Any = None) -> ParallelPlan:

@@ -13,7 +13,7 @@ from tessera.errors import ConfigError
 from tessera.parallel._attention import check_heads
 from tessera.parallel._classes import loss_of
 from tessera.parallel._modules import EXPERTS, cut_of
-from tessera.parallel._regions import KEY, SequenceRegions, find_regions
+from tessera.parallel._regions import SequenceRegions, find_regions
 from tessera.parallel._rules import Rules, facts_of, model_type, rules_for
 
 if TYPE_CHECKING:
@@ -79,18 +79,18 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     options.size = size
     options.rules = rules.rules
     options.strict = rules.strict
-    options.grain = config.get("tensor_parallel.tp.tp_grain_size")
+    options.grain = config.tensor_parallel.tp.tp_grain_size
     options.expert_grain = _expert_grain(model, config)
     options.embedding_dim = rules.embedding_dim
     options.head_names = list(rules.head_names)
-    options.vocab_parallel = bool(config.get("tensor_parallel.vocab_parallel_lm_head"))
+    options.vocab_parallel = bool(config.tensor_parallel.vocab_parallel_lm_head)
     modules = list(_modules(model))
     core = _core.make_plan(modules, facts_of(model), options)
     unknown = check_heads(model, core.decisions)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     kept = {name: rule for name in names if (rule := _skipping(name, rules)) is not None}
     summed = [name for name, rule in kept.items() if rule.sum_gradient]
-    regions = find_regions(model, core) if size > 1 and config.get(KEY) else None
+    regions = find_regions(model, core) if size > 1 and config.tessera.sequence_parallel_norms else None
     plan = ParallelPlan(core, size, rules.source, list(kept), summed, regions=regions)
     if size > 1:
         plan.warnings = [*_cut_as_one(core, rules, model_type(model)), *unknown]
@@ -151,8 +151,7 @@ def _cut_as_one(core: _core.ParallelPlan, rules: Rules, kind: str) -> list[str]:
 def overlaps(config: _core.Config) -> bool:
     """Whether the all-reduce of a column layer's backward runs under the product for its weight's gradient: unless the
     configuration says no. Results are the same."""
-    key = "tensor_parallel.tp_overlap_comm"
-    return bool(config.get(key)) if key in config.given else True
+    return config.tensor_parallel.tp_overlap_comm or "tensor_parallel.tp_overlap_comm" not in config.given
 
 
 def _skipping(name: str, rules: Rules) -> _core.PartitionRule | None:

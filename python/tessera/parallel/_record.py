@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera._config import dtype_at
 from tessera.errors import ConfigError
 
 _RECORD = "_tessera_tp_model_init"  # of models: Record
@@ -61,22 +60,20 @@ def take_record(model: nn.Module, config: _core.Config, mpu: Any) -> Record | No
         return None
     if record.group is not None and mpu is not None:
         raise ConfigError("[initialize] tp_model_init provided tp_group, and mpu is given too; pass one of them")
-    for key, off in (("tp.tp_size", (1,)), ("autotp_size", (0,))):
-        value = config.get(f"tensor_parallel.{key}")
-        if value != record.size and value not in off:
+    section = config.tensor_parallel
+    for key, value, off in (("tp.tp_size", section.tp.tp_size, 1), ("autotp_size", section.autotp_size, 0)):
+        if value not in (record.size, off):
             raise ConfigError(
                 f"[initialize] Conflicting tensor_parallel.{key}: the configuration says {value}, tp_model_init said "
                 f"{record.size}"
             )
-    for section, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if config.get(f"{section}.enabled") and record.dtype != dtype:
-            raise ConfigError(
-                f"[initialize] Conflicting dtype: {section}.enabled, but tp_model_init said {record.dtype}"
-            )
-    if "tensor_parallel.dtype" in config.given and dtype_at(config, "tensor_parallel.dtype") != record.dtype:
+    for key, part, dtype in (("bf16", config.bf16, torch.bfloat16), ("fp16", config.fp16, torch.float16)):
+        if part.enabled and record.dtype != dtype:
+            raise ConfigError(f"[initialize] Conflicting dtype: {key}.enabled, but tp_model_init said {record.dtype}")
+    if "tensor_parallel.dtype" in config.given and section.dtype != record.dtype:
         raise ConfigError(
             f"[initialize] Conflicting tensor_parallel.dtype: the configuration says "
-            f"{config.get('tensor_parallel.dtype')}, tp_model_init said {record.dtype}"
+            f"{section.dtype}, tp_model_init said {record.dtype}"
         )
     del vars(model)[_RECORD]
     return record

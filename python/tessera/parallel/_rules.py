@@ -137,8 +137,8 @@ def model_type(model: nn.Module) -> str:
 
 def rules_for(model: nn.Module, config: _core.Config, size: int) -> Rules:
     """The first source that is there: the configuration's rules or preset, the model's own tp_plan, heuristics."""
-    preset = config.get("tensor_parallel.preset_model")
-    section = config.get(_SECTION)
+    preset = config.tensor_parallel.preset_model
+    section = config.tensor_parallel.partition_config
     if section is not None:
         return _configured(section, preset, model, size)
     if preset:
@@ -153,7 +153,7 @@ def _preset(name: str, model: nn.Module) -> list[_core.PartitionRule]:
     return _core.preset_rules(name, facts_of(model), lambda pattern: matcher(pattern, f"preset {name}"))
 
 
-def _configured(section: Any, preset: str, model: nn.Module, size: int) -> Rules:
+def _configured(section: Any, preset: str | None, model: nn.Module, size: int) -> Rules:
     _check_keys(section, _KEYS, _SECTION)
     values = {**_KEYS, **section}
     for name in ("use_default_specs", "strict_mode"):

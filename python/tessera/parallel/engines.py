@@ -53,7 +53,7 @@ class TensorParallel:
         elif cuts and (not self._by_hand or has_rules(config)):
             self.plan = make_plan(model, config, self._group.size)
             self.warnings = [f"[tensor_parallel] {line}" for line in [*self.plan.core.warnings, *self.plan.warnings]]
-        if config.get(KEY):
+        if config.tessera.sequence_parallel_norms:
             self._check_regions()
 
     def _check_regions(self) -> None:

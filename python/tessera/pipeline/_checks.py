@@ -26,7 +26,7 @@ def check(model: Any, config: _core.Config, group: Any) -> None:
             "gather the "
             "stage's parameters again; use stage 1 or 2, and more pipeline stages"
         )
-    if not config.get("managed_gradient_accumulation"):
+    if not config.managed_gradient_accumulation:
         raise ConfigError(
             "[pipeline] managed_gradient_accumulation must be true: train_batch() counts its micro-batches"
         )
@@ -40,11 +40,11 @@ def check_alike(model: PipelineModule, config: _core.Config, everyone: Everyone)
         "num_stages": model.num_stages,
         "num_chunks": model.num_chunks,
         "bounds of the parts": model.bounds,
-        "gradient_accumulation_steps": config.get("gradient_accumulation_steps"),
-        "train_batch_size": config.get("train_batch_size"),
-        "train_micro_batch_size_per_gpu": config.get("train_micro_batch_size_per_gpu"),
-        "pipeline.schedule": config.get("pipeline.schedule"),
-        "gradient_clipping": config.get("gradient_clipping"),
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "train_batch_size": config.train_batch_size,
+        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
+        "pipeline.schedule": config.pipeline.schedule,
+        "gradient_clipping": config.gradient_clipping,
     }
     for rank, other in enumerate(everyone.values(mine)):
         for key, value in mine.items():
@@ -108,9 +108,9 @@ def check_optimizers(everyone: Sequence[Optimizer | None], name: Callable[[int],
 
 
 def check_ties(model: PipelineModule, config: _core.Config) -> None:
-    low = config.get("bf16.bf16_master_weights_and_grads") or config.get("bf16.bf16_optimizer_states")
+    low = config.bf16.bf16_master_weights_and_grads or config.bf16.bf16_optimizer_states
     tied = [stages for stages in model.tied_stages().values() if len(stages) > 1 and model.stage_id in stages]
-    if tied and low and config.get("tessera.rounding") != "nearest":
+    if tied and low and config.tessera.rounding != "nearest":
         raise NotImplementedError(
             "[pipeline] tied weights on several stages do not stay equal where updates round at random: set "
             '"tessera": {"rounding": "nearest"}, or leave bf16_master_weights_and_grads and bf16_optimizer_states'

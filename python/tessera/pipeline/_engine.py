@@ -119,7 +119,7 @@ class PipelineEngine(Engine):
         super()._build_core(base, policy, joins)
 
     def _connect(self) -> None:
-        interval = self._settings.get("pipeline.activation_checkpoint_interval")
+        interval = self._settings.pipeline.activation_checkpoint_interval
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
         self._casts_to = self._forward.input_dtype
@@ -170,7 +170,7 @@ class PipelineEngine(Engine):
         self._check_usable("train_batch")
         self._updates.trained_by("train_batch")
         shape = self._shape(self.micro_batches)
-        table = training(self._settings.get("pipeline.schedule"), shape, self._grid.stage)
+        table = training(self._settings.pipeline.schedule, shape, self._grid.stage)
         with self._in_batch("train_batch"):
             batch = Batch(self, shape)
             self._ties.follow(self.core, batch)
@@ -312,7 +312,7 @@ class PipelineEngine(Engine):
         return super()._telling_rank() if self._grid.stage == 0 else 1
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        if self._settings.get("checkpoint.format") == "deepspeed":
+        if self._settings.checkpoint.format == "deepspeed":
             self._not_served('save_checkpoint with checkpoint.format "deepspeed"', 'use the format "tessera"')
         self._join()  # it writes to the names of this stage
         own, self._updates.group_names = self._updates.group_names, self._names_of_all()

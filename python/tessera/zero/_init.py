@@ -314,17 +314,19 @@ def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtyp
 
 
 def _home(remote_device: Any, pin_memory: bool, config: _core.Config | None) -> tuple[_core.Residence, str, bool]:
-    section = "zero_optimization.offload_param"
     device, folder = str(getattr(remote_device, "value", remote_device) or "none"), ""
     if config is not None:
-        if config.get(f"{section}.device") != "none":
-            device, pin_memory = config.get(f"{section}.device"), config.get(f"{section}.pin_memory")
-        folder = config.get(f"{section}.nvme_path") or config.get("zero_optimization.offload_optimizer.nvme_path") or ""
+        zero = config.zero_optimization
+        if zero.offload_param.device != "none":
+            device, pin_memory = zero.offload_param.device, zero.offload_param.pin_memory
+        folder = zero.offload_param.nvme_path or zero.offload_optimizer.nvme_path or ""
     homes = {"none": _core.Residence.Device, "cpu": _core.Residence.Host, "nvme": _core.Residence.Nvme}
     if device not in homes:
         raise ConfigError(f"[zero.Init] remote_device must be one of {list(homes)}, got '{device}'")
     if device == "nvme" and not folder:
-        raise ConfigError(f"[zero.Init] remote_device 'nvme' needs {section}.nvme_path in the configuration")
+        raise ConfigError(
+            "[zero.Init] remote_device 'nvme' needs zero_optimization.offload_param.nvme_path in the configuration"
+        )
     return homes[device], folder, pin_memory
 
 

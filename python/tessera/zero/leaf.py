@@ -25,9 +25,7 @@ __all__ = [
 
 LEAF_MARK = "_z3_leaf"
 
-DEFAULT_LEAF_MODULE_CLASSES: tuple[str, ...] = tuple(
-    _core.Config.from_json("{}").get("zero_optimization.leaf_module.classes")
-)
+DEFAULT_LEAF_MODULE_CLASSES: tuple[str, ...] = tuple(_core.Config.from_json("{}").zero_optimization.leaf_module.classes)
 """The mixture-of-experts blocks that are leaves without being named."""
 
 ClassOrName = type[nn.Module] | str
