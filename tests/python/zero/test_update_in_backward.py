@@ -162,6 +162,38 @@ def test_what_a_failed_backward_had_handed_over_is_dropped(world: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_by_unit_is_that_of_torch(stage: int, world: int) -> None:
+    """torch's own clip_grad_norm_ of each unit's parameters, beside SGD. Sums of squares in another order: rounding."""
+    limit = 0.02
+    clip = config(stage, gradient_clipping=limit)
+    clip["tessera"] = {"min_unit_elements": 1, "update_in_backward": True, "clip": "unit"}
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        for step in range(3):
+            engine(*batch(10 * step + rank)).backward()
+            engine.step()
+        return weights(engine.module)
+
+    plain = make()
+    own: list[nn.Module] = [*plain.blocks]  # type: ignore[misc]
+    own += [plain.embed, plain.head] if stage == 3 else []  # type: ignore[list-item]
+    units = [list(module.parameters()) for module in own]
+    in_units = {id(param) for unit in units for param in unit}
+    units.append([param for param in plain.parameters() if id(param) not in in_units])
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    clipped = 0
+    for step in range(3):
+        optimizer.zero_grad()
+        (sum(plain(*batch(10 * step + rank)) for rank in range(world)) / world).backward()
+        clipped += sum(bool(nn.utils.clip_grad_norm_(unit, limit) > limit) for unit in units)
+        optimizer.step()
+    assert clipped >= 6, "the limit says something"
+    for found in engines(make(), world, clip, body):
+        torch.testing.assert_close(found, {n: p.detach() for n, p in plain.named_parameters()}, rtol=1e-5, atol=1e-6)
+
+
 PREVIOUS = {"min_unit_elements": 1, "update_in_backward": True, "clip": "previous"}
 
 
