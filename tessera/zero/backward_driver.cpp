@@ -295,7 +295,7 @@ void BackwardDriver::ensure_reduced() {
   hooks_.hear_news();
   for (const auto& unit : units_.all())
     unit->on_this_stream();  // a step may be under another stream than its backwards
-  if (unreduced_ || !flushed_) flush();
+  if (unreduced_ || !flushed_ || reducer_->is_open()) flush();
   reduce_replicas();
   adopt_grads();
 }

@@ -100,6 +100,8 @@ class Reducer {
   // There are more units, in launch order: `joined` among them, whose gradients came past their launch and are reduced now,
   // unless the others are to be reduced yet (`with_others`). Between backwards; collective, all ranks with the same.
   void join(std::vector<Unit*> units, const std::vector<Unit*>& joined, bool with_others);
+  // Some units are launched, and their backward has not come to its end: it threw.
+  bool is_open() const { return next_ > 0; }
   // Waits for collectives in flight (after a backward that threw).
   void drain();
   // Drops collectives in flight without throwing; only destroy may follow.

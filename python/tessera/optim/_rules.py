@@ -160,7 +160,7 @@ def read_group(rule: NativeRule, optimizer: torch.optim.Optimizer, index: int, o
     group = optimizer.param_groups[index]
     if not _runs_natively(group):
         raise ConfigError(
-            f"[engine.step] param group {index} asks for what this engine was not built for (a tensor as a rate, "
-            f"{', '.join(_FOREIGN_FLAGS)}); set it before tessera.initialize"
+            f"[engine.step] param group {index} asks for what this engine was not built for (a rate that is no number, "
+            f"such as a tensor; {', '.join(_FOREIGN_FLAGS)}); set it before tessera.initialize"
         )
     rule.read(optimizer, group, options)

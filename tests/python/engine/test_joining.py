@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     ),
     "twice": (lambda m: {"params": [m.gain, m.embed.bias]}, "more than one"),
     "memory": (lambda m: {"params": of_its_memory(m)}, "lies in the memory of 'embed.weight'"),
-    "rate": (lambda m: {"params": [m.gain], "lr": torch.tensor(0.1)}, "a tensor as a rate"),
+    "rate": (lambda m: {"params": [m.gain], "lr": torch.tensor(0.1)}, "a rate that is no number"),
 }
 
 

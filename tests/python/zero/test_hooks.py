@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from support import (
     plain_grads,
     same_gradients,
     shard_group,
+    weights,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -393,3 +396,43 @@ def test_compiled_blocks_are_compiled_once() -> None:
         assert rank == 1 or counts[0] == counts[-1] > 0
 
     same_gradients(make(Net, 8, 2), 2, config(3, tessera={"min_unit_elements": 1}), body, one_backward)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("managed", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_after_a_backward_that_failed_beside_one_that_did_not(stage: int, managed: bool, world: int) -> None:
+    """As in PyTorch, the gradients of the first count, and what the second had added. Also where a step follows."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("the client's hook")
+
+    def two_backwards(loss: Callable[[int], torch.Tensor], weight: torch.Tensor) -> None:
+        loss(0).backward()
+        handle = weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="the client's hook"):
+            loss(10).backward()
+        handle.remove()
+
+    def body(engine: Any, rank: int) -> Any:
+        two_backwards(lambda k: engine(*batch(k + rank)), engine.module.blocks[0].linear.weight)
+        engine.step()
+        engine(*batch(20 + rank)).backward()
+        engine.step()
+        return weights(engine.module)
+
+    plain = make()
+    for k in (0, 20):
+        ranks = [copy.deepcopy(plain) for _ in range(world)]
+        for rank, model in enumerate(ranks):
+            if k == 0:
+                two_backwards(lambda k, model=model, rank=rank: model(*batch(k + rank)), model.blocks[0].linear.weight)
+            else:
+                model(*batch(k + rank)).backward()
+        with torch.no_grad():
+            for param, *grads in zip(plain.parameters(), *(model.parameters() for model in ranks), strict=True):
+                param -= 0.1 * sum(one.grad for one in grads) / world
+    cfg = config(stage, managed_gradient_accumulation=managed) | {"tessera": {"min_unit_elements": 1}}
+    for found in engines(make(), world, cfg, body):
+        expected = {name: param.detach() for name, param in plain.named_parameters()}
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)  # fp32, sums in another order
