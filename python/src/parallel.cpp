@@ -39,7 +39,7 @@ parallel::PackedShape packed_shape(const py::sequence& shape, int dim, const std
   };
   parallel::PackedShape result;
   result.dim = dim;
-  for (const py::handle entry : shape) {
+  for (const auto& entry : shape) {
     parallel::Sizes sizes;
     const bool nested = py::isinstance<py::list>(entry) || py::isinstance<py::tuple>(entry);
     if (nested) {
