@@ -1,7 +1,5 @@
 #include "json_values.h"
 
-#include <cmath>
-
 #include "tessera/base/error.h"
 #include "tessera/config/text.h"
 

@@ -22,7 +22,7 @@ std::string whole_characters(std::string_view text);
 std::string lower(std::string_view text);
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 
-// One thing that is wrong with a key, or to be told of it.
+// One thing that is wrong with a key.
 struct Problem {
   std::string path;
   std::string text;  // what is wrong, what is allowed
@@ -32,7 +32,7 @@ struct Problem {
 // The value error of a configuration: one line for each problem.
 class InvalidConfig : public c10::ValueError {
  public:
-  InvalidConfig(c10::SourceLocation where, std::string message, std::vector<Problem> problems = {})
+  InvalidConfig(c10::SourceLocation where, std::string message, std::vector<Problem> problems)
       : ValueError(where, std::move(message)), problems_(std::move(problems)) {}
   const std::vector<Problem>& problems() const { return problems_; }
 
