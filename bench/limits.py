@@ -65,7 +65,16 @@ PARTS = {16: (2, 2, 12), 14: (2, 2, 10), 10: (2, 2, 6), 8: (2, 2, 4)}
 FP32_PARTS = (4, 4, 8)
 
 
+def _shares(bf16: bool, states: int | None, stage: int, ranks: int) -> list[float]:
+    parts = PARTS[states_of(bf16, states)] if bf16 else FP32_PARTS
+    return [part / (ranks if stage >= first else 1) for part, first in zip(parts, (3, 2, 1), strict=True)]
+
+
 def state_bytes(bf16: bool, states: int | None, stage: int, ranks: int) -> float:
     """Bytes a parameter that a rank holds: the stage says which parts are divided."""
-    parts = PARTS[states_of(bf16, states)] if bf16 else FP32_PARTS
-    return sum(part / (ranks if stage >= first else 1) for part, first in zip(parts, (3, 2, 1), strict=True))
+    return sum(_shares(bf16, states, stage, ranks))
+
+
+def gradient_bytes(bf16: bool, stage: int, ranks: int) -> float:
+    """Of those, what is there only from the backward to the update."""
+    return _shares(bf16, None, stage, ranks)[1]

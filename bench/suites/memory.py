@@ -13,7 +13,7 @@ import memory
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from limits import state_bytes
+from limits import gradient_bytes, state_bytes
 from measure import same_losses, warm_products
 from models import GPT_SIZES, elements_of, gpt
 from report import Result, table
@@ -142,7 +142,7 @@ def run(
 def rows_of(found: dict[str, Figures], default: dict[str, Figures]) -> list[list[str]]:
     rows = []
     for name, f in found.items():
-        cells = [f"{f.states:.2f}", f"{f.buckets:.2f}", f"{f.formula:.2f}"] if f.formula else ["-"] * 3
+        cells = [f"{of:.2f}" for of in (f.buckets, f.kept, f.formula)] if f.formula else ["-"] * 3
         cells += [f"{value:.2f}" for value in (f.resident, f.later, f.first)]
         cells += [f"{f.later / f.formula:.3f}" if f.formula else "-", f"{f.host:.2f}"]
         other = default.get(name)
@@ -155,16 +155,16 @@ def intro(args: argparse.Namespace) -> str:
         f"GPTs on one row of {TOKENS} tokens: resident memory beyond that of the same process after it trained a "
         "small model, largest rank, in bytes a parameter; shared memory is divided among the ranks that have it. "
         "Where no number is given, bf16 means 14 bytes of states (exact) for Tessera and fp32 masters for the others; "
-        "FSDP2 with 8 bytes and DeepSpeed with 10 round to nearest. Formula: states (weights, gradients, master, "
-        "moments, as the stage divides them), the most buckets that the engine had for what is on its way, and "
-        "activations. The peers have no gradients between steps. All ranks together: Pss. Measured with an allocator "
+        "FSDP2 with 8 bytes and DeepSpeed with 10 round to nearest. Kept: weights, master and moments, as the stage "
+        "divides them, and the most buckets that the engine had for what is on its way. Formula: gradients and "
+        "activations besides. All ranks together: Pss. Measured with an allocator "
         "that returns freed memory to the system at once (MALLOC_MMAP_THRESHOLD_=65536); the last two columns with "
         "glibc's default, which keeps part of it" + (" (not measured in quick mode)." if args.quick else " (in bf16).")
     )
 
 
 def bench_memory(args: argparse.Namespace, setup: Callable[..., None], free_port: Callable[[], int]) -> Result:
-    header = ["engine", "states", "buckets", "formula", f"after {STEPS} steps", "peak of later steps"]
+    header = ["engine", "buckets", "kept", "formula", f"after {STEPS} steps", "peak of later steps"]
     header += ["peak of construction and first step", "later peak / formula", "all ranks: after"]
     header += ["default: after", "default: peak"]
     result = Result([intro(args)], {"memory": {}, "memory_default_allocator": {}}, how="One run of each engine.")
@@ -182,8 +182,9 @@ def bench_memory(args: argparse.Namespace, setup: Callable[..., None], free_port
             for figures in found.values():
                 spec = parse(figures.peer)
                 if spec.kind == "tessera" and not (spec.shared or spec.early):
-                    figures.states = state_bytes(bf16, spec.states, spec.stage, args.ranks)
-                    figures.formula = figures.states + figures.buckets + extra
+                    states = state_bytes(bf16, spec.states, spec.stage, args.ranks)
+                    figures.formula = states + figures.buckets + extra
+                    figures.kept = states - gradient_bytes(bf16, spec.stage, args.ranks) + figures.buckets
             result.text.append(f"## {title}, {elements / 1e6:.1f} M parameters, activations {extra:.2f}")
             result.text.append(table(header, rows_of(found, default)))
             if len(fitting) < len(jobs):

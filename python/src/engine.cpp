@@ -131,6 +131,7 @@ void bind_structs(py::module_& m) {
       .def_readonly("link", &Plan::link)
       .def_readonly("host", &Plan::host)
       .def_readonly("memory", &Plan::memory)
+      .def_readonly("device", &Plan::device)
       .def_readonly("disk", &Plan::disk)
       .def_readonly("in_backward", &Plan::in_backward)
       .def_readonly("runs_on", &Plan::runs_on)

@@ -34,6 +34,7 @@ class OffloadPlan:
     link: Final[float]
     host: Final[float]
     memory: Final[float]
+    device: Final[float]
     disk: Final[float]
     in_backward: Final[bool]
     runs_on: Final[bool]

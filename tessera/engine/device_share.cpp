@@ -29,7 +29,7 @@ UpdateBytes update_bytes(const amp::PrecisionPolicy& precision, int moments, boo
 }
 
 double UpdateTime::longest() const {
-  return std::max({link, host, memory, disk});
+  return std::max({link, host, memory, device, disk});
 }
 
 UpdateTime update_time(const UpdateBytes& bytes, const offload::Rates& rates, double share) {
@@ -38,6 +38,7 @@ UpdateTime update_time(const UpdateBytes& bytes, const offload::Rates& rates, do
   return {.link = ratio_of(link, rates.link),
           .host = ratio_of(kernel, rates.host),
           .memory = ratio_of(kernel + 2 * link, rates.memory),
+          .device = ratio_of(share * (bytes.kernel + 2 * bytes.through), rates.device),
           .disk = ratio_of(bytes.disk, rates.disk)};
 }
 
@@ -50,7 +51,7 @@ double step_time(const StepTime& step, double update) {
 double best_share(const UpdateBytes& bytes, const offload::Rates& rates) {
   const auto lines = [&](double share) {
     const UpdateTime time = update_time(bytes, rates, share);
-    return std::array{time.link, time.host, time.memory};
+    return std::array{time.link, time.host, time.memory, time.device};
   };
   const auto none = lines(0), all = lines(1);
   std::vector<double> shares{0, 1};

@@ -226,6 +226,7 @@ OffloadPlan Engine::offload_plan() const {
   plan.link = time.link * scale;
   plan.host = time.host * scale;
   plan.memory = time.memory * scale;
+  plan.device = time.device * scale;
   plan.disk = time.disk * scale;
   return plan;
 }

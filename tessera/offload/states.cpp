@@ -125,9 +125,12 @@ class NvmeHome final : public shard::Home {
     at::Tensor values = at::from_blob(read.memory.get(), {range.size()}, [memory = read.memory](void*) {}, options_);
     return PendingView(std::move(values), std::move(read.arrived));
   }
+  PendingView to_fill(Range range) override {
+    return PendingView(range.empty() ? at::empty({0}, options_) : on_host(range));
+  }
   void store(Range range, const at::Tensor& values) override {
     if (range.empty()) return;
-    if (!values.is_cpu()) return store(range, on_host(bytes_of(range), values));
+    if (!values.is_cpu()) return store(range, on_host(range).copy_(values));
     auto here = std::make_shared<at::Tensor>(values.to(options_).contiguous());
     const auto* memory = static_cast<const char*>(here->const_data_ptr());
     file_->write(bytes_of(range), space_, memory, std::move(here));
@@ -138,10 +141,9 @@ class NvmeHome final : public shard::Home {
   Bytes bytes_of(Range range) const { return {space_.begin + range.begin * width_, space_.begin + range.end * width_}; }
 
   // In memory that is written from where it is.
-  at::Tensor on_host(Bytes bytes, const at::Tensor& values) const {
-    const std::shared_ptr<char> memory = file_->memory_for(bytes);
-    const at::Tensor here = at::from_blob(memory.get(), {values.numel()}, [memory](void*) {}, options_);
-    return here.copy_(values);
+  at::Tensor on_host(Range range) const {
+    const std::shared_ptr<char> memory = file_->memory_for(bytes_of(range));
+    return at::from_blob(memory.get(), {range.size()}, [memory](void*) {}, options_);
   }
 
   std::shared_ptr<NvmeFile> file_;

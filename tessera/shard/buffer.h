@@ -61,6 +61,8 @@ class Home {
   // back. What fetch() gave may be stored itself, and is not changed afterwards; store() takes values of any device.
   virtual PendingView fetch(Range range) = 0;
   virtual void store(Range range, const at::Tensor& values) = 0;
+  // Memory of the host for values of `range` that are to be stored; what it holds before is not known.
+  virtual PendingView to_fill(Range range) { return fetch(range); }
   // A stream writes to what fetch(range) gave, until `event`: true where nothing else is to be done, and fetch() waits for it;
   // false where `range` is to be stored then.
   virtual bool arrives(Range range, const std::shared_ptr<c10::Event>& event);
@@ -97,6 +99,7 @@ class Buffer {
   at::Tensor view(Range range) const { return tensor().narrow(0, range.begin, range.size()); }
   // 1-D; on the device where it lives there, else in host memory.
   PendingView fetch(Range range) const;
+  PendingView to_fill(Range range) const { return home_ ? home_->to_fill(range) : fetch(range); }  // see Home
   void store(Range range, const at::Tensor& values) const;
   bool arrives(Range range, const std::shared_ptr<c10::Event>& event) const;  // see Home; only where it lives elsewhere
   void flush() const;

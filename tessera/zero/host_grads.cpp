@@ -32,6 +32,7 @@ void HostGrads::take_memory(const shard::HostSlabsPtr& slabs) {
 
 shard::PendingView HostGrads::fetch(shard::Range range) {
   squares_.reset();
+  // A view of torch's, which counts what is written to it: squares() looks at that.
   const at::Tensor there = values_.narrow(0, range.begin, range.size());
   return copied_ ? shard::PendingView(there, {copied_}) : shard::PendingView(there);
 }

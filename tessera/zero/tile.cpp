@@ -123,12 +123,7 @@ void Tile::carry(size_t quantity, const shard::Buffer& buffer, bool reads, bool 
   c.changes = changes;
   c.travels = lives_at(buffer.is_here(), *unit_) != place_;
   travels_ = travels_ || c.travels;
-  if (reads || buffer.residence() != shard::Residence::Nvme) {
-    c.pending = buffer.fetch(range_);
-  } else {  // nothing has to come from the disk
-    const bool pin = options_->pin_memory && !device_.is_cpu();
-    c.pending = shard::PendingView(at::empty({range_.size()}, buffer.options().device(at::kCPU).pinned_memory(pin)));
-  }
+  c.pending = reads ? buffer.fetch(range_) : buffer.to_fill(range_);
 }
 
 // Not where the master is apart, all elements are written, and nothing of the weights is taken over or stays what it was.

@@ -109,7 +109,8 @@ TEST(DeviceShare, IsTheFastest) {
       for (const double link : {1e9, 12e9, 50e9, 400e9})
         for (const double host : {4e9, 30e9, 150e9, 600e9})
           for (const double disk : {0.0, 3e9}) {
-            const Rates rates{.link = link, .host = host, .memory = std::max(host, 2 * link), .disk = disk};
+            const Rates rates{
+                .link = link, .host = host, .memory = std::max(host, 2 * link), .device = 3e10, .disk = disk};
             const UpdateBytes bytes = update_bytes(precision, 2, weights, disk > 0);
             const double share = best_share(bytes, rates), best = milliseconds(bytes, rates, share);
             EXPECT_GE(share, 0);
@@ -120,6 +121,8 @@ TEST(DeviceShare, IsTheFastest) {
   const UpdateBytes bytes = update_bytes(PrecisionPolicy::bf16(), 2, false, false);
   EXPECT_EQ(best_share(bytes, {.link = 1e9, .host = 1e12, .memory = 1e12}), 0) << "a slow link: nothing passes it";
   EXPECT_GT(best_share(bytes, {.link = 1e12, .host = 1e9, .memory = 1e13}), .999) << "a slow host does nearly nothing";
+  const Rates alike{.link = 1e12, .host = 26e9, .memory = 1e13, .device = 46e9};  // a kernel's 26 bytes, 20 of tiles
+  EXPECT_NEAR(best_share(bytes, alike), .5, 1e-6) << "a device as slow as the host does half";
 }
 
 // A disk is no slower for a share, nor faster.

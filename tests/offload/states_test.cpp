@@ -55,6 +55,29 @@ TEST(States, BuffersOnADiskHoldWhatIsWritten) {
   }
 }
 
+// What is to be written only has a kept buffer of the file's, and is written from there.
+TEST(States, MemoryToFillIsThatOfTheFile) {
+  const io::TempFolder folder;
+  const auto home = state_homes(on_disk(folder));
+  const int64_t size = 2 * shard::kTile + 77;
+  const Buffer buffer(size, kFloats, home(Quantity::Weight, size, kFloats));
+  const at::Tensor expected = at::arange(size, kFloats);
+  std::vector<const void*> lay;
+  for (const shard::Range tile : shard::tiles_of({0, size})) {
+    at::Tensor values = buffer.to_fill(tile).wait();
+    values.copy_(expected.narrow(0, tile.begin, tile.size()));
+    lay.push_back(values.const_data_ptr());
+    buffer.store(tile, values);
+    values.reset();
+    buffer.flush();
+  }
+  EXPECT_EQ(lay[0], lay[1]);
+  EXPECT_TRUE(buffer.read({0, size}).equal(expected));
+  EXPECT_EQ(buffer.to_fill({7, 7}).wait().numel(), 0);
+  const Buffer here(at::zeros({5}));
+  EXPECT_EQ(here.to_fill({0, 5}).wait().const_data_ptr(), here.tensor().const_data_ptr());
+}
+
 TEST(States, OneFileAThreadWhileAnyOfItIsAlive) {
   const io::TempFolder folder;
   const auto home = state_homes(on_disk(folder));

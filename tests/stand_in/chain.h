@@ -41,7 +41,7 @@ struct Chain {
     for (int i = 0; i < kUnits; ++i)
       modules.push_back(engine->modules().add({i}));
   }
-  // `computes`: before a unit does.
+  // `computes`: before a unit does, there and in the backward.
   at::Tensor forward(const std::function<void(int)>& computes = [](int) {}) {
     engine->pre_forward();
     if (whole >= 0) engine->modules().enter(whole);
@@ -49,7 +49,9 @@ struct Chain {
     for (int i = 0; i < kUnits; ++i) {
       if (modules[i] >= 0) engine->modules().enter(modules[i]);
       computes(i);
-      x = x + (specs[i].tensor * x).sum() * 1e-6;
+      const at::Tensor product = specs[i].tensor * x;
+      product.register_hook([computes, i](const at::Tensor&) { computes(i); });
+      x = x + product.sum() * 1e-6;
       if (modules[i] >= 0) engine->modules().leave(modules[i], {x});
     }
     if (whole >= 0) engine->modules().leave(whole, {x});

@@ -259,7 +259,7 @@ TEST(DeviceShare, IsFoundFromWhatIsMeasured) {
       EXPECT_EQ(plan.rates->disk > 0, states == Residence::Nvme);
       EXPECT_GE(plan.device_share, 0);
       EXPECT_LE(plan.device_share, 1);
-      EXPECT_DOUBLE_EQ(plan.milliseconds, std::max({plan.link, plan.host, plan.memory, plan.disk}));
+      EXPECT_DOUBLE_EQ(plan.milliseconds, std::max({plan.link, plan.host, plan.memory, plan.device, plan.disk}));
       EXPECT_GT(plan.milliseconds, 0);
       EXPECT_HAS(plan.text(), "predicted for an update");
       EXPECT_DOUBLE_EQ(plan.step(3, 5, 2), 16 + plan.milliseconds);
@@ -299,6 +299,8 @@ TEST(DeviceShare, IsPredictedForWhoAsks) {
           ASSERT_TRUE(plan.rates);
           EXPECT_EQ(plan.rates->link > 0, !cpu);
           EXPECT_EQ(plan.link > 0, !cpu);
+          EXPECT_EQ(plan.rates->device > 0, !cpu);
+          EXPECT_EQ(plan.device > 0, !cpu && precision.states_are_narrow());
           EXPECT_EQ(plan.disk > 0, residence == Residence::Nvme);
           EXPECT_GT(plan.milliseconds, 0);
           EXPECT_HAS(error_of([&] { (void)plan.step(-1, 2); }), "forward is -1");

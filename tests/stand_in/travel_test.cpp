@@ -122,7 +122,7 @@ TEST(Travel, IsThatOfTheTable) {
 
 // Weights in host memory come a unit ahead of their use, both ways through the model, and one rank's host waits for none.
 TEST(Travel, WeightsComeAUnitAhead) {
-  static std::string log;  // '<' a unit's copy to the device, its number where it computes, 'w' the host waits
+  static std::string log;  // '<' a unit's copy to the device, its number before it computes, 'w' the host waits
   const auto change = [&](engine::Options& options) {
     options.zero.weight_home = offload::state_homes({.residence = Residence::Host, .pin_memory = true});
   };
@@ -152,7 +152,7 @@ TEST(Travel, WeightsComeAUnitAhead) {
         chain.engine->step();
       }
       if (rank == 0) {
-        EXPECT_EQ(log, "<<0<1<23|<<<") << world;
+        EXPECT_EQ(log, "<<0<1<23|<3<2<10") << world;
       }
     });
   }
