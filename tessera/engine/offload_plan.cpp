@@ -210,7 +210,7 @@ OffloadPlan Engine::offload_plan() const {
   double away = 0, through = 0;
   bool disk = false;
   for (const zero::Unit* unit : model.updater.in_order_of_update()) {
-    const auto& row = plan.units.emplace_back(unit->name, unit->owned.size(), states_of(*unit), updated_by(*unit));
+    const auto& row = plan.units.emplace_back(unit->name(), unit->owned().size(), states_of(*unit), updated_by(*unit));
     if (row.by == UpdatedBy::Device) continue;
     away += static_cast<double>(row.elements);
     through += row.by == UpdatedBy::Through ? static_cast<double>(row.elements) : 0;

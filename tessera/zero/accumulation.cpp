@@ -14,7 +14,8 @@ Accumulation::State Accumulation::state() const {
   for (const ParamId id : units_.trained_ids()) {
     const Param& p = *units_[id].param;
     const Unit& unit = *units_[id].unit;
-    state.counts.push_back({id, p.has_grad, p.filled, unit.has_sum(), p.additions, unit.sums});
+    state.counts.push_back(
+        {id, p.grad.has(), p.grad.filled(), unit.has_sum(), p.grad.additions(), unit.progress().sums()});
   }
   return state;
 }
@@ -25,14 +26,14 @@ std::vector<HeldGradient> Accumulation::held() const {
     const Place& place = units_[id];
     const Unit& unit = *place.unit;
     const Param& p = *place.param;
-    const bool in_place = unit.accumulates() && unit.ranks.size() == 1;  // contributions are added to the sum itself
+    const bool in_place = unit.accumulates() && unit.ranks().size() == 1;  // contributions are added to the sum itself
     if (unit.has_sum() && !in_place) {
       const shard::Range owned = unit.owned_slice(p);
       const auto [buffer, there] = unit.gradient(p, owned);
       if (!owned.empty() && buffer.has_memory())
         all.push_back({id, true, range_of(id, true), buffer.fetch(there).wait()});
     }
-    if (unit.accumulates() && p.filled && !p.range.empty())
+    if (unit.accumulates() && p.grad.filled() && !p.range.empty())
       all.push_back({id, false, {0, p.range.size()}, unit.contribution(p)});
   }
   return all;
@@ -52,8 +53,7 @@ void Accumulation::begin(const State& state) {
     Unit& unit = *units_[counts.param].unit;
     if (!counts.has_sum || unit.has_sum()) continue;
     unit.make_sums();
-    unit.move_to(GradState::Reduced);
-    unit.sum_arrived();
+    unit.progress().put_sums();
   }
 }
 
@@ -75,11 +75,9 @@ void Accumulation::end(const State& state) {
   for (const GradientCounts& counts : state.counts) {
     Unit& unit = *units_[counts.param].unit;
     Param& p = *units_[counts.param].param;
-    p.has_grad = counts.has_grad;
-    if (p.has_grad && unit.in_pieces()) unit.make_run(p);
-    p.filled = counts.filled;
-    p.additions = counts.additions;
-    unit.sums = std::max(unit.sums, counts.sums);
+    p.grad.restore(counts.has_grad, counts.filled, counts.additions);
+    if (p.grad.has() && unit.in_pieces()) unit.make_run(p);
+    unit.progress().restore_sums(counts.sums);
   }
   driver_.resume(state.unreduced, state.flushed, state.scaled, state.replicas_agree);
 }

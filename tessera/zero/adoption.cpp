@@ -9,7 +9,7 @@
 namespace tessera::zero {
 
 bool is_bound(const Param& param, const Unit& unit) {
-  return shard::is_bound(param.tensor, unit.flat->whole(), param.range, param.form);
+  return shard::is_bound(param.tensor, unit.flat().whole(), param.range, param.form);
 }
 
 void adopt_param(const Place& place, bool compare) {
@@ -17,12 +17,12 @@ void adopt_param(const Place& place, bool compare) {
   Param& p = *place.param;
   Unit& unit = *place.unit;
   // Written to in regions only, which take the values along; or away, without data.
-  if (unit.flat->sharded() || unit.flat->has_private_copy(place.item) || unit.flat->is_sent()) return;
+  if (unit.flat().sharded() || unit.flat().has_private_copy(place.item) || unit.flat().is_sent()) return;
   if (is_bound(p, unit)) {
     const bool written = p.writes.any(p.tensor);
-    if (written && unit.residual.defined()) {
+    if (written && unit.residual().defined()) {
       unit.adopt_beside_residual(p);
-    } else if (written && unit.master.defined() &&
+    } else if (written && unit.master().defined() &&
                !unit.adopts(p)) {  // the master was set before: the later write holds
       unit.set_master_from(p, p.tensor.detach());
       p.ahead = false;
@@ -32,15 +32,15 @@ void adopt_param(const Place& place, bool compare) {
     p.writes.forget(p.tensor);  // last: who has no memory for the above tries again
     return;
   }
-  TESSERA_CHECK(p.tensor.sizes() == p.form.sizes && p.tensor.scalar_type() == unit.flat->dtype(), "engine",
+  TESSERA_CHECK(p.tensor.sizes() == p.form.sizes && p.tensor.scalar_type() == unit.flat().dtype(), "engine",
                 "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
-  TESSERA_CHECK(!unit.flat->shares(), "zero", "the data of parameter '", p.name,
+  TESSERA_CHECK(!unit.flat().shares(), "zero", "the data of parameter '", p.name,
                 "' was replaced (p.data = ..., module.to(...)), but all ranks share it (tessera.shared_parameters); "
                 "write to it inside GatheredParameters(..., modifier_rank=0) instead");
   shard::check_device(p.tensor.device());
   if (!unit.master_is_weight()) unit.adopt_replaced(p, unit.owned_values(place.item));
-  unit.flat->take_replaced(place.item);
+  unit.flat().take_replaced(place.item);
   p.writes.forget(p.tensor);
 }
 

@@ -79,7 +79,7 @@ void BackwardDriver::check_all_watched() {
     const Param& p = *units_[id].param;
     const at::Tensor& grad = p.tensor.grad();
     // Stage 0: the conversion took along what was reduced.
-    if (!grad.defined() || (units_[id].unit->grads_are_visible() && p.has_grad)) continue;
+    if (!grad.defined() || (units_[id].unit->grads_are_visible() && p.grad.has())) continue;
     TESSERA_CHECK(
         !p.tensor.requires_grad() || hooks_.watches(p.tensor), "zero", "parameter '", p.name,
         "' was converted (module.to(...)) after a first register_hook() and got gradients past the engine: call the "
@@ -141,11 +141,11 @@ void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
   }
   const bool visible = place.unit->grads_are_visible();
   if (!grad.defined()) {
-    if (visible && place.param->has_grad) reducer_->clear(*place.unit, *place.param);  // the user dropped it
+    if (visible && place.param->grad.has()) reducer_->clear(*place.unit, *place.param);  // the user dropped it
     return;
   }
   const at::Tensor old = std::exchange(grad, at::Tensor());
-  if (visible && is_visible_view(place, old) && place.param->has_grad) return;
+  if (visible && is_visible_view(place, old) && place.param->grad.has()) return;
   reducer_->clear(*place.unit, *place.param);
   reducer_->accumulate(*place.unit, *place.param, old.is_sparse() ? old.to_dense() : old, 1.0);
 } catch (c10::OutOfMemoryError& error) {
@@ -174,7 +174,7 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
                          step.gradient_scale * (step.loss_scale / backward.loss_scale), alone);
   }
   // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
-  if (place.unit->grads_are_visible() && place.param->has_grad) grad = place.unit->visible(*place.param);
+  if (place.unit->grads_are_visible() && place.param->grad.has()) grad = place.unit->visible(*place.param);
   units_.unsharder().gradient_arrived(place.number, place.item);
   if (!backward.in_forward) reducer_->fired(*place.unit, *place.param, may_reduce(step));
 } catch (c10::OutOfMemoryError& error) {
@@ -275,10 +275,10 @@ void BackwardDriver::show_remote_grads() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
     Param& p = *place.param;
-    if (p.has_grad || !p.tensor.requires_grad()) continue;
+    if (p.grad.has() || !p.tensor.requires_grad()) continue;
     const at::Tensor sum = place.unit->visible(p);
     if (!sum.any().item<bool>()) continue;
-    p.has_grad = true;
+    p.grad.show(true);
     p.tensor.mutable_grad() = sum;
   }
 }
@@ -323,7 +323,7 @@ void BackwardDriver::adopt_grads() {
 
 void BackwardDriver::adopt_grad(const Place& place) {
   const at::Tensor& grad = place.param->tensor.grad();
-  const bool had = place.unit->grads_are_visible() && place.param->has_grad;
+  const bool had = place.unit->grads_are_visible() && place.param->grad.has();
   if (grad.defined() ? !had || !is_visible_view(place, grad) : had) adopt_grads();
 }
 
@@ -346,14 +346,14 @@ void BackwardDriver::adopt_given_grads() {
       const at::Tensor flat = shard::flatten_like_param(dense, p.form);
       put_gradient(place, flat);
       // Other ranks may have another slice of the model there, or another expert.
-      const bool same = units_.ranks().all() > 1 && p.cut == nullptr && &place.unit->ranks == &units_.ranks();
+      const bool same = units_.ranks().all() > 1 && p.cut == nullptr && &place.unit->ranks() == &units_.ranks();
       given_[id] = same ? words_of(flat) : 0;
     }
   }
 }
 
 void BackwardDriver::tell_of_zeros(const Param& param) {
-  if (!param.has_grad || std::exchange(told_of_zeros_, true)) return;
+  if (!param.grad.has() || std::exchange(told_of_zeros_, true)) return;
   TORCH_WARN("[zero] zeros that were put into the p.grad of '", param.name,
              "' do not take the place of the gradient of a backward, which p.grad does not show in this stage; call "
              "tessera.state.set_full_grad() where it shall be zero");
@@ -372,9 +372,9 @@ void BackwardDriver::put_gradient(const Place& place, const at::Tensor& flat) {
 // Where no backward ran all of the unit is zeros, else what it is is there.
 void BackwardDriver::have_gradient(const Place& place) {
   Param& p = *place.param;
-  if (place.unit->grad_state() == GradState::Empty) settle_empty_units();
+  if (place.unit->progress().state() == GradState::Empty) settle_empty_units();
   if (place.unit->in_pieces()) place.unit->make_run(p);
-  p.has_grad = p.filled = true;
+  p.grad.come();
   if (place.unit->grads_are_visible()) p.tensor.mutable_grad() = place.unit->visible(p);
 }
 
@@ -401,12 +401,12 @@ void BackwardDriver::adopt_visible(const Place& place) {
   Param& p = *place.param;
   at::Tensor& grad = p.tensor.mutable_grad();
   if (!grad.defined()) {  // the user dropped it
-    if (!p.has_grad) return;
+    if (!p.grad.has()) return;
     if (unreduced_) return reducer_->clear(unit, p);
     unit.visible(p).zero_();
-    p.has_grad = false;
-  } else if (is_visible_view(place, grad) && (p.has_grad || !unreduced_)) {
-    p.has_grad = true;
+    p.grad.show(false);
+  } else if (is_visible_view(place, grad) && (p.grad.has() || !unreduced_)) {
+    p.grad.show(true);
   } else if (unreduced_) {
     const at::Tensor given = std::exchange(grad, at::Tensor());
     reducer_->clear(unit, p);
@@ -415,7 +415,7 @@ void BackwardDriver::adopt_visible(const Place& place) {
   } else {
     if (unit.in_pieces()) unit.make_run(p);
     unit.visible(p).copy_(grad.is_sparse() ? grad.to_dense() : grad);
-    p.has_grad = true;
+    p.grad.show(true);
   }
 }
 
@@ -423,8 +423,8 @@ void BackwardDriver::forget_dropped() {
   if (units_.placements().grads != shard::Placement::Replicate || !unreduced_ || hooks_.in_backward()) return;
   const auto has_grad = [](const Param& p) { return p.tensor.grad().defined(); };
   for (const auto& unit : units_.all())
-    if (unit->accumulates() && (unit->ranks.size() == 1 || !unit->has_sum()) &&
-        std::ranges::none_of(unit->params, has_grad))
+    if (unit->accumulates() && (unit->ranks().size() == 1 || !unit->has_sum()) &&
+        std::ranges::none_of(unit->params(), has_grad))
       reducer_->forget(*unit);
 }
 
@@ -452,7 +452,7 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
   if (units_.placements().grads != shard::Placement::Replicate) return;
   for (const ParamId id : ids) {
     const Place& place = units_[id];
-    if (place.param->has_grad) place.param->tensor.mutable_grad() = place.unit->visible(*place.param);
+    if (place.param->grad.has()) place.param->tensor.mutable_grad() = place.unit->visible(*place.param);
   }
   if (flushed_ && units_.ranks().size() > 1) show_remote_grads();
 } catch (c10::OutOfMemoryError& error) {
@@ -479,7 +479,7 @@ void BackwardDriver::drop_gradients() {
 void BackwardDriver::used_up(Unit& unit) {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->forget(unit);
-  for (Param& p : unit.params)
+  for (Param& p : unit.params())
     p.tensor.mutable_grad().reset();
 }
 
@@ -514,15 +514,14 @@ void BackwardDriver::tasks_ended() {
 }
 
 bool BackwardDriver::reads_local_gradient(const Place& place) {
-  return place.unit->accumulates() && place.param->filled;
+  return place.unit->accumulates() && place.param->grad.filled();
 }
 
 void BackwardDriver::settle_empty_units() {
   for (const auto& unit : units_.all()) {
-    if (unit->grad_state() != GradState::Empty) continue;
+    if (unit->progress().state() != GradState::Empty) continue;
     unit->make_sums();
-    unit->move_to(GradState::Reduced);
-    unit->sum_arrived();
+    unit->progress().put_sums();
   }
   flushed_ = true;
 }
@@ -534,7 +533,7 @@ void BackwardDriver::resume(bool unreduced, bool flushed, bool scaled, bool repl
   reducer_->set_replicas_agree(replicas_agree);
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
-    if (place.unit->grads_are_visible() && place.param->has_grad)
+    if (place.unit->grads_are_visible() && place.param->grad.has())
       place.param->tensor.mutable_grad() = place.unit->visible(*place.param);
   }
 }

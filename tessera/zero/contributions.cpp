@@ -24,53 +24,46 @@ Contributions::Contributions(const Options& options, const Averaging& averaging,
 
 void Contributions::begin(Unit& unit) {
   if (unit.accumulates()) return;
-  if (!unit.in_pieces()) {
-    acquire(unit);
-  } else if (!unit.has_sum()) {
-    for (Param& p : unit.params)
-      p.filled = false;
+  if (unit.in_pieces()) return unit.accumulate_in({}, /*pooled=*/false);
+  const bool goes_on = one_rank(unit) && unit.has_sum();
+  acquire(unit);
+  if (goes_on) {
+    if (HostGrads* const host = unit.host_grads())
+      shard::come_after(*buckets_.copies.come_back(*host, unit.partial()), unit.partial().device());
+    return;
   }
-  unit.move_to(GradState::Accumulating);
+  for (const shard::Range& gap : unit.layout().padding())
+    shard::fill_zero(shard::part_of(unit.partial(), gap));
 }
 
 void Contributions::acquire(Unit& unit) {
-  const bool in_grads = unit.accumulates_in_grads() && (one_rank(unit) || (!unit.has_sum() && unit.in_flight == 0));
-  if (in_grads) {
-    unit.make_grads(unit.layout.size());
-    unit.partial = unit.grads.tensor();
-  } else {
-    unit.partial = memory_for([&] { return buckets_.contributions.acquire(unit.layout.size(), unit.grad_options()); },
-                              "the gradients of unit '", unit.name, "'");
+  const bool unreduced = !unit.has_sum() && unit.progress().in_flight() == 0;
+  if (unit.accumulates_in_grads() && (one_rank(unit) || unreduced)) {
+    unit.make_grads(unit.layout().size());
+    return unit.accumulate_in(unit.grads().tensor(), /*pooled=*/false);
   }
-  unit.partial_pooled = !in_grads;
-  if (one_rank(unit) && unit.has_sum()) {  // it goes on there
-    if (unit.host_grads)
-      shard::come_after(*buckets_.copies.come_back(*unit.host_grads, unit.partial), unit.partial.device());
-    return;
-  }
-  for (const shard::Range& gap : unit.layout.padding())
-    shard::fill_zero(shard::part_of(unit.partial, gap));
-  for (Param& p : unit.params)
-    p.filled = false;
+  unit.accumulate_in(
+      memory_for([&] { return buckets_.contributions.acquire(unit.layout().size(), unit.grad_options()); },
+                 "the gradients of unit '", unit.name(), "'"),
+      /*pooled=*/true);
 }
 
 void Contributions::release(Unit& unit) {
   unit.on_this_stream();
-  if (unit.partial_pooled) buckets_.contributions.release(unit.partial);
-  unit.partial.reset();
-  unit.partial_pooled = false;
+  const at::Tensor memory = unit.give_partial();
+  if (unit.progress().pooled()) buckets_.contributions.release(memory);
 }
 
 // Where contributions to `param` add up: `row` itself where that is defined, which then is the first of them.
 shard::Memory Contributions::slot(Unit& unit, const Param& param, const at::Tensor& row) {
-  if (!unit.in_pieces()) return shard::memory_of(unit.partial, param.range.begin);
+  if (!unit.in_pieces()) return shard::memory_of(unit.partial(), param.range.begin);
   Run& run = unit.run_of(param);
   if (row.defined()) {
     unit.drop_run(run);
     run.grad = shard::Buffer(row);
   } else if (!run.grad.has_memory()) {
-    memory_for([&] { run.grad.make(); }, "the gradients of unit '", unit.name, "'");
-    for (const shard::Range& gap : unit.layout.padding())
+    memory_for([&] { run.grad.make(); }, "the gradients of unit '", unit.name(), "'");
+    for (const shard::Range& gap : unit.layout().padding())
       if (const shard::Range r = shard::intersect(gap, run.range); !r.empty())
         shard::fill_zero(shard::part_of(run.grad.tensor(), {r.begin - run.range.begin, r.end - run.range.begin}));
   }
@@ -85,16 +78,17 @@ void Contributions::add(Unit& unit, Param& param, const at::Tensor& grad, double
   if (grad.strides() != param.form.strides) source = shard::flatten_like_param(grad, param.form);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
   at::Tensor row;  // that may be kept as it is
-  if (unit.in_pieces() && unit.run_of(param).alone && !param.filled && (ours || !source.is_alias_of(grad)) &&
+  if (unit.in_pieces() && unit.run_of(param).alone && !param.grad.filled() && (ours || !source.is_alias_of(grad)) &&
       source.dtype() == unit.grad_options().dtype())
     row = source.dim() == 1 ? source : shard::flatten_like_param(source, param.form);
   const int64_t n = param.range.size();
   if (one_rank(unit)) scale *= averaging_.mean_of(unit).rest;
   const shard::Memory to = slot(unit, param, row), from = shard::memory_of(source);
-  if (!param.filled) {
+  if (!param.grad.filled()) {
     if (to.data != from.data || scale != 1) shard::scaled_copy(to, from, scale, n);
   } else if (stochastic_) {
-    const uint64_t rank = static_cast<uint64_t>(unit.ranks.rank()) << kRankShift, number = param.additions++;
+    const uint64_t rank = static_cast<uint64_t>(unit.ranks().rank()) << kRankShift,
+                   number = param.grad.count_addition();
     shard::for_stretches(param.cut, {0, n}, [&](shard::Range r, int64_t first) {
       const at::Tensor sum = unit.contribution(param);
       shard::scaled_add(shard::memory_of(sum, r.begin), shard::memory_of(source, r.begin), scale, r.size(),
@@ -103,8 +97,7 @@ void Contributions::add(Unit& unit, Param& param, const at::Tensor& grad, double
   } else {
     shard::scaled_add(to, from, scale, n);
   }
-  param.filled = true;
-  param.has_grad = true;
+  param.grad.come();
 }
 
 void Contributions::put(Unit& unit, Param& param, const at::Tensor& values) {
@@ -112,7 +105,7 @@ void Contributions::put(Unit& unit, Param& param, const at::Tensor& values) {
   begin(unit);
   if (unit.in_pieces()) unit.make_run(param);
   unit.contribution(param).copy_(values);
-  param.filled = true;
+  param.grad.fill();
 }
 
 // Random bits for addition `number` of this step to `param`, from element `first` of the whole on.
@@ -125,11 +118,11 @@ void Contributions::add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& 
     shard::scaled_add(to, from);
     return;
   }
-  const uint64_t number = kSums + unit.sums++;  // what ranks added before differs: it must not count
-  for (const Param& p : unit.params) {
+  const uint64_t number = kSums + unit.progress().count_sum();  // what ranks added before differs: it must not count
+  for (const Param& p : unit.params()) {
     const shard::Range r = unit.owned_slice(p);
     if (r.empty()) continue;
-    const int64_t skipped = unit.owned.begin + r.begin - p.range.begin;
+    const int64_t skipped = unit.owned().begin + r.begin - p.range.begin;
     shard::for_stretches(p.cut, {skipped, skipped + r.size()}, [&](shard::Range piece, int64_t first) {
       const int64_t at = r.begin + piece.begin - skipped;
       shard::scaled_add(shard::memory_of(to, at), shard::memory_of(from, at), 1.0, piece.size(),
@@ -145,19 +138,19 @@ void Contributions::clear(Unit& unit, Param& param) {
     unit.gradients().fill(r, 0);
   }
   if (unit.in_pieces() && unit.run_of(param).alone) unit.drop_run(unit.run_of(param));
-  param.filled = false;
-  param.has_grad = false;
+  param.grad.drop();
 }
 
 void Contributions::zero_unfilled(Unit& unit) {
-  for (const Param& p : unit.params)
-    if (!p.filled && !(unit.in_pieces() && !unit.run_of(p).grad.has_memory())) shard::fill_zero(unit.contribution(p));
+  for (const Param& p : unit.params())
+    if (!p.grad.filled() && !(unit.in_pieces() && !unit.run_of(p).grad.has_memory()))
+      shard::fill_zero(unit.contribution(p));
 }
 
 at::Tensor Contributions::filled(const Unit& unit) {
-  at::Tensor flags = at::empty({static_cast<int64_t>(unit.params.size())}, at::kInt);
-  for (size_t i = 0; i < unit.params.size(); ++i)
-    flags.mutable_data_ptr<int>()[i] = unit.params[i].filled ? 1 : 0;
+  at::Tensor flags = at::empty({static_cast<int64_t>(unit.params().size())}, at::kInt);
+  for (size_t i = 0; i < unit.params().size(); ++i)
+    flags.mutable_data_ptr<int>()[i] = unit.params()[i].grad.filled() ? 1 : 0;
   return flags;
 }
 

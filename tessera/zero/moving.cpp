@@ -41,7 +41,7 @@ void Moving::check() const {
   TESSERA_CHECK_VALUE(!units_.shared().on(), "engine.offload_states",
                       "parameters that all ranks share (tessera.shared_parameters) cannot be moved; switch that off");
   for (const auto& unit : units_.all())
-    TESSERA_CHECK(!unit->partial_pooled, "engine.offload_states", "gradients of unit '", unit->name,
+    TESSERA_CHECK(!unit->progress().pooled(), "engine.offload_states", "gradients of unit '", unit->name(),
                   "' are not reduced yet and lie in a buffer of their own (no_sync, or offload_optimizer in stage 1); "
                   "reduce them first: leave no_sync and run a backward that ends a step, or call step()");
 }
@@ -49,24 +49,24 @@ void Moving::check() const {
 void Moving::leave(Unit& unit, StateKind kind, const HomeMaker& home) {
   using shard::Quantity;
   unit.on_this_stream();
+  const auto [master, residual, state0, state1] = unit.state_buffers();
   switch (kind) {
     case StateKind::OptimizerStates:
-      send(unit.states[0], Quantity::State0, home);
-      send(unit.states[1], Quantity::State1, home);
+      send(*state0, Quantity::State0, home);
+      send(*state1, Quantity::State1, home);
       break;
     case StateKind::Masters:
-      send(unit.master, Quantity::Master, home);
-      send(unit.residual, Quantity::Master, home);
+      send(*master, Quantity::Master, home);
+      send(*residual, Quantity::Master, home);
       break;
     case StateKind::Weights:
-      send(*unit.flat, home);
+      send(unit.flat(), home);
       break;
     case StateKind::Gradients:
-      send(unit.grads, Quantity::Gradient, home);
-      for (Run& run : unit.runs)
-        send(run.grad, Quantity::Gradient, home);
-      if (unit.partial.defined() && !unit.grads.is_here()) {
-        unit.partial.reset();
+      for (shard::Buffer* buffer : unit.grad_buffers())
+        send(*buffer, Quantity::Gradient, home);
+      if (unit.partial().defined() && !unit.grads().is_here()) {
+        unit.give_partial();
         accumulating_.push_back(&unit);
       }
       break;
@@ -95,9 +95,9 @@ bool Moving::leave(const std::vector<StateKind>& kinds, const HomeMaker& home) {
     units_.unsharder().free_buckets();
   }
   const bool any = std::ranges::any_of(units_.all(), [](const auto& unit) {
-    const auto gone = [](const shard::Buffer& buffer) { return buffer.is_sent(); };
-    return std::ranges::any_of(unit->state_buffers(), [&](const auto* buffer) { return gone(*buffer); }) ||
-           gone(unit->grads) || std::ranges::any_of(unit->runs, gone, &Run::grad) || unit->flat->is_sent();
+    const auto gone = [](const shard::Buffer* buffer) { return buffer->is_sent(); };
+    return std::ranges::any_of(unit->state_buffers(), gone) || std::ranges::any_of(unit->grad_buffers(), gone) ||
+           unit->flat().is_sent();
   });
   units_.set_away(any || std::ranges::any_of(units_.frozen(), [](const auto& flat) { return flat->is_sent(); }));
   return_memory(units_.ranks().device);
@@ -109,19 +109,17 @@ void Moving::come_back() {
   const c10::AutoGradMode no_grad(false);
   if (!units_.is_away()) return;
   for (const auto& unit : units_.all()) {
-    const auto bring = [&](shard::Buffer& buffer) {
-      memory_for([&] { buffer.bring_back(); }, "the states of unit '", unit->name, "', which come back");
+    const auto bring = [&](shard::Buffer* buffer) {
+      memory_for([&] { buffer->bring_back(); }, "the states of unit '", unit->name(), "', which come back");
     };
-    for (shard::Buffer* buffer : {&unit->master, &unit->residual, &unit->states[0], &unit->states[1], &unit->grads})
-      bring(*buffer);
-    for (Run& run : unit->runs)
-      bring(run.grad);
+    std::ranges::for_each(unit->state_buffers(), bring);
+    std::ranges::for_each(unit->grad_buffers(), bring);
   }
   weights_come_back();
   for (const auto& unit : units_.all())
     unit->note_master();
   for (Unit* unit : std::exchange(accumulating_, {}))
-    unit->partial = unit->grads.tensor();
+    unit->put_partial(unit->grads().tensor());
   units_.set_away(false);
   return_memory(at::kCPU);
   units_.return_host_memory();
@@ -138,7 +136,7 @@ void Moving::weights_come_back() {
     }
   };
   for (const auto& unit : units_.all())
-    bring(*unit->flat);
+    bring(unit->flat());
   for (const auto& flat : units_.frozen())
     bring(*flat);
   if (failure) std::rethrow_exception(failure);

@@ -14,7 +14,7 @@ bool states_on_device(const Unit& unit) {
 }
 
 bool lives_on_device(const Unit& unit) {
-  return states_on_device(unit) && unit.flat->residence() == shard::Residence::Device;
+  return states_on_device(unit) && unit.flat().residence() == shard::Residence::Device;
 }
 
 void end_groups(const c10::OutOfMemoryError& error, const Ranks& ranks) {

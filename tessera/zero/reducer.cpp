@@ -22,7 +22,7 @@ Reducer::Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& op
       averaging_(options.gradient_factor.value_or(1.0 / ranks.size())),
       overlap_(options.overlap &&
                (options.update_in_backward ||
-                std::ranges::any_of(units_, [](const Unit* u) { return !one_rank(*u) || u->host_grads; }))),
+                std::ranges::any_of(units_, [](const Unit* u) { return !one_rank(*u) || u->host_grads(); }))),
       contributions_(options, averaging_, buckets_),
       kept_(contributions_),
       host_(contributions_, buckets_),
@@ -42,7 +42,7 @@ void Reducer::make_room() {
 }
 
 void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours) {
-  TESSERA_CHECK(sink_ == nullptr || unit.turn() != Turn::Launched, "zero", "parameter '", param.name,
+  TESSERA_CHECK(sink_ == nullptr || unit.progress().turn() != Turn::Launched, "zero", "parameter '", param.name,
                 "' got a gradient after its unit was updated in this backward (tessera.update_in_backward): it is used "
                 "in several nested backwards, as with reentrant checkpointing of shared layers; use "
                 "use_reentrant=False, or switch update_in_backward off");
@@ -50,28 +50,18 @@ void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, doubl
 }
 
 void Reducer::begin_backward() {
-  for (Unit* unit : units_) {
-    unit->fired = unit->expected = 0;
-    unit->move_to(Turn::Waiting);
-    for (Param& p : unit->params) {
-      p.fired = false;
-      if (p.tensor.requires_grad()) ++unit->expected;
-    }
-  }
+  for (Unit* unit : units_)
+    unit->begin_backward();
   next_ = 0;
 }
 
 void Reducer::fired(Unit& unit, Param& param, bool may_launch) {
-  if (unit.turn() == Turn::Launched && unit.accumulates()) unit.move_to(GradState::Late);
-  if (!param.fired) {
-    param.fired = true;
-    ++unit.fired;
-  }
+  unit.progress().fire(param.grad);
   if (may_launch && overlap_) launch_complete();
 }
 
 void Reducer::over(Unit& unit, bool may_launch) {
-  if (unit.turn() == Turn::Waiting) unit.move_to(Turn::Over);
+  unit.progress().end_calls();
   if (may_launch && overlap_) launch_complete();
 }
 
@@ -79,8 +69,8 @@ void Reducer::launch_complete() {
   while (next_ < units_.size()) {
     Unit& unit = *units_[next_];
     const bool ready = unit.launch_at() == LaunchAt::Complete
-                           ? unit.complete()
-                           : unit.launch_at() == LaunchAt::Over && unit.turn() == Turn::Over;
+                           ? unit.progress().complete()
+                           : unit.launch_at() == LaunchAt::Over && unit.progress().turn() == Turn::Over;
     if (!ready) return;
     launch(unit);
     ++next_;
@@ -89,16 +79,13 @@ void Reducer::launch_complete() {
 
 SumPlace& Reducer::place_of(const Unit& unit) {
   if (sunk_ != nullptr) return *sunk_;
-  if (unit.host_grads) return host_;
+  if (unit.host_grads()) return host_;
   return kept_;
 }
 
 void Reducer::launch_alone(Unit& unit) {
-  unit.move_to(Turn::Launched);
-  unit.move_to(GradState::Reduced);
-  unit.sum_arrived();
-  const at::Tensor bucket = std::exchange(unit.partial, at::Tensor());
-  unit.partial_pooled = false;
+  const at::Tensor bucket = unit.give_partial();
+  unit.progress().launch_alone();
   place_of(unit).take_alone(unit, bucket);
 }
 
@@ -108,22 +95,19 @@ void Reducer::launch(Unit& unit) {
   contributions_.begin(unit);
   Contributions::zero_unfilled(unit);
   if (one_rank(unit)) return launch_alone(unit);
-  const PhaseScope scope(phases_, Phase::Reduce, unit.name);
+  const PhaseScope scope(phases_, Phase::Reduce, unit.name());
   make_room();
   SumPlace& place = place_of(unit);
-  Reduction work{.unit = &unit, .bucket = unit.partial, .pooled = unit.partial_pooled};
+  Reduction work{.unit = &unit, .bucket = unit.partial(), .pooled = unit.progress().pooled()};
   // Memory first: where there is none, nothing has changed.
   place.prepare(work);
-  work.sent = buckets_.cast_to_travel(unit, unit.partial);
-  unit.move_to(Turn::Launched);
-  unit.move_to(GradState::Reducing);
+  work.sent = buckets_.cast_to_travel(unit, unit.partial());
   const at::Tensor& source = work.sent.defined() ? work.sent : work.bucket;
-  work.sum = source.narrow(0, unit.owned.begin, unit.owned.size());
-  place.launch(work, source, averaging_.mean_of(unit).op, "gradients of unit '" + unit.name + "'");
+  work.sum = source.narrow(0, unit.owned().begin, unit.owned().size());
+  place.launch(work, source, averaging_.mean_of(unit).op, "gradients of unit '" + unit.name() + "'");
   in_flight_.push_back(std::move(work));
-  unit.partial.reset();
-  unit.partial_pooled = false;
-  ++unit.in_flight;
+  unit.give_partial();
+  unit.progress().launch();
   place.launched(in_flight_.back());
 }
 
@@ -131,11 +115,10 @@ void Reducer::finish_oldest() {
   Reduction work = std::move(in_flight_.front());
   in_flight_.pop_front();
   Unit& unit = *work.unit;
-  const PhaseScope scope(phases_, Phase::Reduce, unit.name);
+  const PhaseScope scope(phases_, Phase::Reduce, unit.name());
   unit.on_this_stream();
-  // Whatever happens, the unit leaves Reducing: after an error only zero_grad() and destroy() remain.
-  --unit.in_flight;
-  if (unit.grad_state() == GradState::Reducing && unit.in_flight == 0) unit.move_to(GradState::Reduced);
+  // Whatever comes of it, the reduction is over: after an error only zero_grad() and destroy() remain.
+  unit.progress().arrive();
   try {
     work.pending.wait();
     work.presence.wait();
@@ -153,12 +136,12 @@ void Reducer::finish_oldest() {
 // To their pools.
 void Reducer::give_back(Reduction& work) {
   if (work.sent.defined()) buckets_.travel.release(work.sent);
-  work.unit->order.keep(work.present);
+  work.unit->order().keep(work.present);
   if (work.before.defined()) buckets_.returned.release(work.before, work.came);
   if (work.pooled) {
     buckets_.contributions.release(work.bucket);
   } else if (!work.unit->grads_are_visible()) {
-    work.unit->order.keep(work.bucket);
+    work.unit->order().keep(work.bucket);
   }
 }
 
@@ -166,7 +149,7 @@ void Reducer::give_back(Reduction& work) {
 void Reducer::launch_agreement() {
   late_ = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
   for (size_t i = 0; i < units_.size(); ++i)
-    late_.data_ptr<int>()[i] = units_[i]->grad_state() == GradState::Late ? 1 : 0;
+    late_.data_ptr<int>()[i] = units_[i]->progress().state() == GradState::Late ? 1 : 0;
   late_ = shard::sent_to(ranks_.device, late_);
   agreement_ = ranks_.shard->all_reduce(late_, comm::ReduceOp::Max, "units with late gradients");
 }
@@ -191,12 +174,13 @@ void Reducer::finish() {
   drain();
   for (Unit* unit : units_)
     unit->on_this_stream();
-  if (std::ranges::none_of(units_, [](const Unit* unit) { return unit->host_grads != nullptr; })) free_buckets();
+  if (std::ranges::none_of(units_, [](const Unit* unit) { return unit->host_grads() != nullptr; })) free_buckets();
   begin_backward();
 }
 
 bool Reducer::has_late() const {
-  return std::any_of(units_.begin(), units_.end(), [](const Unit* u) { return u->grad_state() == GradState::Late; });
+  return std::any_of(units_.begin(), units_.end(),
+                     [](const Unit* u) { return u->progress().state() == GradState::Late; });
 }
 
 void Reducer::reduce_late() {
@@ -227,11 +211,11 @@ void Reducer::abandon() {
   here.keep(late_);
   for (auto* works : {&replicas_.in_flight(), &in_flight_}) {
     for (Reduction& work : *works) {
-      work.unit->order.end(ranks_.device);
+      work.unit->order().end(ranks_.device);
       work.pending.release();
       work.presence.release();
       for (const at::Tensor* memory : {&work.sent, &work.sum, &work.bucket, &work.present, &work.before})
-        work.unit->order.keep(*memory, work.came.get());
+        work.unit->order().keep(*memory, work.came.get());
     }
     works->clear();
   }
@@ -254,13 +238,9 @@ void Reducer::reset() {
 }
 
 void Reducer::forget(Unit& unit) {
-  if (unit.partial.defined()) contributions_.release(unit);
+  if (unit.partial().defined()) contributions_.release(unit);
   unit.drop_grads();
-  unit.move_to(GradState::Empty);
-  for (Param& p : unit.params) {
-    p.filled = p.has_grad = false;
-    p.additions = 0;
-  }
+  unit.end_grads();
 }
 
 }  // namespace tessera::zero

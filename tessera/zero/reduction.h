@@ -11,7 +11,7 @@
 namespace tessera::zero {
 
 inline bool one_rank(const Unit& unit) {
-  return unit.ranks.size() == 1;
+  return unit.ranks().size() == 1;
 }
 
 struct Reduction {
@@ -41,13 +41,13 @@ class Averaging {
     double rest;
   };
   Mean mean_of(const Unit& unit) const {
-    const int n = unit.ranks.size();
+    const int n = unit.ranks().size();
     if (factor_ == 1.0 / n) return {comm::ReduceOp::Avg, 1.0};
     if (factor_ == 1.0) return {comm::ReduceOp::Sum, 1.0};
     return {comm::ReduceOp::Avg, factor_ * n};
   }
   // The sum over ranks is the mean of what they added, times this.
-  double contributions(const Unit& unit) const { return one_rank(unit) ? 1.0 : factor_ * unit.ranks.size(); }
+  double contributions(const Unit& unit) const { return one_rank(unit) ? 1.0 : factor_ * unit.ranks().size(); }
 
  private:
   double factor_;

@@ -138,7 +138,7 @@ void Regions::take_write(ParamId id) {
   const at::Tensor before = masters && apart ? place.unit->owned_values(place.item).clone() : open_[id].before;
   place.flat->keep_write(place.item);
   if (!masters) return;
-  Param& param = place.unit->params[place.item];
+  Param& param = place.unit->params()[place.item];
   place.unit->adopt_changed(param, before);
   param.writes.forget(param.tensor);
 }

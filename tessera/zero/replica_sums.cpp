@@ -11,18 +11,18 @@ constexpr size_t kInFlight = 2;
 void ReplicaSums::launch(const std::vector<Unit*>& units) {
   if (agree()) return;
   for (Unit* unit : units) {
-    if (!unit->has_sum() || unit->ranks.replicate->size() == 1) continue;
+    if (!unit->has_sum() || unit->ranks().replicate->size() == 1) continue;
     if (in_flight_.size() >= kInFlight && patience_.comes_soon(in_flight_.front().pending)) finish_oldest();
-    const PhaseScope scope(phases_, Phase::Reduce, unit->name);
+    const PhaseScope scope(phases_, Phase::Reduce, unit->name());
     Reduction work{.unit = unit};
     unit->on_this_stream();
-    if (unit->host_grads) host_.bring_back(work);
-    work.sum = unit->host_grads ? work.before : unit->owned_grads();
+    if (unit->host_grads()) host_.bring_back(work);
+    work.sum = unit->host_grads() ? work.before : unit->owned_grads();
     if (work.came) shard::come_after(*work.came, work.sum.device());
     work.sent = buckets_.cast_to_travel(*unit, work.sum);
     const at::Tensor& travels = work.sent.defined() ? work.sent : work.sum;
-    work.pending = unit->ranks.replicate->all_reduce(travels, averaging_.mean_of(*unit).op,
-                                                     "gradients of unit '" + unit->name + "' over replicas");
+    work.pending = unit->ranks().replicate->all_reduce(travels, averaging_.mean_of(*unit).op,
+                                                       "gradients of unit '" + unit->name() + "' over replicas");
     in_flight_.push_back(std::move(work));
   }
   agree_ = true;
@@ -35,7 +35,7 @@ void ReplicaSums::finish() {
 
 void ReplicaSums::finish_oldest() {
   Reduction work = std::move(in_flight_.front());
-  const PhaseScope scope(phases_, Phase::Reduce, work.unit->name);
+  const PhaseScope scope(phases_, Phase::Reduce, work.unit->name());
   in_flight_.pop_front();
   work.unit->on_this_stream();
   work.pending.wait();
@@ -43,7 +43,7 @@ void ReplicaSums::finish_oldest() {
     shard::scaled_copy(work.sum, work.sent);
     buckets_.travel.release(work.sent);
   }
-  if (work.unit->host_grads) host_.leave(*work.unit, work.sum);
+  if (work.unit->host_grads()) host_.leave(*work.unit, work.sum);
 }
 
 // The mean of equal values is that value; of a sum one replica keeps it.
@@ -51,15 +51,15 @@ void ReplicaSums::reopen(const std::vector<Unit*>& units) {
   if (!agree_) return;
   agree_ = false;
   for (Unit* unit : units) {
-    if (averaging_.mean_of(*unit).op == comm::ReduceOp::Avg || unit->ranks.replicate->rank() == 0) continue;
+    if (averaging_.mean_of(*unit).op == comm::ReduceOp::Avg || unit->ranks().replicate->rank() == 0) continue;
     if (!unit->has_sum()) continue;
     unit->on_this_stream();
-    unit->gradients().fill({0, unit->owned.size()}, 0);
+    unit->gradients().fill({0, unit->owned().size()}, 0);
   }
 }
 
 void ReplicaSums::reduce_one(const Unit& unit, const at::Tensor& grad, comm::Label label) const {
-  if (!agree()) unit.ranks.replicate->all_reduce(grad, averaging_.mean_of(unit).op, label).wait();
+  if (!agree()) unit.ranks().replicate->all_reduce(grad, averaging_.mean_of(unit).op, label).wait();
 }
 
 }  // namespace tessera::zero

@@ -40,7 +40,7 @@ std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& pres
     }
     open = true;
   };
-  for (const Param& p : unit.params) {
+  for (const Param& p : unit.params()) {
     const shard::Range mine = unit.owned_slice(p);
     if (mine.empty()) continue;
     if (!present[p.id]) {
@@ -52,7 +52,7 @@ std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& pres
       add(whole);
       continue;
     }
-    const int64_t skipped = unit.owned.begin + mine.begin - p.range.begin;
+    const int64_t skipped = unit.owned().begin + mine.begin - p.range.begin;
     shard::for_stretches(p.cut, {skipped, skipped + mine.size()}, [&](shard::Range r, int64_t number) {
       Segment s = whole;
       s.range = {mine.begin + r.begin - skipped, mine.begin + r.end - skipped};

@@ -25,19 +25,17 @@ Memory ShardedModel::memory() const {
     if (where == shard::Residence::Nvme) memory.disk += bytes;
   };
   for (const auto& unit : units.all()) {
-    memory.params += unit->flat->bytes();
-    memory.grads += unit->grads.bytes();
-    count(unit->grads.residence(), unit->grads.bytes());
-    for (const Run& run : unit->runs) {
-      memory.grads += run.grad.bytes();
-      count(run.grad.residence(), run.grad.bytes());
+    memory.params += unit->flat().bytes();
+    for (const shard::Buffer* buffer : unit->grad_buffers()) {
+      memory.grads += buffer->bytes();
+      count(buffer->residence(), buffer->bytes());
     }
-    memory.master += unit->master.bytes() + unit->residual.bytes();
-    for (const shard::Buffer& state : unit->states)
+    memory.master += unit->master().bytes() + unit->residual().bytes();
+    for (const shard::Buffer& state : unit->states())
       memory.states += state.bytes();
     for (const shard::Buffer* buffer : unit->state_buffers())
       count(buffer->residence(), buffer->bytes());
-    count(unit->flat->residence(), unit->flat->bytes());
+    count(unit->flat().residence(), unit->flat().bytes());
   }
   for (const auto& flat : units.frozen()) {
     memory.params += flat->bytes();

@@ -16,7 +16,7 @@ namespace tessera::zero {
 namespace {
 
 const shard::Buffer& state_of(const Unit& unit, Quantity what) {
-  return unit.states[what == Quantity::State0 ? 0 : 1];
+  return unit.states()[what == Quantity::State0 ? 0 : 1];
 }
 
 // For work on states that may live on a disk.
@@ -27,7 +27,7 @@ RankGuard guard_of(const Unit& unit) {
 // An error of one rank's disk is one of all ranks that hold the parameter.
 void agree_on(const RankGuard& disks, const Place& place, const char* caller) {
   if (!disks.agrees()) return;
-  disks.agree(place.unit->ranks)
+  disks.agree(place.unit->ranks())
       .check(c10::str("[engine] ", caller, "() of the state of parameter '", place.name(), "': "));
 }
 
@@ -52,7 +52,7 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Ran
     case Quantity::Master:
       return unit.read_master(r);
     case Quantity::Gradient:
-      if (unit.client_grads.defined()) return unit.client_grads.narrow(0, r.begin, r.size());
+      if (unit.client_grads().defined()) return unit.client_grads().narrow(0, r.begin, r.size());
       return read_gradient(place, r);
     case Quantity::State0:
     case Quantity::State1:
@@ -65,13 +65,13 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Ran
 at::Tensor StateAccess::read_gradient(const Place& place, shard::Range r) const {
   const Unit& unit = *place.unit;
   if (units_.options().update_in_backward) return {};
-  if (!unit.in_pieces() && !unit.grads.has_memory()) return {};
+  if (!unit.in_pieces() && !unit.grads().has_memory()) return {};
   const auto [buffer, there] = unit.gradient(*place.param, r);
   return buffer.has_memory() ? buffer.read(there) : at::zeros({r.size()}, unit.grad_options());
 }
 
 bool StateAccess::is_there(const Place& place, Quantity what) const {
-  if (what == Quantity::Gradient) return place.param->has_grad;
+  if (what == Quantity::Gradient) return place.param->grad.has();
   return what == Quantity::Master || state_of(*place.unit, what).defined();
 }
 
@@ -98,7 +98,7 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
       });
       break;
     default:
-      if (unit.client_grads.defined()) {
+      if (unit.client_grads().defined()) {
         read_owned(place, what).copy_(values);
       } else {
         const auto [buffer, there] = unit.gradient(*place.param, r);
@@ -130,7 +130,7 @@ shard::NamedShard StateAccess::shard_of(ParamId id, Quantity what, shard::Range 
 shard::NamedShard StateAccess::owned_shard(ParamId param) const {
   const Place& place = units_.trained(param, "owned_shard");
   return shard_of(param, Quantity::Master, units_.local_range(place), at::kFloat,
-                  units_.states_are_cut(place.unit->ranks));
+                  units_.states_are_cut(place.unit->ranks()));
 }
 
 void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards) const {
@@ -145,13 +145,14 @@ void StateAccess::add_shards(ParamId id, std::vector<shard::NamedShard>& shards)
   if (!place.trained()) return;
   const Unit& unit = *place.unit;
   const shard::Range owned = units_.local_range(place);
-  const bool cut = units_.states_are_cut(unit.ranks);
+  const bool cut = units_.states_are_cut(unit.ranks());
   if (!unit.master_is_weight()) add(Quantity::Master, owned, at::kFloat, cut);
   const bool reduced =
-      unit.grad_state() == GradState::Reduced && !driver_.unreduced() && driver_.reducer().replicas_agree();
-  if (place.param->has_grad && reduced) add(Quantity::Gradient, owned, unit.grad_options().dtype().toScalarType(), cut);
-  if (unit.states[0].defined()) add(Quantity::State0, owned, unit.states[0].dtype(), cut);
-  if (unit.states[1].defined()) add(Quantity::State1, owned, unit.states[1].dtype(), cut);
+      unit.progress().state() == GradState::Reduced && !driver_.unreduced() && driver_.reducer().replicas_agree();
+  if (place.param->grad.has() && reduced)
+    add(Quantity::Gradient, owned, unit.grad_options().dtype().toScalarType(), cut);
+  if (unit.states()[0].defined()) add(Quantity::State0, owned, unit.states()[0].dtype(), cut);
+  if (unit.states()[1].defined()) add(Quantity::State1, owned, unit.states()[1].dtype(), cut);
 }
 
 at::Tensor StateAccess::read_shard(const shard::NamedShard& shard, shard::Range part) {
@@ -234,7 +235,7 @@ at::Tensor StateAccess::writable_view(ParamId param, Quantity what, shard::Range
   const bool is_weight = what == Quantity::Master && unit.master_is_weight();
   if (what == Quantity::Master && !is_weight) place.param->ahead = true;
   const shard::Buffer buffer = is_weight                  ? unit.weights()
-                               : what == Quantity::Master ? unit.master
+                               : what == Quantity::Master ? unit.master()
                                                           : state_of(unit, what);
   return buffer.defined() && buffer.is_here() ? buffer.view(there) : at::Tensor();
 }
@@ -292,7 +293,7 @@ void StateAccess::adopt(const Place& place, Quantity what) {
 at::Tensor StateAccess::local_view(ParamId param, Quantity what) {
   const Place& place = units_.trained(param, "local_view");
   adopt(place, what);
-  if (what == Quantity::Gradient && !place.param->has_grad) return {};
+  if (what == Quantity::Gradient && !place.param->grad.has()) return {};
   const bool replicated = units_.placements().states == shard::Placement::Replicate;
   const at::Tensor part = read_owned(place, what);
   if (!part.defined()) return {};
@@ -324,8 +325,8 @@ at::Tensor StateAccess::gather_flat(const Place& place, const at::Tensor& part) 
   at::Tensor full = at::full({p.range.size()}, -0.0, place.flat->options().dtype(at::kFloat));
   const shard::Range mine = units_.local_range(place);
   full.narrow(0, mine.begin, mine.size()).copy_(part);
-  if (units_.states_are_cut(place.unit->ranks))
-    place.unit->ranks.shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
+  if (units_.states_are_cut(place.unit->ranks()))
+    place.unit->ranks().shard->all_reduce(full, comm::ReduceOp::Sum, "state of '" + p.name + "'").wait();
   return full;
 }
 
@@ -342,7 +343,7 @@ at::Tensor StateAccess::whole_of(const Place& place, const at::Tensor& flat) con
   shard::for_stretches(p.cut, {0, flat.numel()}, [&](shard::Range piece, int64_t number) {
     whole.narrow(0, number, piece.size()).copy_(flat.narrow(0, piece.begin, piece.size()));
   });
-  place.unit->ranks.model->all_reduce(bits, comm::ReduceOp::Max, "whole of '" + p.name + "'").wait();
+  place.unit->ranks().model->all_reduce(bits, comm::ReduceOp::Max, "whole of '" + p.name + "'").wait();
   return whole.view(p.cut->sizes);
 }
 
@@ -398,7 +399,7 @@ at::Tensor StateAccess::local_gradient(const Place& place) const {
   const bool here = BackwardDriver::reads_local_gradient(place);
   if (p.cut) {
     const at::Tensor any = at::full({1}, here ? 1 : 0, p.tensor.options().dtype(at::kFloat).requires_grad(false));
-    place.unit->ranks.model->all_reduce(any, comm::ReduceOp::Max, "gradient of '" + p.name + "'").wait();
+    place.unit->ranks().model->all_reduce(any, comm::ReduceOp::Max, "gradient of '" + p.name + "'").wait();
     if (any.item<float>() == 0) return {};
   } else if (!here) {
     return {};
@@ -416,7 +417,7 @@ at::Tensor StateAccess::get_full(ParamId param, Quantity what) try {
   if (what == Quantity::Gradient) driver_.adopt_grad(place);
   if (what == Quantity::Gradient && driver_.unreduced()) return local_gradient(place);
   if (what == Quantity::Gradient) {
-    const double seen = agree_max(driver_.reducer().has_late() ? 2 : (p.has_grad ? 1 : 0));
+    const double seen = agree_max(driver_.reducer().has_late() ? 2 : (p.grad.has() ? 1 : 0));
     if (seen == 0) return {};
     if (seen == 2) {
       driver_.reducer().reduce_late();
@@ -448,7 +449,7 @@ void StateAccess::complete_gradient(ParamId param) {
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "complete_gradient");
-  if (!place.param->has_grad) driver_.have_gradient(place);
+  if (!place.param->grad.has()) driver_.have_gradient(place);
 }
 
 void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value) try {

@@ -10,9 +10,9 @@
 namespace tessera::zero {
 
 at::Tensor GradBuckets::cast_to_travel(const Unit& unit, const at::Tensor& values) {
-  if (unit.travel == values.scalar_type()) return {};
-  at::Tensor sent = memory_for([&] { return travel.acquire(values.numel(), values.options().dtype(unit.travel)); },
-                               "what travels of unit '", unit.name, "'");
+  if (unit.travel() == values.scalar_type()) return {};
+  at::Tensor sent = memory_for([&] { return travel.acquire(values.numel(), values.options().dtype(unit.travel())); },
+                               "what travels of unit '", unit.name(), "'");
   shard::scaled_copy(sent, values);
   return sent;
 }
@@ -24,7 +24,7 @@ void GradBuckets::free() {
 }
 
 void SumPlace::launch(Reduction& work, const at::Tensor& source, comm::ReduceOp op, const std::string& label) {
-  comm::Group& group = *work.unit->ranks.shard;
+  comm::Group& group = *work.unit->ranks().shard;
   work.pending = work.unit->grads_are_visible() ? group.all_reduce(source, op, label)
                                                 : group.reduce_scatter(work.sum, source, op, label);
 }
@@ -33,16 +33,16 @@ void SumPlace::launch(Reduction& work, const at::Tensor& source, comm::ReduceOp 
 
 void KeptSum::prepare(Reduction& work) {
   const Unit& unit = *work.unit;
-  if (unit.grads_are_visible() || unit.has_sum() || unit.in_flight > 0) return;
-  shard::Buffer own = shard::Buffer::without_memory(unit.owned.size(), unit.grad_options());
-  memory_for([&] { own.make(); }, "the gradients of unit '", unit.name, "'");
+  if (unit.grads_are_visible() || unit.has_sum() || unit.progress().in_flight() > 0) return;
+  shard::Buffer own = shard::Buffer::without_memory(unit.owned().size(), unit.grad_options());
+  memory_for([&] { own.make(); }, "the gradients of unit '", unit.name(), "'");
   work.own = own;
 }
 
 void KeptSum::launch(Reduction& work, const at::Tensor& source, comm::ReduceOp op, const std::string& label) {
   if (work.own.defined()) {
     if (!work.sent.defined()) work.sum = work.own.tensor();
-    work.unit->grads = std::exchange(work.own, {});  // contributions that lay there live on in work.bucket
+    work.unit->take_grads(std::exchange(work.own, {}));  // contributions that lay there live on in work.bucket
   }
   SumPlace::launch(work, source, op, label);
 }
@@ -54,32 +54,32 @@ void KeptSum::take(Reduction& work) {
   } else if (work.sum.data_ptr() != unit.owned_grads().data_ptr()) {
     shard::scaled_copy(unit.owned_grads(), work.sum);
   }
-  unit.sum_arrived();
+  unit.progress().sum_arrived();
 }
 
 // ---------------------------------------------------------------- on the host
 
 void HostSum::launched(Reduction& work) {
-  if (work.unit->has_sum() && work.unit->in_flight == 1) bring_back(work);
+  if (work.unit->has_sum() && work.unit->progress().in_flight() == 1) bring_back(work);
 }
 
 // buckets_.returned gets the bucket back in leave().
 void HostSum::bring_back(Reduction& work) {
   work.before =
-      memory_for([&] { return buckets_.returned.acquire(work.unit->owned.size(), work.unit->grad_options()); },
-                 "the sums of unit '", work.unit->name, "'");
-  work.came = buckets_.copies.come_back(*work.unit->host_grads, work.before);
+      memory_for([&] { return buckets_.returned.acquire(work.unit->owned().size(), work.unit->grad_options()); },
+                 "the sums of unit '", work.unit->name(), "'");
+  work.came = buckets_.copies.come_back(*work.unit->host_grads(), work.before);
 }
 
 void HostSum::leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket) {
-  buckets_.copies.leave(sum, *unit.host_grads, [&pool, bucket](std::shared_ptr<c10::Event> copied) {
+  buckets_.copies.leave(sum, *unit.host_grads(), [&pool, bucket](std::shared_ptr<c10::Event> copied) {
     pool.release(bucket, std::move(copied));
   });
 }
 
 void HostSum::take(Reduction& work) {
   Unit& unit = *work.unit;
-  const at::Tensor values = work.bucket.narrow(0, unit.owned.begin, unit.owned.size());
+  const at::Tensor values = work.bucket.narrow(0, unit.owned().begin, unit.owned().size());
   if (unit.has_sum()) {
     if (!work.came) bring_back(work);
     shard::come_after(*work.came, values.device());
@@ -90,7 +90,7 @@ void HostSum::take(Reduction& work) {
     work.pooled = false;
     leave(unit, values, buckets_.contributions, work.bucket);
   }
-  unit.sum_arrived();
+  unit.progress().sum_arrived();
 }
 
 void HostSum::take_alone(Unit& unit, const at::Tensor& bucket) {
@@ -101,22 +101,22 @@ void HostSum::take_alone(Unit& unit, const at::Tensor& bucket) {
 
 void SunkSum::prepare(Reduction& work) {
   Unit& unit = *work.unit;
-  work.present = memory_for([&] { return shard::sent_to(unit.partial.device(), Contributions::filled(unit)); },
-                            "flags of unit '", unit.name, "'");
-  work.has_all = std::ranges::all_of(unit.params, &Param::filled);
+  work.present = memory_for([&] { return shard::sent_to(unit.partial().device(), Contributions::filled(unit)); },
+                            "flags of unit '", unit.name(), "'");
+  work.has_all = std::ranges::all_of(unit.params(), [](const Param& p) { return p.grad.filled(); });
 }
 
 void SunkSum::launch(Reduction& work, const at::Tensor& source, comm::ReduceOp op, const std::string& label) {
-  work.presence = work.unit->ranks.shard->all_reduce(work.present, comm::ReduceOp::Max, label + ", which have one");
+  work.presence = work.unit->ranks().shard->all_reduce(work.present, comm::ReduceOp::Max, label + ", which have one");
   SumPlace::launch(work, source, op, label);
 }
 
 void SunkSum::take(Reduction& work) {
   Unit& unit = *work.unit;
-  const at::Tensor values = work.bucket.narrow(0, unit.owned.begin, unit.owned.size());
+  const at::Tensor values = work.bucket.narrow(0, unit.owned().begin, unit.owned().size());
   const at::Tensor present = work.has_all ? at::ones({work.present.numel()}, at::kInt) : work.present.cpu();
   if (work.sent.defined()) shard::scaled_copy(values, work.sum);
-  unit.sum_arrived();
+  unit.progress().sum_arrived();
   work.pooled = false;
   hand_over(unit, values, present,
             [this, bucket = work.bucket](const auto& used) { buckets_.contributions.release(bucket, used); });
@@ -130,13 +130,10 @@ void SunkSum::take_alone(Unit& unit, const at::Tensor& bucket) {
 }
 
 void SunkSum::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, Release release) {
-  std::vector<bool> flags(unit.params.size());
+  std::vector<bool> flags(unit.params().size());
   for (size_t i = 0; i < flags.size(); ++i)
     flags[i] = present.const_data_ptr<int>()[i] != 0;
-  unit.move_to(GradState::Empty);
-  unit.partial_pooled = false;
-  for (Param& p : unit.params)
-    p.filled = p.has_grad = false;
+  unit.end_grads();
   sink_.take({&unit, sum, std::move(flags), std::move(release)});
 }
 

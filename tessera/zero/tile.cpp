@@ -23,13 +23,13 @@ void copy_beside(const at::Tensor& to, const at::Tensor& from) {
 }
 
 c10::Device lives_at(bool is_here, const Unit& unit) {
-  return is_here ? unit.flat->options().device() : c10::Device(c10::kCPU);
+  return is_here ? unit.flat().options().device() : c10::Device(c10::kCPU);
 }
 
 }  // namespace
 
 c10::Device place_of_update(const Unit& unit) {
-  const c10::Device device = unit.flat->options().device();
+  const c10::Device device = unit.flat().options().device();
   if (device.is_cpu() || states_on_device(unit) || unit.state_place().by_device) return device;
   const auto narrow = [](const shard::Buffer* b) {
     return !b->defined() || b->options().dtype().itemsize() <= kNarrow;
@@ -66,7 +66,7 @@ void TileRing::clear() noexcept {
 
 bool Lanes::has_room(const Units& all) const {
   const auto passes = [](const auto& unit) {
-    return !unit->flat->options().device().is_cpu() && !lives_on_device(*unit);
+    return !unit->flat().options().device().is_cpu() && !lives_on_device(*unit);
   };
   return units == all.all().size() || std::ranges::none_of(all.all(), passes);
 }
@@ -77,10 +77,10 @@ void Lanes::make_room(const Units& all) {
     TileRing& ring = place.is_cpu() ? on_host : on_device;
     const auto reserve = [&](size_t quantity, bool is_here, at::ScalarType dtype) {
       if (lives_at(is_here, *unit) == place) return;
-      ring.reserve(quantity, std::min(unit->owned.size(), kTile), dtype, place, all.options().pin_memory);
+      ring.reserve(quantity, std::min(unit->owned().size(), kTile), dtype, place, all.options().pin_memory);
     };
     reserve(kWeights, unit->weights().is_here(), unit->weights().dtype());
-    reserve(kGrads, unit->host_grads == nullptr, unit->grad_options().dtype().toScalarType());
+    reserve(kGrads, unit->host_grads() == nullptr, unit->grad_options().dtype().toScalarType());
     for (size_t i = 0; const shard::Buffer* buffer : unit->state_buffers()) {
       if (buffer->defined()) reserve(kStates + i, buffer->is_here(), buffer->dtype());
       ++i;
@@ -97,7 +97,7 @@ Tile::Tile(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vect
       last_(last),
       scale_(scale),
       options_(&options),
-      device_(unit.flat->options().device()),
+      device_(unit.flat().options().device()),
       place_(place_of_update(unit)) {
   carry(kWeights, unit.weights(), reads_weights(), true);
   if (grads.defined()) carry(kGrads, grads, true, false);
@@ -131,7 +131,7 @@ bool Tile::reads_weights() const {
   int64_t written = 0;
   for (const Segment& segment : segments_)
     written += segment.adopts ? 0 : segment.range.size();
-  return !unit_->master.defined() || written != range_.size();
+  return !unit_->master().defined() || written != range_.size();
 }
 
 void Tile::set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since, bool apart) {
@@ -231,7 +231,7 @@ std::optional<Returning> Tile::set_back(Lanes& lanes) {
         device_,
         [&] {
           shard::come_after(*since_, device_);
-          if (!apart_) unit_->order.take_over(device_);
+          if (!apart_) unit_->order().take_over(device_);
           copy();
         },
         shard::SideStream::After::Nothing);

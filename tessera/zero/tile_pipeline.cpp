@@ -62,8 +62,9 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector
     const auto end =
         whole ? segments.end()
               : std::find_if(begin, segments.end(), [&](const Segment& s) { return s.range.begin / kTile > number; });
-    const shard::Range range = whole ? shard::Range{0, unit.owned.size()}
-                                     : shard::Range{number * kTile, std::min((number + 1) * kTile, unit.owned.size())};
+    const shard::Range range = whole
+                                   ? shard::Range{0, unit.owned().size()}
+                                   : shard::Range{number * kTile, std::min((number + 1) * kTile, unit.owned().size())};
     const bool last = end == segments.end();
     std::unique_ptr<Tile> tile;
     disks_.run([&] {
@@ -83,7 +84,7 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector
 
 void TilePipeline::update_next() {
   if (!next_) return;
-  const NamedRange range("update", next_->unit().name);
+  const NamedRange range("update", next_->unit().name());
   disks_.run([&] {
     if (const auto& updated = next_->update(units_.rule(), groups_, lanes_)) updated_ = updated;
     if (auto returning = next_->set_back(lanes_)) returning_.push_back(std::move(*returning));

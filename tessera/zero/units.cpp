@@ -143,7 +143,7 @@ void Units::undo() noexcept try {
     }
   };
   for (const auto& unit : units_)
-    keep(*unit->flat);
+    keep(unit->flat());
   for (const auto& flat : frozen_)
     keep(*flat);
   release("its engine could not be built");
@@ -156,8 +156,8 @@ void Units::take_host_memory(std::ptrdiff_t first) {
   int64_t bytes = 0;
   std::vector<HostGrads*> all;
   std::for_each(units_.begin() + first, units_.end(), [&](const auto& unit) {
-    if (!unit->host_grads) return;
-    all.push_back(unit->host_grads.get());
+    if (unit->host_grads() == nullptr) return;
+    all.push_back(unit->host_grads());
     bytes += all.back()->bytes();
   });
   std::ranges::stable_sort(all, std::greater(), &HostGrads::bytes);
@@ -237,7 +237,7 @@ void Units::order_launches() {
 }
 
 void Units::root_and_flush_last() {
-  std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return !u->root; });
+  std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return !u->is_root(); });
   std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return u->launch_at() != LaunchAt::Flush; });
 }
 
@@ -369,24 +369,24 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
                                      set.ranks, space_of(originals), state_place_of(originals));
   Unit* const unit = made.get();
   units_.push_back(std::move(made));  // it has the parameters from here on, and undo() finds it
-  const int number = unsharder_->add(unit->flat.get(), set.gathers);
+  const int number = unsharder_->add(&unit->flat(), set.gathers);
   unit_of_number_.push_back(unit);
-  for (size_t i = 0; i < unit->params.size(); ++i) {
-    Param& p = unit->params[i];
-    places_[p.id] = {unit->flat.get(), static_cast<int>(i), number, unit, &p};
+  for (size_t i = 0; i < unit->params().size(); ++i) {
+    Param& p = unit->params()[i];
+    places_[p.id] = {&unit->flat(), static_cast<int>(i), number, unit, &p};
   }
   TESSERA_CHECK_VALUE(
       rule_ != optim::Rule::External || !unit->master_is_weight() ||
-          unit->flat->residence() == shard::Residence::Device,
+          unit->flat().residence() == shard::Residence::Device,
       "zero",
       "a client's own optimizer updates the parameters themselves here, so they cannot be offloaded: name one of ",
       optim::native_types(), " in the configuration, pass such an optimizer of torch, or leave offload_param out");
-  unit->root = planned.root;
-  unit->travel = travel_of(*originals.front());
-  unit->flat->gather_in(gather_dtype_of(*originals.front()));
+  unit->make_root(planned.root);
+  unit->travel_as(travel_of(*originals.front()));
+  unit->flat().gather_in(gather_dtype_of(*originals.front()));
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
-  const bool away = !states_on_device(*unit) && !unit->flat->options().device().is_cpu();
+  const bool away = !states_on_device(*unit) && !unit->flat().options().device().is_cpu();
   const bool leave = away && (place_of_update(*unit).is_cpu() || options_.accumulates);
   if (leave && (!options_.update_in_backward || lane_->on()) && !unit->grads_are_visible()) unit->send_grads_to_host();
   if (set.ranks.size() == 1 && lives_on_device(*unit)) unit->lie_in_pieces();
@@ -438,7 +438,7 @@ std::vector<ParamId> Units::held(const std::vector<ParamId>& ids, const char* ca
 }
 
 shard::Range Units::local_range(const Place& place) const {
-  const shard::Range mine = shard::intersect(place.param->range, place.unit->owned);
+  const shard::Range mine = shard::intersect(place.param->range, place.unit->owned());
   if (mine.empty()) return {};
   return {mine.begin - place.param->range.begin, mine.end - place.param->range.begin};
 }

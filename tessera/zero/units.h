@@ -87,7 +87,7 @@ class Units {
   }
   // Other ranks' parts of its weights come by an all-gather after each update.
   bool gathers_updates(const Unit& unit) const {
-    return states_are_cut(unit.ranks) && !unit.flat->sharded() && !unit.flat->shares();
+    return states_are_cut(unit.ranks()) && !unit.flat().sharded() && !unit.flat().shares();
   }
   // This rank's elements of a trained parameter, in the order of its memory.
   shard::Range local_range(const Place& place) const;

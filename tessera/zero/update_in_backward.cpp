@@ -83,8 +83,7 @@ std::vector<std::string> UpdateInBackward::excluded(const Options& options, opti
 
 void UpdateInBackward::reset() {
   for (const auto& unit : units_.all()) {
-    unit->order.keep(unit->squares);
-    unit->squares.reset();
+    unit->drop_squares();
   }
   std::fill(present_.begin(), present_.end(), false);
 }
@@ -171,10 +170,10 @@ void UpdateInBackward::take(ArrivedSum sum) {
   at::Tensor total;
   comm::Pending pending;
   releasing_if_it_throws(sum, [&] {
-    sum.unit->squares = squares_of(sum);
+    sum.unit->note_squares(squares_of(sum));
     if (!clips) return;
-    total = sum.unit->squares.reshape({1}).clone();
-    pending = ranks_.shard->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name + "'");
+    total = sum.unit->squares().reshape({1}).clone();
+    pending = ranks_.shard->all_reduce(total, comm::ReduceOp::Sum, "norm of unit '" + sum.unit->name() + "'");
   });
   if (!clips) return update(std::move(sum), scale_);
   waiting_.push_back({std::move(sum), total, std::move(pending)});
@@ -184,12 +183,12 @@ void UpdateInBackward::take(ArrivedSum sum) {
 // Gradients that leave the device do so here.
 at::Tensor UpdateInBackward::squares_of(ArrivedSum& sum) {
   const Unit& unit = *sum.unit;
-  if (unit.host_grads) {
-    copies_.leave(sum.values, *unit.host_grads, taken_from(sum));
-    return unit.host_grads->squares();
+  if (unit.host_grads()) {
+    copies_.leave(sum.values, *unit.host_grads(), taken_from(sum));
+    return unit.host_grads()->squares();
   }
   if (sum.values.defined()) return optim::squares_there(sum.values);
-  return optim::squares_there(unit.owned.size(), unit.pieces({0, unit.owned.size()}), unit.grad_options());
+  return optim::squares_there(unit.owned().size(), unit.pieces({0, unit.owned().size()}), unit.grad_options());
 }
 
 void UpdateInBackward::update_oldest() {
@@ -220,9 +219,9 @@ std::shared_ptr<c10::Event> UpdateInBackward::update_from(ArrivedSum& sum, doubl
   Unit& unit = *sum.unit;
   unit.on_this_stream();
   units_.set_broken("a backward ended with an error after it had updated a part of the model");  // until it is over
-  units_.unsharder().settle_before_update(units_[unit.params.front().id].number);
-  for (size_t i = 0; i < unit.params.size(); ++i)
-    present_[unit.params[i].id] = sum.present[i];
+  units_.unsharder().settle_before_update(units_[unit.params().front().id].number);
+  for (size_t i = 0; i < unit.params().size(); ++i)
+    present_[unit.params()[i].id] = sum.present[i];
   if (!units_.lane().takes(unit)) return updater_.update_unit(unit, sum.values, present_, scale, disks_);
   leave(sum, scale);
   return nullptr;
@@ -231,7 +230,7 @@ std::shared_ptr<c10::Event> UpdateInBackward::update_from(ArrivedSum& sum, doubl
 void UpdateInBackward::leave(ArrivedSum& sum, double scale) {
   Unit& unit = *sum.unit;
   if (!units_.lane().is_open()) updater_.open_lane(updater_.elsewhere(), disks_);
-  if (unit.host_grads) return updater_.leave_unit(unit, unit.gradients(), present_, scale);
+  if (unit.host_grads()) return updater_.leave_unit(unit, unit.gradients(), present_, scale);
   updater_.leave_unit(unit, shard::Buffer(sum.values), present_, scale,
                       [this, release = sum.release](const auto& used) {
                         release(used);

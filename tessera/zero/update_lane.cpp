@@ -50,7 +50,7 @@ void UpdateLane::open(const std::vector<Unit*>& units, Lanes& lanes, Gather gath
 
 void UpdateLane::add(Work work, const std::vector<bool>& present) {
   Coming& coming = coming_[numbers_.at(work.unit)];
-  for (const Param& p : work.unit->params)
+  for (const Param& p : work.unit->params())
     present_[p.id] = present[p.id];
   // All that it was given is before the start, so its way back need not wait for what comes next.
   work.unit->on_this_stream();

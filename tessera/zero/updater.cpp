@@ -35,19 +35,19 @@ constexpr const char* kHalfDone = "a step ended with an error after it had updat
 void add_squares(std::vector<at::Tensor>& squares, const Unit& unit, shard::Range slice,
                  const std::vector<ParamId>& without) {
   const bool all = std::ranges::none_of(
-      unit.params, [&](const Param& p) { return std::ranges::find(without, p.id) != without.end(); });
-  if (all && slice == unit.owned && unit.host_grads && unit.host_grads->squares().defined()) {
-    squares.push_back(unit.host_grads->squares());
+      unit.params(), [&](const Param& p) { return std::ranges::find(without, p.id) != without.end(); });
+  if (all && slice == unit.owned() && unit.host_grads() && unit.host_grads()->squares().defined()) {
+    squares.push_back(unit.host_grads()->squares());
     return;
   }
   const auto add = [&](int64_t begin, int64_t end) {
     if (begin >= end) return;
-    const shard::Range range{begin - unit.owned.begin, end - unit.owned.begin};
+    const shard::Range range{begin - unit.owned().begin, end - unit.owned().begin};
     const auto pieces = unit.pieces(range);
     const at::TensorOptions options = pieces.empty() ? unit.grad_options() : pieces[0].values.options();
     squares.push_back(optim::squares_there(range.size(), pieces, options));
   };
-  for (const Param& p : unit.params) {  // in the order of their places
+  for (const Param& p : unit.params()) {  // in the order of their places
     if (std::ranges::find(without, p.id) == without.end()) continue;
     add(slice.begin, std::min(p.range.begin, slice.end));
     slice.begin = std::max(slice.begin, p.range.end);
@@ -92,16 +92,16 @@ at::Tensor stacked(const std::vector<at::Tensor>& numbers) {
 std::vector<Unit*> beside_each_other(const std::vector<Unit*>& through, const std::vector<Unit*>& of_host) {
   const auto sum = [](const std::vector<Unit*>& units) {
     return std::accumulate(units.begin(), units.end(), 0.0,
-                           [](double n, const Unit* unit) { return n + static_cast<double>(unit->owned.size()); });
+                           [](double n, const Unit* unit) { return n + static_cast<double>(unit->owned().size()); });
   };
   const double all_through = sum(through), all_of_host = sum(of_host);
   std::vector<Unit*> order;
   double given = 0, done = 0;  // elements
   auto next = through.begin();
   for (Unit* const unit : of_host) {
-    done += static_cast<double>(unit->owned.size());
+    done += static_cast<double>(unit->owned().size());
     for (; next != through.end() && given * all_of_host < done * all_through; ++next) {
-      given += static_cast<double>((*next)->owned.size());
+      given += static_cast<double>((*next)->owned().size());
       order.push_back(*next);
     }
     order.push_back(unit);
@@ -120,11 +120,11 @@ std::vector<at::Tensor> Updater::squares_of_shared(const std::vector<ParamId>& w
   const Ranks& ranks = units_.ranks();
   std::vector<at::Tensor> squares;
   for (const auto& unit : units_.all()) {
-    if (&unit->ranks != &ranks) continue;
+    if (&unit->ranks() != &ranks) continue;
     if (units_.options().update_in_backward) {
-      squares.push_back(unit->squares.defined() ? unit->squares : at::zeros({}, at::kDouble));
+      squares.push_back(unit->squares().defined() ? unit->squares() : at::zeros({}, at::kDouble));
     } else {
-      add_squares(squares, *unit, unit->layout.shard(ranks.shard->rank()), without);
+      add_squares(squares, *unit, unit->layout().shard(ranks.shard->rank()), without);
     }
   }
   return squares;
@@ -134,14 +134,14 @@ std::vector<at::Tensor> Updater::squares_of_shared(const std::vector<ParamId>& w
 std::vector<at::Tensor> Updater::squares_of_varying(const std::vector<ParamId>& without) const {
   std::vector<at::Tensor> squares;
   for (const auto& unit : units_.all()) {
-    const Ranks& ranks = unit->ranks;
+    const Ranks& ranks = unit->ranks();
     if (&ranks == &units_.ranks() || ranks.replicate->rank() > 0) continue;
     if (!ranks.varies_along_model && ranks.model->rank() > 0) continue;
     if (!units_.states_are_cut(ranks) && ranks.shard->rank() > 0) continue;
     if (units_.options().update_in_backward) {
-      if (unit->squares.defined()) squares.push_back(unit->squares);
+      if (unit->squares().defined()) squares.push_back(unit->squares());
     } else {
-      add_squares(squares, *unit, unit->owned, without);
+      add_squares(squares, *unit, unit->owned(), without);
     }
   }
   return squares;
@@ -210,14 +210,14 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
   mine[kScaled] = driver_.scaled() ? 1 : 0;
   if (!early) {  // it has used them up
     for (const ParamId id : units_.trained_ids())
-      if (&units_[id].unit->ranks != &ranks && !units_[id].param->has_grad) mine[kMissingElsewhere] = 1;
+      if (&units_[id].unit->ranks() != &ranks && !units_[id].param->grad.has()) mine[kMissingElsewhere] = 1;
   }
   const std::vector<double> flags = said_of_presence();
   mine.insert(mine.end(), flags.begin(), flags.end());
   std::vector<at::Tensor> squares;
   const bool varies = units_.rank_sets().size() > 1;
   if (norm || !counts) {  // as many numbers as of a rank that has some
-    const auto shared = [&](const auto& unit) { return &unit->ranks == &ranks && unit->layout.size() > 0; };
+    const auto shared = [&](const auto& unit) { return &unit->ranks() == &ranks && unit->layout().size() > 0; };
     squares.assign(std::ranges::count_if(units_.all(), shared) + (varies ? 1 : 0), at::zeros({}, at::kDouble));
   } else {
     if (varies) squares.push_back(sum_there(squares_of_varying(), ranks.device));
@@ -265,9 +265,9 @@ std::vector<double> Updater::said_of_presence() const {
   std::vector<double> numbers;
   size_t count = 0;
   for (const ParamId id : units_.trained_ids()) {
-    if (&units_[id].unit->ranks != &units_.ranks()) continue;
+    if (&units_[id].unit->ranks() != &units_.ranks()) continue;
     if (count++ % kFlags == 0) numbers.push_back(0);
-    const bool has = units_.options().update_in_backward || units_[id].param->has_grad;
+    const bool has = units_.options().update_in_backward || units_[id].param->grad.has();
     if (has) numbers.back() += std::ldexp(1.0, static_cast<int>((count - 1) % kFlags));
   }
   return numbers;
@@ -278,7 +278,7 @@ std::vector<bool> Updater::presence(const std::vector<std::vector<double>>& rows
   std::vector<bool> present(units_.count(), true);
   size_t count = 0;
   for (const ParamId id : units_.trained_ids()) {
-    if (&units_[id].unit->ranks != &units_.ranks()) continue;
+    if (&units_[id].unit->ranks() != &units_.ranks()) continue;
     const size_t number = kPresence + count / kFlags, bit = count % kFlags;
     present[id] = std::ranges::any_of(
         rows, [&](const std::vector<double>& row) { return (static_cast<uint64_t>(row[number]) >> bit & 1) != 0; });
@@ -290,22 +290,22 @@ std::vector<bool> Updater::presence(const std::vector<std::vector<double>>& rows
 void Updater::agree_presence(const Ranks& ranks, std::vector<bool>& present) const {
   std::vector<ParamId> ids;
   for (const ParamId id : units_.trained_ids())
-    if (&units_[id].unit->ranks == &ranks) ids.push_back(id);
+    if (&units_[id].unit->ranks() == &ranks) ids.push_back(id);
   if (ids.empty()) return;
   const at::Tensor seen = at::zeros({static_cast<int64_t>(ids.size())}, at::kInt);
   int* flags = seen.data_ptr<int>();
   for (size_t i = 0; i < ids.size(); ++i)
-    flags[i] = units_[ids[i]].param->has_grad ? 1 : 0;
+    flags[i] = units_[ids[i]].param->grad.has() ? 1 : 0;
   ranks.agree(seen, comm::ReduceOp::Max, "parameters with gradients");
   for (size_t i = 0; i < ids.size(); ++i)
     present[ids[i]] = flags[i] != 0;
 }
 
 comm::Pending Updater::gather(Unit& unit) {
-  const PhaseScope scope(units_.phases(), Phase::Gather, unit.name);
+  const PhaseScope scope(units_.phases(), Phase::Gather, unit.name());
   unit.on_this_stream();
-  return unit.ranks.shard->all_gather(unit.flat->whole(), unit.weights().tensor(),
-                                      "parameters of unit '" + unit.name + "'");
+  return unit.ranks().shard->all_gather(unit.flat().whole(), unit.weights().tensor(),
+                                        "parameters of unit '" + unit.name() + "'");
 }
 
 void Updater::gather_unit(Unit& unit) {
@@ -467,7 +467,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
 void Updater::complete_pieces(const std::vector<bool>& present) {
   if (units_.options().update_in_backward) return;
   for (const auto& unit : units_.all())
-    for (const Param& p : unit->params)
+    for (const Param& p : unit->params())
       if (unit->in_pieces() && present[p.id]) unit->make_run(p);
 }
 
@@ -478,7 +478,7 @@ void Updater::prepare_update() {
 }
 
 void Updater::count_updates(Unit& unit, const std::vector<bool>& present) {
-  for (Param& p : unit.params)
+  for (Param& p : unit.params())
     if (present[p.id]) count_update(p);
 }
 
@@ -502,7 +502,7 @@ bool Updater::client_reads_gradients() const {
 void Updater::scale_gradients(double scale) {
   if (scale == 1.0) return;
   for (const auto& unit : units_.all())
-    for (const optim::Piece& piece : unit->pieces({0, unit->owned.size()}))
+    for (const optim::Piece& piece : unit->pieces({0, unit->owned().size()}))
       shard::scaled_copy(piece.values, piece.values, scale);
 }
 
@@ -512,16 +512,16 @@ void Updater::update_external(const GradientSummary& summary, double scale, cons
                       "this engine was built for a client's optimizer; step() needs its update");
   for (const auto& unit : units_.all()) {
     if (client_reads_gradients()) continue;
-    const at::Tensor grads = at::zeros({unit->owned.size()}, unit->grad_options().dtype(client_dtype()));
-    for (const optim::Piece& piece : unit->pieces({0, unit->owned.size()}))
+    const at::Tensor grads = at::zeros({unit->owned().size()}, unit->grad_options().dtype(client_dtype()));
+    for (const optim::Piece& piece : unit->pieces({0, unit->owned().size()}))
       shard::scaled_copy(grads.narrow(0, piece.begin, piece.values.numel()), piece.values, scale);
-    unit->client_grads = grads;
+    unit->lend_client_grads(grads);
   }
   for (const ParamId id : units_.trained_ids())
-    units_[id].param->has_grad = summary.present[id];
+    units_[id].param->grad.show(summary.present[id]);
   const auto forget = [&] {
     for (const auto& unit : units_.all())
-      unit->client_grads.reset();
+      unit->lend_client_grads({});
   };
   try {
     const NamedRange range("update", "by the client's optimizer");
@@ -546,7 +546,7 @@ void Updater::refresh_params() {
   units_.shared().readers_done("a refresh");
   for (const auto& unit : units_.all()) {
     disks.run([&] { unit->refresh_weights(); });
-    for (Param& p : unit->params)
+    for (Param& p : unit->params())
       if (p.known.defined()) disks.run([&] { unit->note_weights(p); });
     gather_unit(*unit);
   }

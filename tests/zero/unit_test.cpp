@@ -37,12 +37,12 @@ TEST(Unit, BuffersFollowTheStageTable) {
   for (int stage = 0; stage <= 2; ++stage) {
     std::vector<at::Tensor> tensors{at::randn({40}), at::randn({3})};
     const Unit unit = make_unit(tensors, stage, /*bf16=*/true, 1, 2);
-    EXPECT_EQ(unit.flat->whole().numel(), 128);
-    EXPECT_EQ(unit.grads.size(), stage == 0 ? 128 : 64);
-    EXPECT_FALSE(unit.grads.has_memory());
+    EXPECT_EQ(unit.flat().whole().numel(), 128);
+    EXPECT_EQ(unit.grads().size(), stage == 0 ? 128 : 64);
+    EXPECT_FALSE(unit.grads().has_memory());
     EXPECT_EQ(unit.accumulates_in_grads(), stage < 2);
-    EXPECT_EQ(unit.residual.size(), stage == 0 ? 128 : 64);
-    EXPECT_FALSE(unit.master.defined());
+    EXPECT_EQ(unit.residual().size(), stage == 0 ? 128 : 64);
+    EXPECT_FALSE(unit.master().defined());
     EXPECT_EQ(unit.grads_are_visible(), stage == 0);
   }
 }
@@ -51,42 +51,17 @@ TEST(Unit, Fp32KeepsNoSecondCopyOfTheWeights) {
   std::vector<at::Tensor> tensors{at::randn({40}), at::randn({3})};
   Unit unit = make_unit(tensors, 1, /*bf16=*/false, 1, 2);
   EXPECT_TRUE(unit.master_is_weight());
-  EXPECT_EQ(unit.read_master({0, 64}).data_ptr(), unit.flat->whole().narrow(0, 64, 64).data_ptr());
+  EXPECT_EQ(unit.read_master({0, 64}).data_ptr(), unit.flat().whole().narrow(0, 64, 64).data_ptr());
 }
 
 TEST(Unit, MastersStartFromTheWeightsAsTorchCastsThem) {
   const at::Tensor original = at::randn({7, 5});
   std::vector<at::Tensor> tensors{original.clone(), at::randn({3})};
   Unit unit = make_unit(tensors, 0, /*bf16=*/true, 0, 1);
-  EXPECT_TRUE(unit.params[0].tensor.equal(original.to(at::kBFloat16)));
-  EXPECT_TRUE(unit.read_master({0, 35}).equal(unit.params[0].tensor.to(at::kFloat).flatten()));
-  EXPECT_TRUE(shard::is_bound(unit.params[0].tensor, unit.flat->whole(), unit.params[0].range, unit.params[0].form));
-}
-
-TEST(Unit, StatesMoveOnlyAlongTheTable) {
-  std::vector<at::Tensor> tensors{at::randn({4})};
-  Unit unit = make_unit(tensors, 0, false, 0, 1);
-  unit.move_to(GradState::Accumulating);
-  unit.move_to(GradState::Reducing);
-  EXPECT_ANY_THROW(unit.move_to(GradState::Empty));
-  unit.move_to(GradState::Accumulating);
-  unit.move_to(GradState::Reducing);
-  unit.move_to(GradState::Reduced);
-  unit.move_to(GradState::Accumulating);
-  unit.move_to(GradState::Empty);
-  EXPECT_ANY_THROW(unit.move_to(GradState::Reducing));
-  EXPECT_ANY_THROW(unit.move_to(GradState::Late));
-  unit.move_to(Turn::Over);
-  unit.move_to(Turn::Launched);
-  EXPECT_ANY_THROW(unit.move_to(Turn::Over));
-  unit.move_to(GradState::Accumulating);
-  unit.move_to(GradState::Late);
-  unit.move_to(GradState::Reducing);
-  unit.sum_arrived();
-  unit.move_to(GradState::Reduced);
-  EXPECT_TRUE(unit.has_sum());
-  unit.move_to(GradState::Empty);
-  EXPECT_FALSE(unit.has_sum());
+  EXPECT_TRUE(unit.params()[0].tensor.equal(original.to(at::kBFloat16)));
+  EXPECT_TRUE(unit.read_master({0, 35}).equal(unit.params()[0].tensor.to(at::kFloat).flatten()));
+  EXPECT_TRUE(
+      shard::is_bound(unit.params()[0].tensor, unit.flat().whole(), unit.params()[0].range, unit.params()[0].form));
 }
 
 TEST(Unit, AdagradStartsAtItsInitialValueAndPaddingAtZero) {
@@ -95,7 +70,7 @@ TEST(Unit, AdagradStartsAtItsInitialValueAndPaddingAtZero) {
   optim::GroupOptions group;
   group.initial_accumulator_value = 0.5;
   unit.allocate_states(1, {group}, optim::Rule::Adagrad);
-  EXPECT_EQ(unit.states[0].tensor().sum().item<float>(), 8 * 0.5F);
+  EXPECT_EQ(unit.states()[0].tensor().sum().item<float>(), 8 * 0.5F);
 }
 
 }  // namespace tessera::zero
