@@ -118,8 +118,8 @@ bool Engine::pre_forward() {
   model.driver.hooks().enter_forward();
   if (c10::GradMode::is_enabled()) model.driver.forward_begun();
   impl_->regions.emplace_back(impl_->options.autocast, impl_->device);
-  const bool first = impl_->regions.back().switched_off() && !impl_->told_of_region;
-  impl_->told_of_region = impl_->told_of_region || first;
+  const bool first = impl_->regions.back().switched_off() && !impl_->warned_of_region;
+  impl_->warned_of_region = impl_->warned_of_region || first;
   phases.begin(Phase::Forward);
   return first;
 }

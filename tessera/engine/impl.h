@@ -47,7 +47,7 @@ struct Engine::Impl {
   Scaling scaling;
   c10::DeviceType device = at::kCPU;
   std::vector<amp::AutocastRegion> regions;  // of the forwards under way
-  bool told_of_region = false;
+  bool warned_of_region = false;
   Notices notices;
   std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned
 

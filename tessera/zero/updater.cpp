@@ -212,7 +212,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
     for (const ParamId id : units_.trained_ids())
       if (&units_[id].unit->ranks != &ranks && !units_[id].param->has_grad) mine[kMissingElsewhere] = 1;
   }
-  const std::vector<double> flags = said_of_presence();
+  const std::vector<double> flags = presence_flags();
   mine.insert(mine.end(), flags.begin(), flags.end());
   std::vector<at::Tensor> squares;
   const bool varies = units_.rank_sets().size() > 1;
@@ -261,7 +261,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
 }
 
 // Of parameters that all ranks share, by number: this rank has a gradient.
-std::vector<double> Updater::said_of_presence() const {
+std::vector<double> Updater::presence_flags() const {
   std::vector<double> numbers;
   size_t count = 0;
   for (const ParamId id : units_.trained_ids()) {
@@ -433,7 +433,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   units_.check_whole();
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
-  driver_.hooks().hear_news();
+  driver_.hooks().run_kept();
   units_.unsharder().settle_before_update();
   prepare_update();
   complete_pieces(summary.present);

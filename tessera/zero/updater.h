@@ -82,7 +82,7 @@ class Updater {
   double total(const std::vector<std::vector<double>>& rows, size_t first) const;
   double total_of_varying(const std::vector<std::vector<double>>& rows, size_t place) const;
   void reduce_late();
-  std::vector<double> said_of_presence() const;
+  std::vector<double> presence_flags() const;
   std::vector<bool> presence(const std::vector<std::vector<double>>& rows) const;
   void agree_presence(const Ranks& ranks, std::vector<bool>& present) const;
   comm::Pending gather(Unit& unit);
