@@ -89,12 +89,12 @@ std::optional<std::chrono::milliseconds> group_timeout(const std::string& name, 
   }
 }
 
-// What every rank of a process group says; this rank alone where they have no store to meet at.
-std::vector<std::string> tell_ranks(const std::string& name, const std::string& topic, const std::string& text) {
+// What every rank of a process group says; this rank alone where they have no store.
+std::vector<std::string> exchange_ranks(const std::string& name, const std::string& topic, const std::string& text) {
   const auto group = c10d::resolve_process_group(name);
   const auto store = group->getStore();
   if (!store) return {text};
-  return comm::tell_all(store, group->getRank(), group->getSize(), topic, text);
+  return comm::exchange_all(store, group->getRank(), group->getSize(), topic, text);
 }
 
 void bind_timed(py::module_& m) {
@@ -131,10 +131,10 @@ void bind_backend(py::module_& m) {
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), NoGil());
   m.def(
-      "meeting_point_to_point",
+      "store_point_to_point",
       [threads](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout,
                 bool shares) {
-        return unlocked(comm::meeting_point_to_point(store, rank, size, timeout, shares, threads));
+        return unlocked(comm::store_point_to_point(store, rank, size, timeout, shares, threads));
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("shares"), NoGil());
   py::module_::import("atexit").attr("register")(
@@ -190,9 +190,9 @@ void bind_comm(py::module_& m) {
         py::arg("timeout"), NoGil());
   m.def("show_process", &show_process, py::arg("name"), NoGil());
   m.def("group_timeout", &group_timeout, py::arg("name"), py::arg("device"));
-  m.def("tell_all", &tell_all, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("topic"), py::arg("text"),
-        NoGil());
-  m.def("tell_ranks", &tell_ranks, py::arg("name"), py::arg("topic"), py::arg("text"), NoGil());
+  m.def("exchange_all", &exchange_all, py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("topic"),
+        py::arg("text"), NoGil());
+  m.def("exchange_ranks", &exchange_ranks, py::arg("name"), py::arg("topic"), py::arg("text"), NoGil());
   bind_backend(m);
 
   py::enum_<Axis>(m, "Axis")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._deepspeed import LOOKED_FOR, Layout, Source, finish_folder, manifest_of, write_universal
+from tessera._deepspeed import LOOKED_FOR, CheckpointFiles, Source, finish_folder, manifest_of, write_universal
 from tessera.errors import ConfigError, IoError
 
 __all__ = [
@@ -118,11 +118,11 @@ def to_deepspeed(
     its own tag, which is returned. The run that loads it there must have that stage and number of ranks. `trusted`:
     objects that are no plain data, as of a client_state, are unpickled to be written, which can run code."""
     source, name = _source(folder, tag, trusted)
-    layout = Layout(source, stage, world_size)
+    files = CheckpointFiles(source, stage, world_size)
 
     def write(made: str) -> None:
         for rank in range(world_size):
-            layout.write(made, rank)
+            files.write(made, rank)
 
     _put(out, name, write, lambda made: finish_folder(made, os.fspath(out), name, stage, latest=True))
     return name

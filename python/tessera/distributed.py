@@ -82,7 +82,7 @@ def init_distributed(
     elif init_method is None or init_method == "env://":
         store = _job_store(rank, world_size, *_master(world_size, distributed_port), timeout)
     elif init_method.startswith("tcp://"):
-        rank, world_size, address, port = _told_by(init_method, rank, world_size)
+        rank, world_size, address, port = _given_by(init_method, rank, world_size)
         store = _job_store(rank, world_size, address, port, timeout, init_method)
     else:
         store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
@@ -91,8 +91,8 @@ def init_distributed(
 
     back_ends = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
     device = own_device(back_ends)
-    told = _Told(back_ends, device, "" if device else _why_none(back_ends, chosen=dist_backend is not None))
-    told.check("init_distributed", lambda text: _core.tell_all(store, rank, world_size, "devices", text))
+    announced = _Announced(back_ends, device, "" if device else _why_none(back_ends, chosen=dist_backend is not None))
+    announced.check("init_distributed", lambda text: _core.exchange_all(store, rank, world_size, "devices", text))
     bound = device if "nccl" in backend else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
     if not alone:
@@ -110,8 +110,8 @@ def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int
     if world_size <= 0:
         world_size = environment.get("WORLD_SIZE", 0 if environment.get("RANK", 0) > 0 else 1)
         if world_size < 1:
-            said = f"is {os.environ['WORLD_SIZE']}" if os.environ.get("WORLD_SIZE") else "is not set"
-            raise ConfigError(f"[init_distributed] WORLD_SIZE {said}; it must be the number of ranks, 1 at least")
+            found = f"is {os.environ['WORLD_SIZE']}" if os.environ.get("WORLD_SIZE") else "is not set"
+            raise ConfigError(f"[init_distributed] WORLD_SIZE {found}; it must be the number of ranks, 1 at least")
     name = "rank" if rank >= 0 else "RANK"
     if rank < 0:
         if world_size > 1 and "RANK" not in environment:
@@ -125,7 +125,7 @@ def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int
 
 
 def _master(world_size: int, distributed_port: int) -> tuple[str, int]:
-    """Where the ranks meet, from the environment."""
+    """Where the ranks' store is, from the environment."""
     address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else None)
     if address is None:
         raise ConfigError(
@@ -137,16 +137,16 @@ def _master(world_size: int, distributed_port: int) -> tuple[str, int]:
     return address, int(text)
 
 
-def _told_by(init_method: str, rank: int, world_size: int) -> tuple[int, int, str, int]:
+def _given_by(init_method: str, rank: int, world_size: int) -> tuple[int, int, str, int]:
     """Rank, number of ranks, address and port of tcp://ADDRESS:PORT?rank=..&world_size=.."""
     try:
         url = urlsplit(init_method)
-        port, said = url.port, {key: int(values[0]) for key, values in parse_qs(url.query).items()}
+        port, query = url.port, {key: int(values[0]) for key, values in parse_qs(url.query).items()}
     except ValueError as error:
         raise ConfigError(f"[init_distributed] init_method {init_method!r}: {error}") from None
     if not url.hostname or not port:
         raise ConfigError(f"[init_distributed] init_method {init_method!r} must be tcp://ADDRESS:PORT")
-    return *_place(said.get("rank", rank), said.get("world_size", world_size), {}), url.hostname, port
+    return *_place(query.get("rank", rank), query.get("world_size", world_size), {}), url.hostname, port
 
 
 def _job_store(
@@ -227,8 +227,8 @@ def own_device(back_ends: str) -> torch.device | None:
 def check_own_device(group: dist.ProcessGroup, device: torch.device, no_kernels: str = "") -> None:
     """ConfigError on all ranks of `group`, whose back end is an accelerator's own, where one has the device of another;
     NotImplementedError where one says why it has `no_kernels` for its. Collective."""
-    told = _Told(dist.get_backend_config(group), device, "", no_kernels)
-    told.check("initialize", lambda text: _core.tell_ranks(group.group_name, "devices", text))
+    announced = _Announced(dist.get_backend_config(group), device, "", no_kernels)
+    announced.check("initialize", lambda text: _core.exchange_ranks(group.group_name, "devices", text))
 
 
 def _of_accelerators(back_ends: str) -> dict[str, str]:
@@ -252,53 +252,55 @@ def _why_none(back_ends: str, chosen: bool) -> str:
         return f"torch sees no device of type {kind!r}: {str(error).splitlines()[0]}"
 
 
-class _Told:
+class _Announced:
     """What each rank tells the others before they talk through a back end."""
 
     def __init__(self, back_ends: str, device: torch.device | None, why_none: str, no_kernels: str = "") -> None:
         self.needed = device is not None or bool(_of_accelerators(back_ends))
-        self.said = {"back_ends": back_ends, "host": socket.gethostname(), "why_none": why_none, "uuid": ""}
-        self.said["no_kernels"] = no_kernels.split("\n", 1)[0]
+        self.announced = {"back_ends": back_ends, "host": socket.gethostname(), "why_none": why_none, "uuid": ""}
+        self.announced["no_kernels"] = no_kernels.split("\n", 1)[0]
         if device is not None:
             module = torch.get_device_module(device.type)
             known = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
             name = getattr(known, "name", "")
-            self.said |= {
+            self.announced |= {
                 "device": f"{device} ({name})" if name else str(device),
                 "uuid": str(getattr(known, "uuid", "")),
             }
 
-    def check(self, origin: str, tell: Callable[[str], list[str]]) -> None:
-        """ConfigError on all ranks where the ranks cannot talk so. Collective, by way of `tell`."""
-        ranks = [json.loads(text) for text in tell(json.dumps(self.said))]
-        for rank, said in enumerate(ranks):
-            if said["back_ends"] != ranks[0]["back_ends"] or ("device" not in said and self.needed):
+    def check(self, origin: str, exchange: Callable[[str], list[str]]) -> None:
+        """ConfigError on all ranks where the ranks cannot talk so. Collective, by way of `exchange`."""
+        ranks = [json.loads(text) for text in exchange(json.dumps(self.announced))]
+        for rank, announced in enumerate(ranks):
+            if announced["back_ends"] != ranks[0]["back_ends"] or ("device" not in announced and self.needed):
                 raise ConfigError(f"[{origin}] {_unlike(rank, ranks)}")
-            if said["no_kernels"]:
-                raise NotImplementedError(f"[{origin}] rank {rank} (host {said['host']!r}): {said['no_kernels']}")
+            if announced["no_kernels"]:
+                raise NotImplementedError(
+                    f"[{origin}] rank {rank} (host {announced['host']!r}): {announced['no_kernels']}"
+                )
         holders: dict[str, int] = {}
-        for rank, said in enumerate(ranks):
-            first = holders.setdefault(said["uuid"], rank) if said["uuid"] else rank
+        for rank, announced in enumerate(ranks):
+            first = holders.setdefault(announced["uuid"], rank) if announced["uuid"] else rank
             if first != rank:
-                raise ConfigError(f"[{origin}] {_shared(first, rank, said)}")
+                raise ConfigError(f"[{origin}] {_shared(first, rank, announced)}")
 
 
 def _unlike(rank: int, ranks: list[dict[str, str]]) -> str:
-    told = [
+    lines = [
         f"rank {r} (host {ranks[r]['host']!r}) has the back end {ranks[r]['back_ends']!r}"
         + (f"; {ranks[r]['why_none']}" if ranks[r]["why_none"] else "")
         for r in sorted({0, rank})
     ]
     return (
-        ", ".join(told) + ". All ranks need a device, or none may: mend that rank's, or let all talk over Gloo: "
+        ", ".join(lines) + ". All ranks need a device, or none may: mend that rank's, or let all talk over Gloo: "
         'tessera.init_distributed(dist_backend="gloo")'
     )
 
 
-def _shared(first: int, rank: int, said: dict[str, str]) -> str:
+def _shared(first: int, rank: int, of: dict[str, str]) -> str:
     return (
-        f"ranks {first} and {rank} of host {said['host']!r} have one device, {said['device']}, and the back end "
-        f"{said['back_ends']!r} needs one for each rank. Start no more ranks on a host than it has devices (tessera "
+        f"ranks {first} and {rank} of host {of['host']!r} have one device, {of['device']}, and the back end "
+        f"{of['back_ends']!r} needs one for each rank. Start no more ranks on a host than it has devices (tessera "
         "launch --num_gpus, torchrun --nproc-per-node; a rank's device is that of LOCAL_RANK unless the program chose "
         'another), or let them talk over Gloo: tessera.init_distributed(dist_backend="gloo")'
     )

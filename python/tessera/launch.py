@@ -39,7 +39,7 @@ def add_option(made: argparse.ArgumentParser, *names: str, **options: object) ->
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
-    """What every host that runs ranks is told, and the program."""
+    """What every host that runs ranks gets, and the program."""
 
     def add(*names: str, **options: object) -> None:
         add_option(made, *names, **options)

@@ -108,7 +108,7 @@ def _number(engine: Engine, param: torch.Tensor) -> int:
 
 def _joined(engine: Engine, param: torch.Tensor) -> int:
     """Its number, once what waits to be trained has joined. Collective for one that has a group and is not trained,
-    frozen or not: ranks that differ there are told."""
+    frozen or not: ranks that differ there get an error."""
     number = _number(engine, param)
     if number not in engine._updates.optimized and engine.core.param(number).joins >= 0:
         engine._join()

@@ -51,7 +51,7 @@ PhaseScope::~PhaseScope() {
   try {
     phases_.end(phase_);
   } catch (const std::exception&) {
-    // A device that fails, maybe while its error passes: who uses it next is told.
+    // A device that fails, maybe while its error passes: its next use throws.
   }
 }
 

@@ -42,9 +42,9 @@ uint64_t agreement_hash(const OpInfo& info);
 
 // How the messages of the two below begin.
 inline constexpr std::string_view kDisagreement = "the ranks disagree";
-// What ranks meet in at every update of an engine.
+// The collective that ranks have in common at every update of an engine.
 inline constexpr Label kGradientNorm = "gradient norm";
-// Where ranks wait for each other, or meet in that and in another call.
+// Where ranks wait for each other in one call, or wrongly in that and in another one.
 inline constexpr std::string_view kCountsQuestion =
     "do all ranks make the same number of forwards, backwards and steps, in one order? A step() more or fewer on one "
     "rank, "

@@ -5,7 +5,7 @@
 //   0 has not made. Both wait for ever. It happens where ranks use two siblings in different orders, or one makes a step
 //   more. Calls are compared within one channel, and no single one shows a difference.
 //   A rank that is blocked waits for all that have not made its call. Such a rank makes it in the thread that uses the
-//   channel, as far as can be told the one that made its last call there; while that thread is blocked itself, it does
+//   channel, as far as is known the one that made its last call there; while that thread is blocked itself, it does
 //   not. So a cycle of blocked ranks, each held up by the next, is a proof. A rank that computes, loads data or waits in
 //   a group of its own is blocked in nothing here, and one whose other thread uses the channel holds up nobody for sure:
 //   neither is in a cycle. Every back end finds cycles in what it knows of the others, once ranks have waited for long.

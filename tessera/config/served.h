@@ -12,7 +12,7 @@ namespace tessera::config {
 
 // Not-implemented error that names every key of `config` that asks for something not served.
 void check_served(const Config& config);
-// The same for the C++ front end, of what only the Python one serves. Returns the lines to be told, once: the warnings of the
+// The same for the C++ front end, of what only the Python one serves. Returns the lines to be logged, once: the warnings of the
 // configuration, also of one that was filled by hand, and of what C++ does not read.
 std::vector<std::string> check_cpp_serves(const Config& config);
 

@@ -113,21 +113,21 @@ SavedAccumulation save_accumulation(Engine& engine) {
 }
 
 RestoredAccumulation::RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader,
-                                           const SavedRunAccumulation& said, int place,
+                                           const SavedRunAccumulation& saved, int place,
                                            const std::vector<const checkpoint::ParamRecord*>& records)
     : engine_(engine), reader_(reader) {
   TESSERA_CHECK_VALUE(!engine.options().zero.update_in_backward, "engine.load_checkpoint",
                       "this checkpoint was saved inside an accumulation, and tessera.update_in_backward accumulates "
                       "nothing: load it with update_in_backward off");
-  scale_ = said.gradient_scale;
-  state_.scaled = said.scaled;
-  if (said.spread == spread_of(engine)) {
-    state_.unreduced = said.unreduced;
-    state_.flushed = said.flushed;
-    state_.replicas_agree = said.replicas_agree;
+  scale_ = saved.gradient_scale;
+  state_.scaled = saved.scaled;
+  if (saved.spread == spread_of(engine)) {
+    state_.unreduced = saved.unreduced;
+    state_.flushed = saved.flushed;
+    state_.replicas_agree = saved.replicas_agree;
     plan_same(records, blob_of_accumulation(place));
   } else {
-    plan_other(records, said);
+    plan_other(records, saved);
   }
 }
 
@@ -170,9 +170,9 @@ void RestoredAccumulation::plan_same(const std::vector<const checkpoint::ParamRe
 }
 
 void RestoredAccumulation::plan_other(const std::vector<const checkpoint::ParamRecord*>& records,
-                                      const SavedRunAccumulation& said) {
-  const int ranks = said.ranks, replicas = said.replicas;
-  const double contributions = said.contributions;
+                                      const SavedRunAccumulation& saved) {
+  const int ranks = saved.ranks, replicas = saved.replicas;
+  const double contributions = saved.contributions;
   TESSERA_CHECK_IO(std::cmp_less_equal(ranks, reader_.manifest().blobs.size()), "checkpoint", "'", reader_.folder(),
                    "': 'run.accumulation.ranks' is ", ranks, ", and fewer have said what they added");
   const bool replicas_add = contributions == ranks && ranks > 1;  // Note [Averaging] in zero/reducer.h
@@ -205,7 +205,7 @@ void RestoredAccumulation::plan_other(const std::vector<const checkpoint::ParamR
 }
 
 void RestoredAccumulation::verify() const {
-  for (const Part& part : parts_)
+  for (const Wanted& part : parts_)
     for (const Source& source : part.sources)
       reader_.verify(*source.record, part.want);
 }
@@ -213,7 +213,7 @@ void RestoredAccumulation::verify() const {
 void RestoredAccumulation::apply() {
   zero::Accumulation& accumulation = engine_.accumulation();
   accumulation.begin(state_);
-  for (const Part& part : parts_) {
+  for (const Wanted& part : parts_) {
     at::Tensor values;
     for (const Source& source : part.sources) {
       const at::Tensor one = reader_.read(*source.record, part.want);

@@ -32,7 +32,7 @@ std::string blob_of_accumulation(int place);
 class RestoredAccumulation {
  public:
   // `records`: by parameter, null where the checkpoint has none.
-  RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader, const SavedRunAccumulation& said, int place,
+  RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader, const SavedRunAccumulation& saved, int place,
                        const std::vector<const checkpoint::ParamRecord*>& records);
 
   // False: parameters that are slices or experts are spread otherwise here, so the accumulation begins anew.
@@ -46,13 +46,13 @@ class RestoredAccumulation {
     const checkpoint::TensorRecord* record;
     double factor;
   };
-  struct Part {  // the sum of the sources, each times its factor
+  struct Wanted {  // the sum of the sources, each times its factor
     zero::HeldGradient gradient;
     checkpoint::Want want;
     std::vector<Source> sources;
   };
   void plan_same(const std::vector<const checkpoint::ParamRecord*>& records, const std::string& blob);
-  void plan_other(const std::vector<const checkpoint::ParamRecord*>& records, const SavedRunAccumulation& said);
+  void plan_other(const std::vector<const checkpoint::ParamRecord*>& records, const SavedRunAccumulation& saved);
   void add(int id, bool reduced, std::vector<Source> sources);
 
   Engine& engine_;
@@ -60,7 +60,7 @@ class RestoredAccumulation {
   bool fits_ = true;
   double scale_ = 1;
   zero::Accumulation::State state_;
-  std::vector<Part> parts_;
+  std::vector<Wanted> parts_;
 };
 
 }  // namespace tessera::engine

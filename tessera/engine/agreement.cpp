@@ -121,13 +121,13 @@ double StepTerms::digest() const {
 at::Tensor StepTerms::shown() const {
   if (on_device.empty()) return {};
   std::vector<at::Tensor> terms;
-  const auto said = static_cast<int64_t>(digest());
+  const auto announced = static_cast<int64_t>(digest());
   for (size_t i = 0; i < on_device.size(); ++i) {
     const auto factor = static_cast<int64_t>(0x9E3779B97F4A7C15ULL * (2 * i + 1));
     const at::Tensor value = on_device[i].value.detach().to(on_device[0].value.device(), at::kDouble);
     terms.push_back(value.reshape({1}).view(at::kLong) * factor);
   }
-  const at::Tensor sum = at::cat(terms).sum() + said;
+  const at::Tensor sum = at::cat(terms).sum() + announced;
   return sum.bitwise_right_shift(12).bitwise_and((int64_t{1} << 52) - 1).to(at::kDouble);
 }
 

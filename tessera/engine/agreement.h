@@ -1,4 +1,4 @@
-// What all ranks of an engine must have alike: compared by a number, and told by name where it differs.
+// What all ranks of an engine must have alike: compared by a number, and named where it differs.
 #pragma once
 
 #include <optional>

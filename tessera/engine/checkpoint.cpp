@@ -84,7 +84,7 @@ struct Checkpointer::Job {
   std::map<std::string, std::string> blobs;
   checkpoint::Manifest manifest;
   std::optional<checkpoint::SaveMark> mark;  // of rank 0
-  bool tells_all = false;                    // the first rank's engine is another one
+  bool describes_all = false;                // the first rank's engine is another one
 
   std::string folder() const { return checkpoint::folder_of(dir, tag); }
   std::string write(int rank, std::vector<std::string>& written) const;
@@ -97,9 +97,9 @@ std::string Checkpointer::Job::write(int rank, std::vector<std::string>& written
   Json part{{"files", Json::array()}, {"blobs", Json::object()}, {"records", ""}};
   std::vector<checkpoint::ParamRecord> own;
   std::copy_if(manifest.params.begin(), manifest.params.end(), std::back_inserter(own),
-               [this](const auto& param) { return tells_all || !param.along.empty(); });
+               [this](const auto& param) { return describes_all || !param.along.empty(); });
   part["params"] = checkpoint::params_text(own);
-  if (tells_all) part["empty"] = checkpoint::records_text(manifest.tensors);
+  if (describes_all) part["empty"] = checkpoint::records_text(manifest.tensors);
   const auto path = [&](const std::string& name) { return (std::filesystem::path(folder()) / name).string(); };
   if (!items.empty()) {
     checkpoint::FileRecord file;
@@ -379,7 +379,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   job->id = plans[0].substr(0, digits);
   job->tag = plans[0].substr(digits);
   job->manifest.id = job->id;
-  job->tells_all = spans_ && is_first_of_engine() && ranks_.place() != 0;
+  job->describes_all = spans_ && is_first_of_engine() && ranks_.place() != 0;
   job->blobs = std::move(client.blobs);
   if (const std::string counts = save_accumulation(engine_).blob; !counts.empty())
     job->blobs[blob_of_accumulation(ranks_.place())] = counts;

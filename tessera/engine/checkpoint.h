@@ -102,7 +102,7 @@ class Checkpointer {
   bool is_copy(int param) const;
 
   Engine& engine_;
-  zero::Ranks ranks_;  // a save in the background meets no other collective
+  zero::Ranks ranks_;  // a save in the background has its collectives to itself
   bool spans_ = false;
   std::vector<int> copies_;
   std::vector<at::Tensor> staging_;  // host memory that asynchronous saves keep

@@ -6,7 +6,7 @@
 //   the objects of their modules with those that were there, before every update and save, which costs tens of nanoseconds an
 //   object. Only where some differ this function looks at names: a parameter that is elsewhere in the model now
 //   (torch's register_parametrization, a wrapper around its module) is the engine's as before. Frozen ones that came later are
-//   only told of; once they require gradients they are what was added.
+//   only reported; once they require gradients they are what was added.
 #pragma once
 
 #include <cstdint>

@@ -118,8 +118,8 @@ bool Engine::pre_forward() {
   model.driver.hooks().enter_forward();
   if (c10::GradMode::is_enabled()) model.driver.forward_begun();
   impl_->regions.emplace_back(impl_->options.autocast, impl_->device);
-  const bool first = impl_->regions.back().switched_off() && !impl_->told_of_region;
-  impl_->told_of_region = impl_->told_of_region || first;
+  const bool first = impl_->regions.back().switched_off() && !impl_->warned_of_region;
+  impl_->warned_of_region = impl_->warned_of_region || first;
   phases.begin(Phase::Forward);
   return first;
 }
@@ -378,7 +378,7 @@ double Engine::Impl::norm_of(const std::string& call, const Fault& fault) {
   return summarize(call, empty_with_this(), {}, why).norm / scaling.gradient_scale();
 }
 
-// What one rank alone may have against it is for all to hear, in the exchange that follows.
+// What one rank alone may have against it is announced to all, in the exchange that follows.
 void Engine::Impl::reduce_for_norm(const char* call, Fault& fault) {
   if (!live(call).units.is_away()) here(call);
   check_for_all(true, fault, [&] {

@@ -106,7 +106,8 @@ std::vector<std::string> export_weights(Engine& engine, const std::vector<LiveTe
       try {
         if (first && !error) files->write(value);
       } catch (...) {
-        error = std::current_exception();  // the others are on their way to the next value: told at the end of the file
+        error =
+            std::current_exception();  // the others are on their way to the next value: thrown at the end of the file
       }
     }
     together(ranks, "a file of an export", [&] {

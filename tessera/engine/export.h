@@ -11,7 +11,7 @@
 
 namespace tessera::engine {
 
-// What an engine holds, whole. Collective where nothing else is said: rank 0 (Checkpointer::place()) gets the values, one
+// What an engine holds, whole. Collective where nothing else is stated: rank 0 (Checkpointer::place()) gets the values, one
 // parameter at a time, and no other rank keeps any.
 class LiveWeights {
  public:

@@ -47,7 +47,7 @@ struct Engine::Impl {
   Scaling scaling;
   c10::DeviceType device = at::kCPU;
   std::vector<amp::AutocastRegion> regions;  // of the forwards under way
-  bool told_of_region = false;
+  bool warned_of_region = false;
   Notices notices;
   std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned
 
@@ -97,7 +97,7 @@ struct Engine::Impl {
     std::exception_ptr own;
   };
   bool apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty, Fault& fault);
-  // Runs `check`; at a boundary its error is for all ranks to hear.
+  // Runs `check`; at a boundary its error is announced to all ranks.
   void check_for_all(bool boundary, Fault& fault, const std::function<void()>& check) const;
   void check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const;
   void check_may_step() const;

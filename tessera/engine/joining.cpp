@@ -56,7 +56,7 @@ void Engine::Impl::compare_in_backward() {
       [this, terms_of] {
         const std::string why = why_not_update();
         const double norm = clips_by_previous() ? previous_norm.get().value_or(0) : 0;
-        return zero::UpdateInBackward::Terms{.said = terms_of(why).digest(),
+        return zero::UpdateInBackward::Terms{.announced = terms_of(why).digest(),
                                              .refuses = !why.empty(),
                                              .scale = optim::clip_coefficient(norm, options.zero.previous_clipping)};
       },

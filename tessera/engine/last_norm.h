@@ -1,4 +1,4 @@
-// LastNorm: the norm of an update, which a device may not have told yet.
+// LastNorm: the norm of an update, which a device may not have computed yet.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ class LastNorm {
   // are sent to the host now, and asking waits for no more than that.
   LastNorm(double norm, const at::Tensor& squares, bool asked);
 
-  // Waits for the device where it has not told; none: there was no update.
+  // Waits for the device where it has not; none: there was no update.
   std::optional<double> get() const;
 
  private:

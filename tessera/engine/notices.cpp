@@ -58,7 +58,7 @@ void Notices::add(const std::string& text) {
 }
 
 void Notices::no_backward() {
-  if (std::exchange(told_of_step_, true)) return;
+  if (std::exchange(warned_of_step_, true)) return;
   add("[engine.step] no backward has reached this engine since the last step(): this one trains nothing, and is "
       "counted "
       "as any other (accumulation, schedule); call step() once after each backward");
@@ -84,12 +84,12 @@ void Notices::updated(const zero::Units& units, const std::vector<bool>& present
     any = any || use.used == 0;
   }
   watches_ = any && updates_ < kWatched;
-  if (updates_ == 1) tell_of_unused(never_used(names, used, 1), "the first step, which has");
+  if (updates_ == 1) warn_of_unused(never_used(names, used, 1), "the first step, which has");
   if (updates_ == kWatched)
-    tell_of_unused(never_used(names, used, kWatched), c10::str("all of the first ", kWatched, " steps, which have"));
+    warn_of_unused(never_used(names, used, kWatched), c10::str("all of the first ", kWatched, " steps, which have"));
 }
 
-void Notices::tell_of_unused(const std::vector<std::string>& names, const std::string& when) {
+void Notices::warn_of_unused(const std::vector<std::string>& names, const std::string& when) {
   if (names.empty()) return;
   add(c10::str("[engine.step] ", listed(names), ": trained, and without a gradient in ", when,
                " left what is so as it was; freeze what is not used (requires_grad False), tie by one and the same "

@@ -8,7 +8,7 @@
 
 namespace tessera::engine {
 
-// Each is told once. Of the first rank only: the others have nothing to say.
+// Each is logged once, by the first rank only.
 class Notices {
  public:
   // `mute`: says nothing, ever. `some_unused`: says nothing of unused parameters.
@@ -27,9 +27,9 @@ class Notices {
     int trained = 0, used = 0;  // in so many updates
   };
   void add(const std::string& text);
-  void tell_of_unused(const std::vector<std::string>& names, const std::string& when);
+  void warn_of_unused(const std::vector<std::string>& names, const std::string& when);
 
-  bool mute_ = false, told_of_step_ = false, watches_ = true;
+  bool mute_ = false, warned_of_step_ = false, watches_ = true;
   int updates_ = 0;
   std::vector<Use> uses_;  // by parameter
   std::vector<std::string> texts_;

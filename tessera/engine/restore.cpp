@@ -66,13 +66,14 @@ const checkpoint::ParamRecord* Restore::record_of(const ParamSpec& spec, std::ve
   // An expert of other ranks than these.
   const auto* other = found != nullptr ? found : find([&](const auto& p) { return p.base_name() == spec.name; });
   if (other == nullptr) return nullptr;
-  const auto said = [](const std::vector<checkpoint::Along>& axes) {
+  const auto announced = [](const std::vector<checkpoint::Along>& axes) {
     std::string text = axes.empty() ? "the same on all ranks" : "another one on each of";
     for (const checkpoint::Along& axis : axes)
       text += c10::str(" ", axis.of, " ranks along ", axis.axis);
     return text;
   };
-  problems.push_back(c10::str("'", spec.name, "' is ", said(other->along), " there and ", said(along), " here"));
+  problems.push_back(
+      c10::str("'", spec.name, "' is ", announced(other->along), " there and ", announced(along), " here"));
   return nullptr;
 }
 
@@ -245,16 +246,16 @@ at::Tensor Restore::client_state(int param, const std::string& kind) const {
 // Straight to where they belong where writing is no more than a copy; through memory of their own where it is more.
 void Restore::read_parts(io::Progress& progress) {
   zero::StateAccess& states = engine_->states();
-  const auto done = [&](const Part& part) {
+  const auto done = [&](const Piece& part) {
     if (place_ == 0) progress.add(bytes_of(part));
   };
-  const auto is_rounded = [&](const Part& part) {
+  const auto is_rounded = [&](const Piece& part) {
     const bool is_weight = part.quantity == shard::Quantity::Master || part.quantity == shard::Quantity::Weight;
     return is_weight && !options_.from_master;
   };
-  std::vector<std::pair<const Part*, at::Tensor>> direct;
-  std::vector<const Part*> others;
-  for (const Part& part : parts_) {
+  std::vector<std::pair<const Piece*, at::Tensor>> direct;
+  std::vector<const Piece*> others;
+  for (const Piece& part : parts_) {
     const at::Tensor place =
         is_rounded(part) ? at::Tensor() : states.writable_view(part.param, part.quantity, part.want.range);
     if (place.defined() && place.is_cpu() && place.scalar_type() == part.record->dtype)
@@ -270,7 +271,7 @@ void Restore::read_parts(io::Progress& progress) {
   // Read ahead of what is written.
   std::deque<std::future<at::Tensor>> ahead;
   size_t next = 0;
-  for (const Part* part : others) {
+  for (const Piece* part : others) {
     for (; next < others.size() && ahead.size() < kReaders; ++next)
       ahead.push_back(
           std::async(std::launch::async, [this, p = others[next]] { return reader_->read(*p->record, p->want); }));
@@ -283,11 +284,11 @@ void Restore::read_parts(io::Progress& progress) {
 }
 
 // The device's memory that a tile takes while it is written (its values in fp32, a weight and a residual): where there is none,
-// that is told before the first write.
+// that is an error before the first write.
 void Restore::check_room() const {
   if (ranks_->device.is_cpu()) return;
   int64_t elements = 0;
-  for (const Part& part : parts_)
+  for (const Piece& part : parts_)
     elements = std::min(elements + part.want.range.size(), shard::kTile);
   together(*ranks_, "room for a load", [&] {
     zero::memory_for([&] { at::empty({2 * elements}, at::TensorOptions(at::kFloat).device(ranks_->device)); },
@@ -394,10 +395,10 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
   Restore restore;
   restore.options_ = options;
   const auto left = together(ranks_, "what a checkpoint holds", [&] {
-    const Json said = Json::parse(first[0]);
-    restore.tag_ = said["tag"];
+    const Json announced = Json::parse(first[0]);
+    restore.tag_ = announced["tag"];
     restore.folder_ = checkpoint::folder_of(dir, restore.tag_);
-    restore.reader_ = std::make_unique<checkpoint::Reader>(restore.folder_, said["manifest"].get<std::string>());
+    restore.reader_ = std::make_unique<checkpoint::Reader>(restore.folder_, announced["manifest"].get<std::string>());
     restore.run_ = std::make_shared<const SavedRun>(
         restore.reader_->manifest().run, (std::filesystem::path(restore.folder_) / checkpoint::kManifestName).string());
     restore.place_ = ranks_.place();

@@ -55,7 +55,7 @@ class Restore {
 
  private:
   friend class Checkpointer;
-  struct Part {
+  struct Piece {
     const checkpoint::TensorRecord* record;
     checkpoint::Want want;
     int param;
@@ -81,7 +81,7 @@ class Restore {
   bool of_several_ = false;  // what is not in this engine may be in another one
   std::string folder_, tag_;
   std::unique_ptr<checkpoint::Reader> reader_;
-  std::vector<Part> parts_;
+  std::vector<Piece> parts_;
   std::vector<std::pair<int, shard::Quantity>> unborn_;  // states of parameters that had not been updated yet
   std::vector<const checkpoint::ParamRecord*> records_;  // by parameter; null: missing
   std::vector<std::string> missing_, unexpected_;

@@ -14,7 +14,7 @@ namespace tessera::engine {
 
 class Engine;
 
-// Of an accumulation that had begun: what save_accumulation() said.
+// Of an accumulation that had begun: what save_accumulation() returned.
 struct SavedRunAccumulation {
   std::string spread;
   double contributions = 1;

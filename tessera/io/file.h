@@ -1,5 +1,5 @@
 // File: a file by descriptor, and the few operations on names that make a change appear whole or not at all. Errors are
-// IoError and name the file, the operation and what the system said.
+// IoError and name the file, the operation and the system's reason.
 #pragma once
 
 #include <cstdint>

@@ -29,7 +29,7 @@ struct Transfer {
   std::promise<void> done{};
 
   int64_t part() const { return std::min(bytes, kLargestPart); }
-  // The kernel moved `moved` bytes, or said why not. What is left goes the ordinary way, which also words the error.
+  // The kernel moved `moved` bytes, or gave its reason. What is left goes the ordinary way, which also words the error.
   void finish(int64_t moved) {
     try {
       const int64_t from = std::max<int64_t>(moved, 0);
@@ -61,7 +61,7 @@ class UringQueue final : public Queue {
       const std::lock_guard lock(mutex_);
       over_ = true;
     }
-    news_.notify_one();
+    changed_.notify_one();
     thread_.join();
     ::io_uring_queue_exit(&ring_);
   }
@@ -96,7 +96,7 @@ class UringQueue final : public Queue {
       transfer.release();  // comes back by the completion
       ++flying_;
     }
-    if (flying_ > 0) news_.notify_one();
+    if (flying_ > 0) changed_.notify_one();
   }
 
   // Returns when the kernel has taken it, or why it will take none.
@@ -131,7 +131,7 @@ class UringQueue final : public Queue {
     for (;;) {
       {
         std::unique_lock lock(mutex_);
-        news_.wait(lock, [this] { return flying_ > 0 || over_; });
+        changed_.wait(lock, [this] { return flying_ > 0 || over_; });
         if (flying_ == 0) return;
       }
       io_uring_cqe* completion = nullptr;
@@ -155,7 +155,7 @@ class UringQueue final : public Queue {
   const int depth_;
   io_uring ring_{};
   std::mutex mutex_;  // of what follows, and of the ring's submissions
-  std::condition_variable news_;
+  std::condition_variable changed_;
   std::deque<std::unique_ptr<Transfer>> waiting_;
   int flying_ = 0;
   int refusal_ = 0;  // errno of the kernel, for good

@@ -106,7 +106,7 @@ void Contents::note(const std::shared_ptr<torch::nn::Module>& part, const std::s
 
 // Names are not made: they would cost most.
 bool Contents::same_objects() const {
-  return std::ranges::all_of(parts_, [](const Part& part) {
+  return std::ranges::all_of(parts_, [](const KnownModule& part) {
     return pointers(part.module->children()) == part.children &&
            (part.is_layer || pointers(part.module->parameters(/*recurse=*/false)) == part.params);
   });

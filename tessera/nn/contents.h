@@ -23,7 +23,7 @@ class Contents {
   engine::ContentsReport report(const std::vector<engine::ParamSpec>& params) const;
 
  private:
-  struct Part {
+  struct KnownModule {
     std::shared_ptr<torch::nn::Module> module;
     std::vector<const void*> children, params;  // its own
     bool is_layer = false;                      // whose forward reads members and nothing else
@@ -37,7 +37,7 @@ class Contents {
   bool same_objects() const;
 
   std::shared_ptr<torch::nn::Module> module_;
-  std::vector<Part> parts_;
+  std::vector<KnownModule> parts_;
   std::vector<Member> members_;
   std::vector<engine::NamedParam> built_;
 };

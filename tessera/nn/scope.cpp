@@ -10,7 +10,7 @@
 
 namespace tessera::nn {
 
-ModuleScope::ModuleScope(const ScopeLink& link) : module_(link.module) {
+ModuleScope::ModuleScope(const ScopeHandle& link) : module_(link.module) {
   if (module_ < 0) return;
   engine_ = link.engine.lock();
   if (engine_ == nullptr || engine_->destroyed()) {
@@ -38,8 +38,8 @@ void ModuleScope::finish(const std::vector<at::Tensor>& outputs, bool hides) {
   if (engine != nullptr) engine->modules().leave(module_, outputs, hides);
 }
 
-ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
-                         const std::vector<std::string>& leaves) {
+ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
+                           const std::vector<std::string>& leaves) {
   const auto in_leaf = [&](const std::string& path) {
     return std::any_of(leaves.begin(), leaves.end(), [&](const std::string& leaf) {
       return path != leaf && (leaf.empty() || path.starts_with(leaf + "."));

@@ -17,7 +17,7 @@ class Module;
 namespace tessera::nn {
 
 // A module's number in an engine. Modules without an engine, or without partitioned parameters, have none.
-struct ScopeLink {
+struct ScopeHandle {
   std::weak_ptr<engine::Engine> engine;
   int module = -1;
 };
@@ -26,17 +26,17 @@ struct ScopeLink {
 class ScopeHolder {
  public:
   virtual ~ScopeHolder() = default;
-  const ScopeLink& scope() const { return link_; }
-  void connect(ScopeLink link) { link_ = std::move(link); }
+  const ScopeHandle& scope() const { return link_; }
+  void connect(ScopeHandle link) { link_ = std::move(link); }
 
  private:
-  ScopeLink link_;
+  ScopeHandle link_;
 };
 
 // One call of a module: gathers its parameters now; ends with finish(), or as a call that threw.
 class ModuleScope {
  public:
-  explicit ModuleScope(const ScopeLink& link);
+  explicit ModuleScope(const ScopeHandle& link);
   ~ModuleScope();
   ModuleScope(const ModuleScope&) = delete;
   ModuleScope& operator=(const ModuleScope&) = delete;
@@ -53,8 +53,8 @@ class ModuleScope {
 
 // Connects every ScopeHolder in `module` with `engine`, whose parameters are those of param_specs(), but for those inside
 // the modules of the paths `leaves`, which run as one. Returns the scope of the parameters that belong to no ScopeHolder.
-ScopeLink connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
-                         const std::vector<std::string>& leaves);
+ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
+                           const std::vector<std::string>& leaves);
 
 // Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `writer` >= 0, for
 // writing on that rank of the data-parallel group. Collective, at the begin and at the end. Tensors that the engine does

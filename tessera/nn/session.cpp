@@ -40,12 +40,12 @@ comm::Mesh environment_mesh(const Config& config) {
 }
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-                 const Construction* building, const UnitPolicy& policy, bool tells)
-    : module_(std::move(module)), tells_(tells && mesh.rank(comm::kAxes) == 0) {
+                 const Construction* building, const UnitPolicy& policy, bool logs)
+    : module_(std::move(module)), logs_(logs && mesh.rank(comm::kAxes) == 0) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
   check_axes(config, mesh);
-  tell(config::check_cpp_serves(config));
+  warn(config::check_cpp_serves(config));
   const auto optimizer = config::native_optimizer(config);
   TESSERA_CHECK_VALUE(optimizer, "initialize",
                       "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",
@@ -70,7 +70,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (config::placements(config).shards_params()) {
     const engine::Outline model = outline(*module_);
     const engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);
-    tell(marked.warnings);
+    warn(marked.warnings);
     leaves = engine::outermost(model, marked.modules);
     units = engine::partition_units(model, units, leaves);
   }
@@ -103,13 +103,13 @@ void Session::read_checkpoint_section(const Config& config) {
   loads_masters_ = config.zero_optimization.load_from_fp32_weights;
 }
 
-void Session::tell(const std::vector<std::string>& warnings) const {
-  for (const std::string& line : tells_ ? warnings : std::vector<std::string>())
+void Session::warn(const std::vector<std::string>& warnings) const {
+  for (const std::string& line : logs_ ? warnings : std::vector<std::string>())
     TORCH_WARN(line);
 }
 
 void Session::warn_of_region() const {
-  tell(
+  warn(
       {"[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
        "region around it is switched off inside"});
 }
@@ -118,7 +118,7 @@ void Session::warn_of_cuts() const {
   const int ranks = core_->mesh().size(comm::Axis::Tp);
   const auto cut = [](const engine::ParamSpec& spec) { return spec.varies.has(comm::Axis::Tp); };
   if (ranks == 1 || std::ranges::any_of(core_->params(), cut)) return;
-  tell({c10::str(
+  warn({c10::str(
       "[initialize] the mesh has ", ranks,
       " ranks along 'tp' (tensor_parallel.autotp_size), and no module of the model is cut over them: all train "
       "the same whole model; build it of the layers in tessera/nn/parallel.h, or leave the ranks to data "
@@ -128,7 +128,7 @@ void Session::warn_of_cuts() const {
 void Session::warn_of_frozen() const {
   const auto trains = [](const engine::ParamSpec& spec) { return spec.group >= 0; };
   if (std::ranges::any_of(core_->params(), trains)) return;
-  tell({c10::str("[initialize] nothing is trained: ",
+  warn({c10::str("[initialize] nothing is trained: ",
                  core_->params().empty() ? "the model has no parameters" : "all parameters of the model are frozen",
                  ": until something is, this engine only evaluates")});
 }
@@ -141,31 +141,31 @@ bool Session::step(std::optional<double> global_norm) {
   const int64_t steps = core_->global_steps();
   const bool boundary = !core_->options().managed_accumulation || core_->is_gradient_accumulation_boundary();
   const bool applied = core_->step({}, global_norm, boundary ? fault() : "");
-  tell_of_step();
+  warn_of_step();
   if (applied) {
     ++schedule_steps_;
     apply_schedule();
   }
-  if (core_->global_steps() != steps) tell_progress();
+  if (core_->global_steps() != steps) log_progress();
   return applied;
 }
 
-void Session::tell_of_step() {
+void Session::warn_of_step() {
   for (const std::string& line : core_->take_notices())
     TORCH_WARN(line);
   if (!checks_sequence_ || !core_->was_step_applied()) return;
   checks_sequence_ = false;
   const comm::GroupPtr sequence = core_->mesh().group(comm::Axis::Sp);
   if (sequence->rank() != 0 || sequence->stats().all_to_all.calls > 0) return;
-  tell({c10::str(
+  warn({c10::str(
       "[engine.step] the mesh has ", sequence->size(),
       " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
       "sequence over mesh.group(Axis::Sp): what is no attention may treat each part alone, an attention needs "
       "parallel::DistributedAttention; without a cut sequence the ranks train the same twice")});
 }
 
-void Session::tell_progress() const {
-  if (!tells_ || steps_per_print_ == 0 || core_->global_steps() % steps_per_print_ != 0) return;
+void Session::log_progress() const {
+  if (!logs_ || steps_per_print_ == 0 || core_->global_steps() % steps_per_print_ != 0) return;
   const std::string line = c10::str("[tessera] step=", core_->global_steps(), ", skipped=", core_->skipped_steps(),
                                     ", lr=", at::ArrayRef<double>(lr()), "\n");
   std::fputs(line.c_str(), stderr);
@@ -207,7 +207,7 @@ void Session::look_before_update() {
 
 std::string Session::fault() {
   const engine::ContentsReport report = contents_->report(core_->params());
-  if (!report.warning.empty() && !std::exchange(told_of_frozen_, true)) tell({report.warning});
+  if (!report.warning.empty() && !std::exchange(warned_of_frozen_, true)) warn({report.warning});
   return report.fault;
 }
 

@@ -41,9 +41,9 @@ class Session {
   // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no native optimizer
   // or is wrong, or asks for other ranks along sp or tp than `mesh` has; not-implemented error for keys that are not served.
   // `building`: who partitioned parameters of the module before, or null. `policy`: which parameters travel together.
-  // `tells`: the mesh's first rank warns and writes progress lines (steps_per_print) to standard error, for all ranks.
+  // `logs`: the mesh's first rank warns and writes progress lines (steps_per_print) to standard error, for all ranks.
   Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-          const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy, bool tells = true);
+          const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy, bool logs = true);
   // One schedule moves the rates of a core: there are no copies.
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -110,23 +110,23 @@ class Session {
   // Nothing is trained. (A stage of a pipeline may be so.)
   void warn_of_frozen() const;
   // The scope of parameters that belong to no Hooked module.
-  const ScopeLink& rest() const { return rest_; }
+  const ScopeHandle& rest() const { return rest_; }
 
  private:
   void apply_schedule();
   void check_contents(const char* call);
   void read_checkpoint_section(const Config& config);
-  void tell(const std::vector<std::string>& warnings) const;
-  void tell_progress() const;
-  void tell_of_step();
+  void warn(const std::vector<std::string>& warnings) const;
+  void log_progress() const;
+  void warn_of_step();
   std::map<std::string, std::vector<std::string>> aliases() const;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
 
   std::shared_ptr<torch::nn::Module> module_;
   std::shared_ptr<engine::Engine> core_;
   std::unique_ptr<Contents> contents_;
-  bool told_of_frozen_ = false;  // that came later
-  ScopeLink rest_;
+  bool warned_of_frozen_ = false;  // that came later
+  ScopeHandle rest_;
   std::optional<optim::ScheduleOptions> schedule_;
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
@@ -134,7 +134,7 @@ class Session {
   engine::Foreign load_from_;
   bool loads_masters_ = true;
   bool gathers_for_export_ = true;
-  bool tells_ = false;
+  bool logs_ = false;
   bool checks_sequence_ = false;  // until its first update: whether anything exchanges parts of the sequence
   int64_t steps_per_print_ = 0;   // 0: never
 };

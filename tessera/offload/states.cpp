@@ -161,7 +161,7 @@ class Homes {
     const std::lock_guard lock(mutex_);
     const bool on_cpu = options.device().is_cpu();
     if (options_.residence == Residence::Device || (options_.residence == Residence::Host && on_cpu)) {
-      if (options_.residence == Residence::Host && !std::exchange(said_, true))
+      if (options_.residence == Residence::Host && !std::exchange(warned_, true))
         TORCH_WARN("[offload] the model is on the CPU, where its ", options_.what,
                    " live in host memory anyway: offload to device cpu changes nothing");
       return nullptr;
@@ -207,7 +207,7 @@ class Homes {
 
   const StateOptions options_;
   std::mutex mutex_;
-  bool said_ = false;
+  bool warned_ = false;
   // By thread, of which each is a rank: what one asks for is no other's matter.
   std::map<std::thread::id, int64_t> in_memory_;  // elements that live there instead
   std::set<Quantity> quantities_;

@@ -21,7 +21,7 @@ enum class Rule {
 };
 
 // Hyper-parameters of one param group; a rule reads those it knows. Names are torch's; defaults those of configurations
-// (docs/config.md), where AdamW decays nothing unless told to.
+// (docs/config.md), where AdamW decays nothing unless asked to.
 struct GroupOptions {
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999;  // Adam, Lion

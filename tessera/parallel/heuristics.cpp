@@ -65,36 +65,36 @@ bool fused_qkv(const std::string& path) {
 
 // ---- fused query, key and value
 
-enum class Layout : uint8_t {
+enum class FusedOrder : uint8_t {
   Heads,   // head by head, each with its query (or queries of a group), key and value
   Blocks,  // all queries, all keys, all values
   Codegen  // four of [queries, values, keys]
 };
 struct Fused {
   const char* class_name;
-  Layout layout;
+  FusedOrder layout;
 };
 // By the class of the block or the attention; the longest name that is part of it counts.
-constexpr std::array<Fused, 17> kFused{{{"CodeGenBlock", Layout::Codegen},
-                                        {"BloomBlock", Layout::Heads},
-                                        {"GLMBlock", Layout::Blocks},
-                                        {"MPTBlock", Layout::Blocks},
-                                        {"MptBlock", Layout::Blocks},
-                                        {"BaichuanLayer", Layout::Blocks},
-                                        {"QWenBlock", Layout::Blocks},
-                                        {"FalconDecoderLayer", Layout::Heads},
-                                        {"GPTBigCodeBlock", Layout::Heads},
-                                        {"DecoderLayer", Layout::Blocks},
-                                        {"Phi3DecoderLayer", Layout::Blocks},
-                                        {"GPTNeoXLayer", Layout::Heads},
-                                        {"PersimmonDecoderLayer", Layout::Heads},
-                                        {"FuyuDecoderLayer", Layout::Heads},
-                                        {"DbrxBlock", Layout::Blocks},
-                                        {"VisionBlock", Layout::Blocks},
-                                        {"GPTNeoXJapaneseLayer", Layout::Heads}}};
+constexpr std::array<Fused, 17> kFused{{{"CodeGenBlock", FusedOrder::Codegen},
+                                        {"BloomBlock", FusedOrder::Heads},
+                                        {"GLMBlock", FusedOrder::Blocks},
+                                        {"MPTBlock", FusedOrder::Blocks},
+                                        {"MptBlock", FusedOrder::Blocks},
+                                        {"BaichuanLayer", FusedOrder::Blocks},
+                                        {"QWenBlock", FusedOrder::Blocks},
+                                        {"FalconDecoderLayer", FusedOrder::Heads},
+                                        {"GPTBigCodeBlock", FusedOrder::Heads},
+                                        {"DecoderLayer", FusedOrder::Blocks},
+                                        {"Phi3DecoderLayer", FusedOrder::Blocks},
+                                        {"GPTNeoXLayer", FusedOrder::Heads},
+                                        {"PersimmonDecoderLayer", FusedOrder::Heads},
+                                        {"FuyuDecoderLayer", FusedOrder::Heads},
+                                        {"DbrxBlock", FusedOrder::Blocks},
+                                        {"VisionBlock", FusedOrder::Blocks},
+                                        {"GPTNeoXJapaneseLayer", FusedOrder::Heads}}};
 constexpr int64_t kCodegenBlocks = 4;
 
-Layout layout_of(PlanBuilder& builder, const Module& m, const std::string& block) {
+FusedOrder layout_of(PlanBuilder& builder, const Module& m, const std::string& block) {
   const Fused* found = nullptr;
   for (std::string at = parent_of(m.path); is_inside(at, block); at = parent_of(at)) {
     const Module* around = builder.find(at);
@@ -105,10 +105,10 @@ Layout layout_of(PlanBuilder& builder, const Module& m, const std::string& block
     if (at == block) break;
   }
   if (found != nullptr) return found->layout;
-  if (m.kind == Module::Kind::Conv1D) return Layout::Blocks;
+  if (m.kind == Module::Kind::Conv1D) return FusedOrder::Blocks;
   builder.warn(c10::str("unknown layout of query, key and value in one layer, taken as head by head: ", m.path,
                         "; if it is another one give it a rule with 'shape' in partition_config.layer_specs"));
-  return Layout::Heads;
+  return FusedOrder::Heads;
 }
 
 struct Subs {
@@ -118,13 +118,13 @@ struct Subs {
 };
 
 // Query, key and value of `outputs` elements together; notes how many heads the attention deals out.
-Subs subs_of_qkv(PlanBuilder& builder, const Module& m, Layout layout, int64_t outputs) {
+Subs subs_of_qkv(PlanBuilder& builder, const Module& m, FusedOrder layout, int64_t outputs) {
   const ModelFacts& facts = builder.facts().of(m.path);
   const int64_t heads = facts.heads;
   const int64_t head_dim = facts.head_dim > 0 || heads == 0 ? facts.head_dim : facts.hidden / heads;
   const std::string attention = parent_of(m.path);
   if (heads == 0 || head_dim == 0) {
-    TESSERA_CHECK_VALUE(layout == Layout::Blocks && outputs % 3 == 0, "parallel", m.path, ": ", outputs,
+    TESSERA_CHECK_VALUE(layout == FusedOrder::Blocks && outputs % 3 == 0, "parallel", m.path, ": ", outputs,
                         " outputs of query, key and value cannot be told apart without the model's numbers of heads");
     return {Sizes(3, outputs / 3), std::vector<SizeRule>(3, builder.size_rule(m, outputs / 3))};
   }
@@ -137,7 +137,7 @@ Subs subs_of_qkv(PlanBuilder& builder, const Module& m, Layout layout, int64_t o
     return {{heads * head_dim, rest}, {{.heads = heads}, {}}, part_sizes(rest, builder.options().size)};
   }
   builder.set_heads(attention, kv_heads);
-  if (layout == Layout::Codegen) {
+  if (layout == FusedOrder::Codegen) {
     TESSERA_CHECK_VALUE(heads % kCodegenBlocks == 0 && kv_heads == heads, "parallel", m.path, ": ", heads,
                         " heads are not ", kCodegenBlocks, " blocks of query, value and key");
     const int64_t many = heads / kCodegenBlocks;
@@ -147,7 +147,7 @@ Subs subs_of_qkv(PlanBuilder& builder, const Module& m, Layout layout, int64_t o
                         " ranks; use at most ", many, " (tensor_parallel.autotp_size)");
     return {Sizes(3 * kCodegenBlocks, many * head_dim), std::vector<SizeRule>(3 * kCodegenBlocks, {.heads = many})};
   }
-  if (layout == Layout::Heads) return {{outputs}, {{.heads = kv_heads}}};
+  if (layout == FusedOrder::Heads) return {{outputs}, {{.heads = kv_heads}}};
   return {{heads * head_dim, kv_heads * head_dim, kv_heads * head_dim}, std::vector<SizeRule>(3, {.heads = kv_heads})};
 }
 
@@ -202,11 +202,11 @@ void cut_block(PlanBuilder& builder, const std::string& block, const std::vector
     const Module& m = *item.module;
     if (item.row || !fused_qkv(m.path)) continue;
     const int64_t dim = m.kind == Module::Kind::Conv1D ? 1 : 0;
-    const Layout layout = layout_of(builder, m, block);
+    const FusedOrder layout = layout_of(builder, m, block);
     const Subs subs = subs_of_qkv(builder, m, layout, m.weight_sizes[dim]);
     builder.cut(m, Partition::Column, dim, "heuristics: query, key and value in one", subs.sizes, subs.rules).tail =
         subs.tail;
-    if (layout == Layout::Codegen) codegen.push_back(parent_of(m.path));
+    if (layout == FusedOrder::Codegen) codegen.push_back(parent_of(m.path));
   }
   for (const Item& item : items) {
     const Module& m = *item.module;

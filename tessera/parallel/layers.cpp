@@ -19,7 +19,7 @@ struct Entry {
   int layers = 0;  // that will want a gradient here
 
   // Of the running backward:
-  int heard = 0;  // layers that have given theirs
+  int arrived = 0;  // layers that have given theirs
   at::Tensor sum;
   std::optional<Transfer<at::Tensor>> flight;
   at::Tensor gathered;  // the input, once more
@@ -198,14 +198,14 @@ void Entry::add(at::Tensor gradient) {
     sum.add_(gradient);
   else
     sum = is_only_holder(gradient) ? std::move(gradient) : gradient.clone(at::MemoryFormat::Contiguous);
-  if (++heard != layers || !overlap) return;
+  if (++arrived != layers || !overlap) return;
   flight.emplace(sequence ? start_scatter_sum(sum, along) : start_sum(sum, along, /*in_place=*/true));
 }
 
 at::Tensor Entry::leave() {
   at::Tensor total = std::exchange(sum, {});
   gathered.reset();
-  heard = 0;
+  arrived = 0;
   if (flight) {
     total = flight->wait();
     flight.reset();

@@ -191,7 +191,7 @@ at::Tensor own_part(const at::Tensor& x, const Along& along) {
 namespace {
 
 // Tensors on both sides of an exchange, and how one rank's message to another is laid out.
-struct Plan {
+struct Blocks {
   int64_t scatter_dim, gather_dim;
   std::vector<Sizes> scatter, gather;  // [tensor][rank]
   std::vector<Sizes> before, after;    // sizes of the tensors
@@ -200,17 +200,17 @@ struct Plan {
   bool joint = false;
 };
 
-Plan plan_of(const std::vector<at::Tensor>& tensors, const Exchange& x) {
+Blocks blocks_of(const std::vector<at::Tensor>& tensors, const Exchange& x) {
   const comm::Group& group = *x.group;
   const size_t count = tensors.size();
   TESSERA_CHECK_VALUE(count > 0, "parallel", x.label, ": nothing to exchange");
   TESSERA_CHECK_VALUE(
       (x.scatter.empty() || x.scatter.size() == count) && (x.gather.empty() || x.gather.size() == count), "parallel",
       x.label, ": sizes for ", std::max(x.scatter.size(), x.gather.size()), " tensors, ", count, " are given");
-  Plan plan;
-  plan.scatter_dim = dim_of(tensors[0], x.scatter_dim, x.label);
-  plan.gather_dim = dim_of(tensors[0], x.gather_dim, x.label);
-  TESSERA_CHECK_VALUE(plan.scatter_dim != plan.gather_dim, "parallel", x.label, ": dim ", plan.gather_dim,
+  Blocks blocks;
+  blocks.scatter_dim = dim_of(tensors[0], x.scatter_dim, x.label);
+  blocks.gather_dim = dim_of(tensors[0], x.gather_dim, x.label);
+  TESSERA_CHECK_VALUE(blocks.scatter_dim != blocks.gather_dim, "parallel", x.label, ": dim ", blocks.gather_dim,
                       " cannot be cut and joined at once");
   for (size_t i = 0; i < count; ++i) {
     const at::Tensor& t = tensors[i];
@@ -218,46 +218,47 @@ Plan plan_of(const std::vector<at::Tensor>& tensors, const Exchange& x) {
                             t.device() == tensors[0].device(),
                         "parallel", x.label,
                         ": tensors of one exchange have one dtype, device and number of dims; tensor ", i, " differs");
-    plan.scatter.push_back(
-        sizes_of_whole(t, plan.scatter_dim, x.scatter.empty() ? Sizes() : x.scatter[i], group, x.label));
-    plan.gather.push_back(sizes_of_parts(t, plan.gather_dim, x.gather.empty() ? Sizes() : x.gather[i], group, x.label));
-    plan.before.push_back(t.sizes().vec());
-    plan.after.push_back(with(with(t.sizes(), plan.scatter_dim, plan.scatter[i][group.rank()]), plan.gather_dim,
-                              sum_of(plan.gather[i])));
+    blocks.scatter.push_back(
+        sizes_of_whole(t, blocks.scatter_dim, x.scatter.empty() ? Sizes() : x.scatter[i], group, x.label));
+    blocks.gather.push_back(
+        sizes_of_parts(t, blocks.gather_dim, x.gather.empty() ? Sizes() : x.gather[i], group, x.label));
+    blocks.before.push_back(t.sizes().vec());
+    blocks.after.push_back(with(with(t.sizes(), blocks.scatter_dim, blocks.scatter[i][group.rank()]), blocks.gather_dim,
+                                sum_of(blocks.gather[i])));
   }
   // The same on all ranks: it looks at dims of one size everywhere.
-  plan.joint = plan.scatter_dim > plan.gather_dim && outermost(plan.before[0], plan.gather_dim);
+  blocks.joint = blocks.scatter_dim > blocks.gather_dim && outermost(blocks.before[0], blocks.gather_dim);
   for (size_t i = 1; i < count; ++i)
-    plan.joint = plan.joint && plan.gather[i] == plan.gather[0] &&
-                 with(plan.before[i], plan.scatter_dim, 1) == with(plan.before[0], plan.scatter_dim, 1);
-  return plan;
+    blocks.joint = blocks.joint && blocks.gather[i] == blocks.gather[0] &&
+                   with(blocks.before[i], blocks.scatter_dim, 1) == with(blocks.before[0], blocks.scatter_dim, 1);
+  return blocks;
 }
 
-int64_t joint_size(const Plan& plan, int rank) {
+int64_t joint_size(const Blocks& blocks, int rank) {
   int64_t size = 0;
-  for (const Sizes& sizes : plan.scatter)
+  for (const Sizes& sizes : blocks.scatter)
     size += sizes[rank];
   return size;
 }
 
-at::Tensor packed(const std::vector<at::Tensor>& tensors, const Plan& plan, int ranks) {
-  if (tensors.size() == 1) return parts_in_order(tensors[0], plan.scatter_dim, plan.scatter[0]);
+at::Tensor packed(const std::vector<at::Tensor>& tensors, const Blocks& blocks, int ranks) {
+  if (tensors.size() == 1) return parts_in_order(tensors[0], blocks.scatter_dim, blocks.scatter[0]);
   int64_t numel = 0, place = 0;
   for (const at::Tensor& t : tensors)
     numel += t.numel();
   at::Tensor sent = at::empty({numel}, tensors[0].options());
   for (int r = 0; r < ranks; ++r) {
     at::Tensor block;
-    if (plan.joint) {
-      const Sizes sizes = with(plan.before[0], plan.scatter_dim, joint_size(plan, r));
+    if (blocks.joint) {
+      const Sizes sizes = with(blocks.before[0], blocks.scatter_dim, joint_size(blocks, r));
       block = sent.narrow(0, place, product(sizes)).view(sizes);
     }
     int64_t inside = 0;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const int64_t size = plan.scatter[i][r];
-      const at::Tensor part = tensors[i].narrow(plan.scatter_dim, begin_of(plan.scatter[i], r), size);
-      (plan.joint ? block.narrow(plan.scatter_dim, inside, size)
-                  : sent.narrow(0, place, part.numel()).view(part.sizes()))
+      const int64_t size = blocks.scatter[i][r];
+      const at::Tensor part = tensors[i].narrow(blocks.scatter_dim, begin_of(blocks.scatter[i], r), size);
+      (blocks.joint ? block.narrow(blocks.scatter_dim, inside, size)
+                    : sent.narrow(0, place, part.numel()).view(part.sizes()))
           .copy_(part);
       inside += size;
       place += part.numel();
@@ -271,23 +272,23 @@ at::Tensor alias(const at::Tensor& buffer, const at::Tensor& view) {
   return at::empty({0}, buffer.options()).set_(buffer.storage(), view.storage_offset(), view.sizes(), view.strides());
 }
 
-std::vector<at::Tensor> unpacked(const at::Tensor& received, const Plan& plan, int ranks, int rank) {
+std::vector<at::Tensor> unpacked(const at::Tensor& received, const Blocks& blocks, int ranks, int rank) {
   std::vector<at::Tensor> results;
-  if (plan.joint) {
-    const at::Tensor whole = received.view(with(plan.after[0], plan.scatter_dim, joint_size(plan, rank)));
+  if (blocks.joint) {
+    const at::Tensor whole = received.view(with(blocks.after[0], blocks.scatter_dim, joint_size(blocks, rank)));
     int64_t begin = 0;
-    for (const Sizes& sizes : plan.scatter) {
-      results.push_back(alias(received, whole.narrow(plan.scatter_dim, begin, sizes[rank])));
+    for (const Sizes& sizes : blocks.scatter) {
+      results.push_back(alias(received, whole.narrow(blocks.scatter_dim, begin, sizes[rank])));
       begin += sizes[rank];
     }
     return results;
   }
-  for (const Sizes& sizes : plan.after)
+  for (const Sizes& sizes : blocks.after)
     results.push_back(at::empty(sizes, received.options()));
   int64_t place = 0;
   for (int r = 0; r < ranks; ++r) {
     for (size_t i = 0; i < results.size(); ++i) {
-      const at::Tensor part = results[i].narrow(plan.gather_dim, begin_of(plan.gather[i], r), plan.gather[i][r]);
+      const at::Tensor part = results[i].narrow(blocks.gather_dim, begin_of(blocks.gather[i], r), blocks.gather[i][r]);
       part.copy_(received.narrow(0, place, part.numel()).view(part.sizes()));
       place += part.numel();
     }
@@ -300,20 +301,20 @@ std::vector<at::Tensor> unpacked(const at::Tensor& received, const Plan& plan, i
 Transfer<std::vector<at::Tensor>> start_exchange(const std::vector<at::Tensor>& tensors, const Exchange& exchange) {
   comm::Group& group = *exchange.group;
   const int ranks = group.size(), rank = group.rank();
-  const Plan plan = plan_of(tensors, exchange);
+  const Blocks blocks = blocks_of(tensors, exchange);
   if (ranks == 1) return Transfer<std::vector<at::Tensor>>(tensors);
   Sizes in_splits(ranks, 0), out_splits(ranks, 0);
   for (size_t i = 0; i < tensors.size(); ++i) {
     for (int r = 0; r < ranks; ++r) {
-      in_splits[r] += product(with(plan.before[i], plan.scatter_dim, plan.scatter[i][r]));
-      out_splits[r] += product(with(plan.after[i], plan.gather_dim, plan.gather[i][r]));
+      in_splits[r] += product(with(blocks.before[i], blocks.scatter_dim, blocks.scatter[i][r]));
+      out_splits[r] += product(with(blocks.after[i], blocks.gather_dim, blocks.gather[i][r]));
     }
   }
-  const at::Tensor sent = packed(tensors, plan, ranks);
+  const at::Tensor sent = packed(tensors, blocks, ranks);
   const at::Tensor received = at::empty({sum_of(out_splits)}, sent.options());
   return {group.all_to_all(received, sent, out_splits, in_splits, exchange.label), [=] {
             (void)sent;
-            return unpacked(received, plan, ranks, rank);
+            return unpacked(received, blocks, ranks, rank);
           }};
 }
 

@@ -66,12 +66,12 @@ void LinkSender::send(const Tensors& outputs, const Sample& sample, const std::o
 
 LinkSender::Sent LinkSender::announce(const Tensors& outputs, const Sample& sample, const std::optional<Sizes>& samples,
                                       const std::string& note) {
-  std::vector<Outputs> said;
+  std::vector<Outputs> incoming;
   Header mine = header_of(number_, sample);
   add_outputs(mine, outputs, samples);
   for (const Header& header : exchange(mine))
-    said.push_back(outputs_of(header));
-  const LinkTable table = table_of(said, ranks_, me_);
+    incoming.push_back(outputs_of(header));
+  const LinkTable table = table_of(incoming, ranks_, me_);
   const bool trained =
       std::any_of(outputs.begin(), outputs.end(), [](const at::Tensor& t) { return t.requires_grad(); });
   Pieces copies(ranks_.p2p);
@@ -180,15 +180,15 @@ Message LinkReceiver::receive_message(const Sample& sample) {
 
 std::pair<Message, LinkReceiver::Received> LinkReceiver::take_in(const Sample& sample) {
   std::vector<LinkMessage> messages;
-  std::vector<Outputs> said;
+  std::vector<Outputs> incoming;
   for (const int giver : givers()) {
     messages.push_back(read(giver, c10::str("sample ", sample)));
     const Sample sent = sample_of(messages.back().header);
     TESSERA_CHECK(sent == sample, "hybrid", me_, " asks for sample ", sample, ", but the next message of ",
                   name_of(true, giver), " is of sample ", sent);
-    said.push_back(outputs_of(messages.back().header));
+    incoming.push_back(outputs_of(messages.back().header));
   }
-  const LinkTable table = table_of(said, ranks_, me_);
+  const LinkTable table = table_of(incoming, ranks_, me_);
   Tensors tensors(table.held.size());
   for (int from = 0; from < ranks_.source.parts(); ++from) {
     auto piece = messages[from].pieces.begin();
@@ -202,8 +202,8 @@ std::pair<Message, LinkReceiver::Received> LinkReceiver::take_in(const Sample& s
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined())  // nobody has anything of it
       tensors[i] =
-          at::empty(sizes_of(table.wanted[i][part_]), at::TensorOptions(said[0].dtypes[i]).device(engine_.device));
-    if (!said[0].trained[i]) continue;
+          at::empty(sizes_of(table.wanted[i][part_]), at::TensorOptions(incoming[0].dtypes[i]).device(engine_.device));
+    if (!incoming[0].trained[i]) continue;
     received.leaves.push_back(tensors[i].requires_grad_());
     received.held.push_back(table.held[i]);
     received.wanted.push_back(table.wanted[i]);

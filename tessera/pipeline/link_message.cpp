@@ -12,9 +12,9 @@ constexpr size_t kHead = 3;  // kind, number, length of the sample
 }  // namespace
 
 std::vector<int64_t> numbers_of(const at::Tensor& header) {
-  const at::Tensor said = header.cpu();
-  const auto* data = said.const_data_ptr<int64_t>();
-  return {data, data + said.numel()};
+  const at::Tensor words = header.cpu();
+  const auto* data = words.const_data_ptr<int64_t>();
+  return {data, data + words.numel()};
 }
 
 std::vector<int64_t> header_of(int64_t number, const Sample& sample) {

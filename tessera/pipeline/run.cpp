@@ -13,8 +13,8 @@ namespace tessera::pipeline {
 namespace {
 
 template <class Map>
-auto taken(Map& from, typename Map::key_type place) {
-  return std::move(from.extract(place).mapped());
+auto taken(Map& from, typename Map::key_type cell) {
+  return std::move(from.extract(cell).mapped());
 }
 
 Tensors trained(const Tensors& tensors) {
@@ -26,14 +26,14 @@ Tensors trained(const Tensors& tensors) {
 
 // A message's tensor as the result of an operation, so that the layer may work in place on it; the leaf, whose gradient goes
 // back, stays what it is.
-struct Received : torch::autograd::Function<Received> {
+struct DetachedInput : torch::autograd::Function<DetachedInput> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& leaf) { return leaf.detach(); }
   static Tensors backward(torch::autograd::AutogradContext*, Tensors gradients) { return gradients; }
 };
 
 Message received(Message message) {
   for (at::Tensor& t : message.tensors)
-    if (t.defined() && t.requires_grad() && c10::GradMode::is_enabled()) t = Received::apply(t);
+    if (t.defined() && t.requires_grad() && c10::GradMode::is_enabled()) t = DetachedInput::apply(t);
   return message;
 }
 
@@ -47,7 +47,7 @@ Wires::Wires(const Ranks& ranks, int chunks, at::Device device) {
     const int boundary = shape.part(stage, chunk) - (ahead ? 0 : 1);
     const Line activations{ranks.forwards, 2 * boundary, "activations"};
     const Line gradients{ranks.backwards, 2 * boundary + 1, "gradients"};
-    const Peer peer{ranks.peers[other], ranks.name(other * ranks.size + ranks.place())};
+    const Peer peer{ranks.peers[other], ranks.name(other * ranks.size + ranks.cell())};
     return std::make_unique<Wire>(peer, ahead ? activations : gradients, ahead ? gradients : activations, device);
   };
   for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -81,28 +81,28 @@ void Run::execute(const Table& table) {
 
 void Run::act(const Action& action) {
   const auto [kind, micro, chunk] = action;
-  const Place place{chunk, micro};
+  const Cell cell{chunk, micro};
   const int part = shape_.part(number_, chunk);
   switch (kind) {
     case Kind::ReceiveActivations:
-      inputs_[place] = wires_.before[chunk]->receive(number(part - 1, micro));
+      inputs_[cell] = wires_.before[chunk]->receive(number(part - 1, micro));
       if (!trains_) wires_.before[chunk]->acknowledge();
       break;
     case Kind::Forward:
-      forward(place);
+      forward(cell);
       break;
     case Kind::SendActivations:
       if (!trains_) wires_.behind[chunk]->await_taken(kAhead - 1);
-      send(*wires_.behind[chunk], taken(made_, place), part, micro);
+      send(*wires_.behind[chunk], taken(made_, cell), part, micro);
       break;
     case Kind::ReceiveGradients:
-      gradients_[place] = wires_.behind[chunk]->receive(number(part, micro));
+      gradients_[cell] = wires_.behind[chunk]->receive(number(part, micro));
       break;
     case Kind::Backward:
-      backward(place);
+      backward(cell);
       break;
     case Kind::SendGradients:
-      send(*wires_.before[chunk], taken(gradients_, place), part - 1, micro);
+      send(*wires_.before[chunk], taken(gradients_, cell), part - 1, micro);
       break;
   }
 }
@@ -112,33 +112,33 @@ void Run::send(Wire& wire, const Message& message, int part, int micro) {
   most_under_way = std::max(most_under_way, wire.under_way());
 }
 
-void Run::forward(Place place) {
-  const auto [chunk, micro] = place;
+void Run::forward(Cell cell) {
+  const auto [chunk, micro] = cell;
   const bool first = shape_.is_first(number_, chunk), last = shape_.is_last(number_, chunk);
   Live live;
   Message inputs;
   if (!first) {
-    inputs = taken(inputs_, place);
+    inputs = taken(inputs_, cell);
     live.inputs = trained(inputs.tensors);
   }
   Stage::Made made = stage_.forward(chunk, micro, received(std::move(inputs)));
   if (made.loss.defined()) losses.push_back(made.loss.detach().to(at::kFloat));
   live.outputs = last ? Tensors{made.loss} : trained(made.message.tensors);
-  if (!last) made_[place] = std::move(made.message);
+  if (!last) made_[cell] = std::move(made.message);
   if (!trains_) return;
-  live_[place] = std::move(live);
+  live_[cell] = std::move(live);
   most_live = std::max(most_live, static_cast<int>(live_.size()));
 }
 
-void Run::backward(Place place) {
-  const auto [chunk, micro] = place;
-  const Live live = taken(live_, place);
+void Run::backward(Cell cell) {
+  const auto [chunk, micro] = cell;
+  const Live live = taken(live_, cell);
   stage_.set_boundary(--backwards_left_ == 0);
   try {
     if (shape_.is_last(number_, chunk)) {
       stage_.backward(live.outputs[0]);
     } else {
-      backward_of(live.outputs, taken(gradients_, place).tensors);
+      backward_of(live.outputs, taken(gradients_, cell).tensors);
     }
   } catch (const std::exception& error) {
     TESSERA_CHECK(!is_of_freed_graph(error), "pipeline", "stage ", number_, ": the graph of micro-batch ", micro,
@@ -148,7 +148,7 @@ void Run::backward(Place place) {
   }
   if (chunk == 0 && backwards_left_ > 0) stage_.count_micro_batch();
   if (shape_.is_first(number_, chunk)) return;
-  Tensors& found = gradients_[place].tensors;
+  Tensors& found = gradients_[cell].tensors;
   for (const at::Tensor& leaf : live.inputs)
     found.push_back(leaf.grad());
 }

@@ -33,17 +33,17 @@ class Run {
   int64_t most_under_way = 0;  // messages of one wire that the other side had not acknowledged
 
  private:
-  using Place = std::pair<int, int>;  // chunk, micro-batch
+  using Cell = std::pair<int, int>;  // chunk, micro-batch
   // What a forward leaves for its backward.
   struct Live {
     Tensors inputs, outputs;
   };
 
   void act(const Action& action);
-  void receive_activations(Place place);
+  void receive_activations(Cell cell);
   void send(Wire& wire, const Message& message, int part, int micro);
-  void forward(Place place);
-  void backward(Place place);
+  void forward(Cell cell);
+  void backward(Cell cell);
   void backward_of(const Tensors& outputs, const Tensors& gradients);
   // Of a message over the boundary behind `part`.
   int64_t number(int part, int micro) const { return int64_t{part} * shape_.micro_batches + micro; }
@@ -54,8 +54,8 @@ class Run {
   const int number_;  // of the stage
   const bool trains_;
   int backwards_left_;
-  std::map<Place, Message> inputs_, made_, gradients_;
-  std::map<Place, Live> live_;
+  std::map<Cell, Message> inputs_, made_, gradients_;
+  std::map<Cell, Live> live_;
 };
 
 }  // namespace tessera::pipeline

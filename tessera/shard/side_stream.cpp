@@ -62,7 +62,7 @@ void StreamOrder::read(c10::Device device) {
 }
 
 void StreamOrder::end(c10::Device device) noexcept try { write(device); } catch (const std::exception&) {
-  // Who uses it next is told.
+  // A device that fails: its next use throws.
 }
 
 void StreamOrder::keep(const at::Tensor& memory, c10::Event* used) const noexcept try {
@@ -74,7 +74,7 @@ void StreamOrder::keep(const at::Tensor& memory, c10::Event* used) const noexcep
   come_after(*used, memory.device());
   record(current_stream(memory.device()));
 } catch (const std::exception&) {
-  // A device that fails: who uses it next is told.
+  // A device that fails: its next use throws.
 }
 
 std::shared_ptr<c10::Event> SideStream::run(c10::Device device, const std::function<void()>& f, After after) {

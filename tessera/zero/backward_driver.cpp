@@ -292,7 +292,7 @@ void BackwardDriver::reduce_now() try {
 
 void BackwardDriver::ensure_reduced() {
   const std::lock_guard lock(hooks_.mutex());
-  hooks_.hear_news();
+  hooks_.run_kept();
   for (const auto& unit : units_.all())
     unit->on_this_stream();  // a step may be under another stream than its backwards
   if (unreduced_ || !flushed_ || reducer_->is_open()) flush();
@@ -337,7 +337,7 @@ void BackwardDriver::adopt_given_grads() {
     const at::Tensor given = std::exchange(grad, at::Tensor());
     const at::Tensor dense = given.is_sparse() ? given.to_dense() : given;
     if (by_backwards_ && !dense.any().item<bool>()) {
-      tell_of_zeros(p);
+      warn_of_zeros(p);
       have_gradient(place);
     } else if (unreduced_) {
       reducer_->clear(*place.unit, p);
@@ -352,8 +352,8 @@ void BackwardDriver::adopt_given_grads() {
   }
 }
 
-void BackwardDriver::tell_of_zeros(const Param& param) {
-  if (!param.grad.has() || std::exchange(told_of_zeros_, true)) return;
+void BackwardDriver::warn_of_zeros(const Param& param) {
+  if (!param.grad.has() || std::exchange(warned_of_zeros_, true)) return;
   TORCH_WARN("[zero] zeros that were put into the p.grad of '", param.name,
              "' do not take the place of the gradient of a backward, which p.grad does not show in this stage; call "
              "tessera.state.set_full_grad() where it shall be zero");
@@ -461,7 +461,7 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
 
 void BackwardDriver::drop_gradients() {
   const std::lock_guard lock(hooks_.mutex());
-  hooks_.hear_news();
+  hooks_.run_kept();
   reducer_->reset();
   unreduced_ = flushed_ = scaled_ = forward_came_ = forwards_count_ = by_backwards_ = false;
   of_forwards_ = of_backwards_ = {};
@@ -543,7 +543,7 @@ void BackwardDriver::remove() {
   try {
     if (sink_ != nullptr) sink_->drop();
   } catch (const std::exception&) {
-    // A device that fails: who uses it next is told.
+    // A device that fails: its next use throws.
   }
   reducer_->abandon();
 }

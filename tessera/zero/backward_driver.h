@@ -4,7 +4,7 @@
 //   p.grad = g, after torch.autograd.grad or over what a backward left, is the gradient of the update, as in PyTorch. At stages
 //   1 to 3 nothing of the engine's stands there, so what does is the user's: the whole gradient, of which each rank takes its
 //   slice where step() or a norm needs it. Nothing is reduced, as at stage 0; a checksum goes with what ranks compare at
-//   every step (Note [What ranks step by]), so that ranks which put different ones, or not all, are told. A backward before
+//   every step (Note [What ranks step by]), so that it is an error where ranks put different ones, or not all do. A backward before
 //   that adds to it, as to any p.grad, and takes it for this rank's part of the mean; so does who reads or saves the gradients
 //   that await their reduction. Zeros after a backward do not take the place of its gradient: p.grad is None there in these
 //   stages, and programs fill in what they take for missing.
@@ -121,7 +121,7 @@ class BackwardDriver final : private HookSink {
   void adopt_visible(const Place& place);
   void part_visible_grads();
   void adopt_given_grads();
-  void tell_of_zeros(const Param& param);
+  void warn_of_zeros(const Param& param);
   void put_gradient(const Place& place, const at::Tensor& flat);
   void settle_empty_units();
   void show_remote_grads();
@@ -141,7 +141,7 @@ class BackwardDriver final : private HookSink {
   } of_forwards_, of_backwards_;
   bool forward_came_ = false, forwards_count_ = false;  // since the last backward; in this update
   bool by_backwards_ = false;                           // a backward came in this update
-  bool told_of_zeros_ = false;
+  bool warned_of_zeros_ = false;
   bool unreduced_ = false;
   bool flushed_ = false;
   Hooks hooks_;  // last: removed first

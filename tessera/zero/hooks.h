@@ -134,9 +134,9 @@ class Hooks {
   // True between the first hook and the end of the outermost backward.
   bool in_backward();
 
-  // Takes in what destructors had to tell, and ends backwards that threw: what calls of the user's do first, wherever they
+  // Runs what destructors had to leave, and ends backwards that threw: what calls of the user's do first, wherever they
   // gather, release or drop something.
-  void hear_news();
+  void run_kept();
 
   // The node that made `t`; null where it has none, or where torch refuses to say (a view whose base was changed
   // in place: its use is what fails, not its being returned).
@@ -145,20 +145,20 @@ class Hooks {
   // Removes every hook; those in graphs still alive do nothing from now on. Safe to call twice.
   void remove();
 
-  std::recursive_mutex& mutex() { return link_->mutex; }
+  std::recursive_mutex& mutex() { return shared_->mutex; }
 
   // Shared with the hooks that autograd owns; `hooks` is null once removed.
   // Note [Destructors]
   //   What autograd owns of ours may be freed by any thread, with Python's lock held, while another thread holds the
   //   hooks' mutex and wants Python's (a client's optimizer inside step()). So destructors never wait for the mutex: what
-  //   they have to tell is kept for the next entry where the mutex is taken.
-  struct Link {
+  //   they have to do is kept for the next entry where the mutex is taken.
+  struct Shared {
     std::recursive_mutex mutex;
     Hooks* hooks = nullptr;
-    std::mutex news_mutex;
-    std::vector<std::function<void(Hooks&)>> news;
+    std::mutex kept_mutex;
+    std::vector<std::function<void(Hooks&)>> kept;
 
-    void tell(std::function<void(Hooks&)> what);
+    void run_or_keep(std::function<void(Hooks&)> what);
   };
 
  private:
@@ -171,7 +171,7 @@ class Hooks {
   };
   // What Note [Loss scaling] knows of the outermost backward.
   struct LossGuard {
-    std::optional<double> scale;                    // that a mark has said
+    std::optional<double> scale;                    // that a mark has set
     std::vector<std::shared_ptr<ScaleMark>> marks;  // that allow it
     bool allowed = false;
     bool passed_outputs = false;  // though it may be one of torch.autograd.grad
@@ -202,7 +202,7 @@ class Hooks {
 
   HookSink& sink_;
   const ReaderLock lock_;
-  std::shared_ptr<Link> link_;
+  std::shared_ptr<Shared> shared_;
   std::vector<compat::NodePtr> accumulators_;  // by parameter, the last one: it lives as long as somebody holds it
   std::unordered_map<int, Task> tasks_;
   std::vector<Deferred> deferred_;  // closings of calls

@@ -42,7 +42,7 @@ void HostGrads::store(shard::Range range, const at::Tensor& values) {
 }
 
 void GradCopies::abandon() noexcept try { finish(); } catch (const std::exception&) {
-  // A device that fails: who uses it next is told.
+  // A device that fails: its next use throws.
 }
 
 void GradCopies::leave(const at::Tensor& from, HostGrads& to, Release release) {

@@ -82,7 +82,7 @@ void Modules::await_updates(const std::vector<ParamId>& params) {
 bool Modules::enter(int module) {
   check(module);
   const std::lock_guard lock(driver_.hooks().mutex());
-  driver_.hooks().hear_news();
+  driver_.hooks().run_kept();
   await_updates(params_[module]);
   const bool outer = units_.unsharder().enter(module, Hooks::inside_task());
   producers_.resize(units_.unsharder().depth());

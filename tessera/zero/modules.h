@@ -29,7 +29,7 @@ class Modules {
   void register_external(int module, ParamId param);
   // Parameters lie in other units now. No forward is under way.
   void follow_units();
-  // Ends calls whose end was never told, before a new outermost forward.
+  // Ends calls whose end was never reported, before a new outermost forward.
   void end_stray();
 
  private:

@@ -77,7 +77,7 @@ void Moving::leave(Unit& unit, StateKind kind, const HomeMaker& home) {
 
 bool Moving::leave(const std::vector<StateKind>& kinds, const HomeMaker& home) {
   const std::lock_guard lock(driver_.hooks().mutex());
-  driver_.hooks().hear_news();
+  driver_.hooks().run_kept();
   const c10::AutoGradMode no_grad(false);
   check();
   units_.unsharder().settle_before_update();

@@ -41,7 +41,7 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) try {
   units_.check_here("gather");
   units_.lane().finish();
   const std::lock_guard lock(driver_.hooks().mutex());
-  driver_.hooks().hear_news();
+  driver_.hooks().run_kept();
   for (const ParamId id : ids) {
     TESSERA_CHECK(!open_[id].open, "zero.GatheredParameters", "parameter '", units_[id].name(),
                   "' is in an open GatheredParameters region already; regions must not overlap");

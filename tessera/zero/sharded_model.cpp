@@ -54,7 +54,7 @@ ShardedModel::~ShardedModel() {
     updater.abandon();
     units.release("its engine was destroyed; gather it before, or save a checkpoint");
   } catch (const std::exception&) {
-    // A device that fails: who uses it next is told.
+    // A device that fails: its next use throws.
   }
 }
 

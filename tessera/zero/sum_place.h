@@ -88,7 +88,7 @@ class HostSum final : public SumPlace {
   GradBuckets& buckets_;
 };
 
-// A sink, which also is told who has a gradient.
+// A sink, which gets too who has a gradient.
 class SunkSum final : public SumPlace {
  public:
   SunkSum(SumSink& sink, GradBuckets& buckets) : sink_(sink), buckets_(buckets) {}

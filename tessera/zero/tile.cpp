@@ -111,7 +111,7 @@ Tile::~Tile() {
   try {
     came_->synchronize();
   } catch (const std::exception&) {
-    // A device that fails: who uses it next is told.
+    // A device that fails: its next use throws.
   }
 }
 

@@ -37,7 +37,7 @@ void TilePipeline::wait() noexcept {
     for (const auto& event : {updated_, sent_})
       if (event) event->synchronize();
   } catch (const std::exception&) {
-    // A device that fails: who uses it next is told.
+    // A device that fails: its next use throws.
   }
 }
 

@@ -15,7 +15,7 @@ namespace tessera::zero {
 // weights live on the device a unit is one tile, and nothing is on its way. One at a time for an engine's lanes.
 class TilePipeline {
  public:
-  // `done` is told of every unit in turn, also after a failure: the collectives go on, or the other ranks would wait. All
+  // `done` is called with every unit in turn, also after a failure: the collectives go on, or the other ranks would wait. All
   // gradients are there before then; without it those of a unit are when it is added. `groups`: the hyper-parameters to go by,
   // which outlive it; null: those of `units`.
   TilePipeline(Units& units, Lanes& lanes, RankGuard& disks, std::function<void(Unit&)> done = {},

@@ -187,7 +187,7 @@ void Units::make_sets(const comm::Mesh& mesh) {
   }
 }
 
-// Ranks that take no part in a gather meet those that do in other collectives, where they would wait: these end with the
+// Ranks that take no part in a gather make other collectives than those that do, and would wait there: these end with the
 // reason, and so does all that is made of their groups.
 void Units::abort_groups(int informed, const std::string& why) const {
   if (informed == ranks().all()) return;

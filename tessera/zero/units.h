@@ -98,7 +98,7 @@ class Units {
   // The same by what ranks agreed on, which is thrown. Nothing happens where all went well.
   void check_came_to_end(const Failure& failure);
   // Of an error, amid a call that all ranks make, while it is handled; it goes on. Where only this rank has it, the others
-  // would wait for this one in collectives, or meet its next call in one that looks alike: all that these ranks have in
+  // would wait for this one in collectives, or take its next call for one that looks alike: all that these ranks have in
   // common ends with the reason.
   [[noreturn]] void fail_alone(c10::OutOfMemoryError& error) const;
   // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it. Returns once no update

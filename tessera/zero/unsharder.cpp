@@ -37,24 +37,24 @@ Unsharder::Unsharder(const GatherOptions& options, Phases& phases, Failed failed
 // Who fails before a gather, for its memory or its device, is missed by all others; what went wrong with a disk the ranks of
 // the group know.
 template <class F>
-void Unsharder::telling(const Entry& entry, const F& gather) {
-  const auto tell = [&](int ranks, const std::string& why) {
+void Unsharder::announcing(const Entry& entry, const F& gather) {
+  const auto announce = [&](int ranks, const std::string& why) {
     if (failed_) failed_(ranks, why);
   };
   try {
     gather();
   } catch (const IoError& error) {
-    tell(entry.group->size(), error.what_without_backtrace());
+    announce(entry.group->size(), error.what_without_backtrace());
     throw;
   } catch (const UsageError&) {  // of the program's, which is the same on all ranks
     throw;
   } catch (const c10::DistBackendError&) {  // the groups have ended
     throw;
   } catch (const c10::Error& error) {
-    tell(1, error.what_without_backtrace());
+    announce(1, error.what_without_backtrace());
     throw;
   } catch (const std::exception& error) {
-    tell(1, error.what());
+    announce(1, error.what());
     throw;
   }
 }
@@ -290,7 +290,7 @@ void Unsharder::start(Entry& entry, bool exact) {
     entry.flat->begin_gather(*entry.group, bucket, staging);
   };
   try {
-    telling(entry, [&] { memory_for(gather, "the parameters of unit '", flat.name(), "'"); });
+    announcing(entry, [&] { memory_for(gather, "the parameters of unit '", flat.name(), "'"); });
   } catch (...) {
     entry.flat->take_bucket();
     if (bucket.defined()) pool_.release(bucket);
@@ -315,7 +315,7 @@ void Unsharder::make_ready(Entry& entry, bool exact) {
   const PhaseScope scope(phases_, Phase::Gather, entry.flat->name());
   if (entry.flat->state() == ParamState::Sharded) start(entry, exact);
   try {
-    telling(entry, [&] { entry.flat->finish_gather(); });
+    announcing(entry, [&] { entry.flat->finish_gather(); });
   } catch (...) {
     release_bucket(*entry.flat, entry.flat->take_bucket());
     take_staging(*entry.flat);
@@ -425,7 +425,7 @@ void Unsharder::hold(int unit, bool writable) {
   if (!ready) make_ready(entry, /*exact=*/true);
   try {
     flat.use();
-    telling(entry, [&] { flat.make_exact(*entry.group); });
+    announcing(entry, [&] { flat.make_exact(*entry.group); });
     if (writable && flat.is_in_space()) {
       const int64_t size = flat.layout().size();
       flat.make_private(memory_for([&] { return pool_.acquire(size, flat.options()); }, "a copy of unit '", flat.name(),

@@ -123,7 +123,7 @@ class Unsharder {
     bool nested;         // a scope around it holds all its units
     bool outer = false;  // calls inside it held units
   };
-  // The uses of units in the order of one pass, to foretell the next pass.
+  // The uses of units in the order of one pass, to predict the next pass.
   struct Trace {
     std::vector<int> last, now;
     size_t position = 0;    // in `last`, behind the present use
@@ -134,7 +134,7 @@ class Unsharder {
   };
 
   template <class F>
-  void telling(const Entry& entry, const F& gather);
+  void announcing(const Entry& entry, const F& gather);
   bool under_way(int scope) const;
   void use(int unit, bool in_backward);
   void await_end(ScopeCall& call);

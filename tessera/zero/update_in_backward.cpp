@@ -111,7 +111,7 @@ void UpdateInBackward::compare() {
   if (ranks_.all() == 1) return;
   const comm::Label label = "what a backward updates by";
   const double failed = lane.has_failed() ? 1 : 0;
-  bounds_ = shard::sent_to(ranks_.device, at::tensor({mine.said, -mine.said, failed}, at::kDouble));
+  bounds_ = shard::sent_to(ranks_.device, at::tensor({mine.announced, -mine.announced, failed}, at::kDouble));
   ranks_.model->all_reduce(bounds_, comm::ReduceOp::Max, label).wait();  // slices of a model run side by side
   comparison_ = ranks_.shard->all_reduce(bounds_, comm::ReduceOp::Max, label);
 }

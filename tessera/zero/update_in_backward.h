@@ -35,7 +35,7 @@ class UpdateInBackward final : private SumSink {
  public:
   // What a backward updates by, for ranks to compare.
   struct Terms {
-    double said = 0;       // a finite number
+    double announced = 0;  // a finite number
     bool refuses = false;  // this rank cannot step
     double scale = 1;      // of its gradients, where they are not clipped by unit
   };

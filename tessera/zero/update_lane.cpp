@@ -236,7 +236,7 @@ bool UpdateLane::stop() noexcept {
   try {
     forget();
   } catch (const std::exception&) {
-    // A device that fails: who uses it next is told.
+    // A device that fails: its next use throws.
   }
   coming_.clear();
   numbers_.clear();

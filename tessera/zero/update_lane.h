@@ -9,7 +9,7 @@
 //     no group, takes no lock of an engine's and runs no Python. It works on its units' buffers and on the engine's Lanes, which
 //     nobody else uses meanwhile, and leaves Unit::order to who runs the model.
 //   - Of each unit it tells when the way back of its weights was launched, with events. await() is for who uses a unit: the
-//     host waits until that was told, the current stream for the events.
+//     host waits until that was announced, the current stream for the events.
 //   - Weights that are whole on several ranks are gathered by the thread that runs the model, in the order that open() was given,
 //     all up to the unit that it uses: modules must run in the same order on all ranks, as those of partitioned parameters must.
 //   - settle() is for who reads or writes states. It is this rank's alone: it gathers nothing.

@@ -61,8 +61,8 @@ double given_norm(std::optional<double> norm) {
   return std::isfinite(*norm) ? *norm : -2;
 }
 
-// What ranks tell each other before a step: these, then which parameters have gradients, the number said, and squares.
-enum Said : size_t { kGivenNorm, kLate, kScaled, kMissingElsewhere, kPresence };
+// What ranks exchange before a step: these, then which parameters have gradients, the number announced, and squares.
+enum Announced : size_t { kGivenNorm, kLate, kScaled, kMissingElsewhere, kPresence };
 constexpr size_t kFlags = 52;  // in a number, exactly
 
 double sum_of(const std::vector<double>& numbers, size_t first = 0) {
@@ -183,13 +183,13 @@ void Updater::reduce_late() {
   driver_.reduce_replicas();
 }
 
-std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& without, double said, bool counts) {
+std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& without, double announced, bool counts) {
   for (const ParamId id : without)
     units_.trained(id, "norm_contribution");
   const Ranks& ranks = units_.ranks();
-  const at::Tensor late = at::tensor({driver_.reducer().has_late() ? 1.0 : 0.0, said, -said}, at::kDouble);
+  const at::Tensor late = at::tensor({driver_.reducer().has_late() ? 1.0 : 0.0, announced, -announced}, at::kDouble);
   ranks.agree(late, comm::ReduceOp::Max, comm::kGradientNorm);
-  if (late[1].item<double>() != said || late[2].item<double>() != -said) return {};
+  if (late[1].item<double>() != announced || late[2].item<double>() != -announced) return {};
   if (!counts) return 0;
   if (late[0].item<double>() > 0) reduce_late();
   std::vector<at::Tensor> squares = squares_of_varying(without);
@@ -201,7 +201,7 @@ std::optional<double> Updater::norm_contribution(const std::vector<ParamId>& wit
   return sum_of(read, varying) + own;
 }
 
-GradientSummary Updater::summarize(std::optional<double> norm, double said, const at::Tensor& shown, bool counts) {
+GradientSummary Updater::summarize(std::optional<double> norm, double announced, const at::Tensor& shown, bool counts) {
   const Ranks& ranks = units_.ranks();
   const bool early = units_.options().update_in_backward;
   std::vector<double> mine(kPresence);
@@ -212,7 +212,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
     for (const ParamId id : units_.trained_ids())
       if (&units_[id].unit->ranks() != &ranks && !units_[id].param->grad.has()) mine[kMissingElsewhere] = 1;
   }
-  const std::vector<double> flags = said_of_presence();
+  const std::vector<double> flags = presence_flags();
   mine.insert(mine.end(), flags.begin(), flags.end());
   std::vector<at::Tensor> squares;
   const bool varies = units_.rank_sets().size() > 1;
@@ -231,7 +231,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
   if (shows) {
     const c10::Device there = squares.empty() ? c10::Device(c10::kCPU) : squares.front().device();
     const auto options = at::TensorOptions(at::kDouble).device(there);
-    squares.insert(squares.begin(), shown.defined() ? shown : at::full({}, said, options));
+    squares.insert(squares.begin(), shown.defined() ? shown : at::full({}, announced, options));
   }
   const auto rows = ranks.gather(mine, squares, comm::kGradientNorm);
   const size_t first = mine.size() + (shows ? 1 : 0);
@@ -248,7 +248,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
   if (!summary.alike) return summary;
   if (late) {  // on all ranks alike
     reduce_late();
-    return summarize(norm, said, shown, counts);
+    return summarize(norm, announced, shown, counts);
   }
   const double varying = varies && !norm ? total_of_varying(rows, first) : 0;
   summary.norm = norm ? *norm : std::sqrt(total(rows, first + (varies ? 1 : 0)) + varying);
@@ -261,7 +261,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double said, cons
 }
 
 // Of parameters that all ranks share, by number: this rank has a gradient.
-std::vector<double> Updater::said_of_presence() const {
+std::vector<double> Updater::presence_flags() const {
   std::vector<double> numbers;
   size_t count = 0;
   for (const ParamId id : units_.trained_ids()) {
@@ -433,7 +433,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
   units_.check_whole();
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
-  driver_.hooks().hear_news();
+  driver_.hooks().run_kept();
   units_.unsharder().settle_before_update();
   prepare_update();
   complete_pieces(summary.present);

@@ -17,7 +17,7 @@ struct GradientSummary {
   at::Tensor unread;
   bool finite = true;
   bool scaled = false;        // some backward on some rank carried a loss scale
-  bool alike = true;          // all ranks said the same; else nothing else is known
+  bool alike = true;          // all ranks announced the same; else nothing else is known
   std::vector<bool> present;  // per parameter: some rank has a gradient
 };
 
@@ -27,15 +27,15 @@ class Updater {
 
   // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced. `norm`: given, as it is
   // with the gradients' scale, instead of that of these gradients; value error, on all ranks, where they give another.
-  // `said`: a finite number that ranks compare; `shown`: one on the device in its place, or undefined. `counts`: false for a rank
+  // `announced`: a finite number that ranks compare; `shown`: one on the device in its place, or undefined. `counts`: false for a rank
   // whose gradients nobody will use.
-  GradientSummary summarize(std::optional<double> norm = {}, double said = 0, const at::Tensor& shown = {},
+  GradientSummary summarize(std::optional<double> norm = {}, double announced = 0, const at::Tensor& shown = {},
                             bool counts = true);
   // The squares of the gradients that count on this rank: summed over all ranks they are the square of the norm, whatever
   // is replicated or cut. Not finite if one of them is not. `without`: parameters that do not count. Collective. Gradients
   // must be reduced.
-  // `said`: a finite number that ranks compare; without a value where they differ. `counts`: as above.
-  std::optional<double> norm_contribution(const std::vector<ParamId>& without, double said, bool counts = true);
+  // `announced`: a finite number that ranks compare; without a value where they differ. `counts`: as above.
+  std::optional<double> norm_contribution(const std::vector<ParamId>& without, double announced, bool counts = true);
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
   void update(const GradientSummary& summary, double scale, const std::function<void()>& external);
@@ -82,7 +82,7 @@ class Updater {
   double total(const std::vector<std::vector<double>>& rows, size_t first) const;
   double total_of_varying(const std::vector<std::vector<double>>& rows, size_t place) const;
   void reduce_late();
-  std::vector<double> said_of_presence() const;
+  std::vector<double> presence_flags() const;
   std::vector<bool> presence(const std::vector<std::vector<double>>& rows) const;
   void agree_presence(const Ranks& ranks, std::vector<bool>& present) const;
   comm::Pending gather(Unit& unit);

@@ -120,7 +120,7 @@ TEST(Link, ANoteArrivesBesideTheTensors) {
 TEST(Link, LinksOverOneConnectionStepOneByOne) {
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   testing::run_ranks(2, [&](int rank, const comm::GroupPtr&) {
-    const auto p2p = comm::meeting_point_to_point(store, rank, 2, std::chrono::seconds(30), /*shares=*/false);
+    const auto p2p = comm::store_point_to_point(store, rank, 2, std::chrono::seconds(30), /*shares=*/false);
     const auto ranks = [&](int source, int tag) {
       return LinkRanks{.source_rank = source, .target_rank = 1 - source, .rank = rank, .p2p = p2p, .tag = tag};
     };

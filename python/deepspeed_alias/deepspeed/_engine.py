@@ -249,7 +249,7 @@ class DeepSpeedEngine(nn.Module):
 
     def _say_layout(self) -> None:
         """With the first checkpoint of this process, where the configuration does not say which files it has."""
-        if self._telling_rank() == 0 and "checkpoint.format" not in self._engine.config.given:
+        if self._logging_rank() == 0 and "checkpoint.format" not in self._engine.config.given:
             warning_once(
                 "[engine.save_checkpoint] checkpoints have Tessera's layout: any world and stage loads it, and "
                 'zero_to_fp32.py reads it; with "checkpoint": {"format": "deepspeed"} they have the files of DeepSpeed'

@@ -23,7 +23,7 @@ _LARGEST_KEY = 1000  # parts of a tuple that is a key, with those of tuples in i
 
 @dataclass
 class Block:
-    """A record of the archive: where its bytes are, and their CRC-32; 0 where torch was told to compute none."""
+    """A record of the archive: where its bytes are, and their CRC-32; 0 where torch was asked to compute none."""
 
     begin: int
     end: int

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 
 from tessera import _core
-from tessera._deepspeed._write import SCRIPT, Layout, Source
+from tessera._deepspeed._write import SCRIPT, CheckpointFiles, Source
 from tessera.errors import IoError
 
 # In the folder of the checkpoints: a folder for every save that is on its way, and a file beside it whose lock its
@@ -64,12 +64,12 @@ def save_as_deepspeed(
         made = os.path.join(beside, "deepspeed")
 
         def write() -> None:
-            layout = Layout(
+            files = CheckpointFiles(
                 Source(_core.CheckpointReader(os.path.join(beside, tag)), trusted=True), stage, world
             )  # our own
             os.makedirs(made, exist_ok=True)
             for rank in range(place, world, ranks):
-                layout.write(made, rank)
+                files.write(made, rank)
 
         def finish() -> None:
             if place == 0:

@@ -205,7 +205,7 @@ class Source:
         return bool(section.get("enabled")) or any(p.dtype == torch.bfloat16 for p in self.params.values())
 
 
-class Layout:
+class CheckpointFiles:
     """The files of a checkpoint for a stage and a number of ranks."""
 
     def __init__(self, source: Source, stage: int, world: int) -> None:
@@ -465,10 +465,10 @@ class Layout:
 def write_universal(source: Source, folder: str) -> None:
     """Whole tensors, which DeepSpeed loads at any stage (1 to 3) and number of ranks. With model-states under the names
     that either stage looks for."""
-    flat = Layout(source, 2, 1)
+    flat = CheckpointFiles(source, 2, 1)
     os.makedirs(folder, exist_ok=True)
     write_pt(os.path.join(folder, "mp_rank_00_model_states.pt"), flat.model_states(0))
-    sharded = Layout(source, 3, 1)
+    sharded = CheckpointFiles(source, 3, 1)
     write_pt(os.path.join(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt"), sharded.model_states(0))
     common = flat.optim_states(0)["optimizer_state_dict"]
     base = common.pop("base_optimizer_state")

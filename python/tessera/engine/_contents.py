@@ -20,10 +20,10 @@ _END = (object(),)  # behind all that is compared: a list that has grown does no
 
 
 class Contents:
-    """`core`, `base`: the engine's, and the optimizer that updates it. `tells`: this rank warns, for all."""
+    """`core`, `base`: the engine's, and the optimizer that updates it. `logs`: this rank warns, for all."""
 
-    def __init__(self, model: nn.Module, core: _core.Engine, base: torch.optim.Optimizer | None, tells: bool) -> None:
-        self._core, self._base, self._tells = core, base, tells
+    def __init__(self, model: nn.Module, core: _core.Engine, base: torch.optim.Optimizer | None, logs: bool) -> None:
+        self._core, self._base, self._logs = core, base, logs
         self._built = _named(model)
         self._names = {name for name, *_ in self._built}
         # Behind something else from the start.
@@ -59,7 +59,7 @@ class Contents:
         fault, warning = _core.compare_contents(self._built, self._read(model), known)
         if not fault:
             self._note(model, known)
-            if warning and self._tells:
+            if warning and self._logs:
                 logger.warning(warning)
         return fault
 

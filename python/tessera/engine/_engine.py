@@ -141,7 +141,7 @@ class Engine(nn.Module):
             batch = self._settings.resolve_batch(self._ranks.dp_world_size)
             partitions = self._settings.placements.shards_params and self._ranks.share_states() > 1
             check_modules(model, partitions, runs_on=bool(self._settings.tessera.update_runs_on))
-            self._watch = Watch(self._settings, self._telling_rank())
+            self._watch = Watch(self._settings, self._logging_rank())
             if self._watch.calls is not None:
                 self._ranks.mesh = _core.timed_mesh(self._ranks.mesh, self._watch.calls)
             self._parallel = TensorParallel(model, self._settings, self._ranks.mesh, cuts=self._ranks.cuts)
@@ -171,13 +171,13 @@ class Engine(nn.Module):
 
     # ---------------------------------------------------------------- construction
 
-    def _telling_rank(self) -> int:
+    def _logging_rank(self) -> int:
         """This rank's number among those of the engine; number 0 tells of progress."""
         return self._ranks.number()
 
     def _warn(self, lines: list[str]) -> None:
         """Once, of what all ranks would say alike."""
-        if self._telling_rank() == 0:
+        if self._logging_rank() == 0:
             warn_of(lines)
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
@@ -216,7 +216,7 @@ class Engine(nn.Module):
         self._add_parts(base)
 
     def _add_parts(self, base: torch.optim.Optimizer | None) -> None:
-        core, tells = self.core, self._telling_rank() == 0
+        core, tells = self.core, self._logging_rank() == 0
         self._contents = Contents(self.module, core, base, tells)
         self._joining = Joining(weak(self), self._updates, self._partition)
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)

@@ -57,9 +57,9 @@ class Forward:
                 core.post_forward(tensors_in(outputs))
                 parallel.after_forward(self._device)
             except BaseException as error:
-                told = parallel.explained(error)
+                explained = parallel.explained(error)
                 core.abort_forward()
-                raise told  # noqa: B904 (mostly the same one)
+                raise explained  # noqa: B904 (mostly the same one)
             finally:
                 parallel.end_forward(self._device)
         return outputs

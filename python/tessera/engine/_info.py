@@ -19,7 +19,7 @@ from tessera.parallel.engines import TensorParallel
 from tessera.recompute import Recompute
 
 
-class Told(Protocol):
+class Watched(Protocol):
     """Of an engine, what Info tells of."""
 
     @property
@@ -37,7 +37,7 @@ class Told(Protocol):
 
 
 class Info:
-    def __init__(self, engine: Told) -> None:
+    def __init__(self, engine: Watched) -> None:
         self._engine = engine
 
     # ---- progress

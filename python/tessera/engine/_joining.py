@@ -1,5 +1,5 @@
 """Parameters that begin to be trained after their engine was built: frozen ones that require gradients, and what is
-added to the optimizer's param groups. The core lets them join (Note [Joining] in zero/joining.h); here it is told of
+added to the optimizer's param groups. The core lets them join (Note [Joining] in zero/joining.h); here it learns of
 them, and the client's optimizer of what has joined."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Joining:
             raise
 
     def follow(self) -> None:
-        """The core is told of what begins to be trained. Local."""
+        """The core learns of what begins to be trained. Local."""
         runner = self._updates.runner
         if runner is not None and runner.has_grown():
             self._take_groups(runner)

@@ -1,4 +1,4 @@
-"""What keeps a rank from an update, looked for before ranks meet: Note [What ranks step by] in
+"""What keeps a rank from an update, looked for before ranks exchange anything: Note [What ranks step by] in
 tessera/engine/agreement.h."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Look:
                     check_all_used(self._core, self._updates.optimized)
             except Exception as error:
                 problem = error
-        return self._contents.fault(self._engine.module) if problem is None else told(problem), problem
+        return self._contents.fault(self._engine.module) if problem is None else fault_text(problem), problem
 
     def before_norm(self) -> tuple[str, Exception | None]:
         """As look(), without what happens once a step."""
@@ -71,12 +71,12 @@ class Look:
                 runner.publish_groups()
             except Exception as error:
                 problem = error
-        return "" if problem is None else told(problem), problem
+        return "" if problem is None else fault_text(problem), problem
 
 
 @contextmanager
 def own_error_first(problem: Exception | None) -> Iterator[None]:
-    """Around a call that all ranks are told `problem` in: this one raises it itself, above what the others have."""
+    """Around a call that announces `problem` to all ranks: this one raises it itself, above what the others have."""
     try:
         yield
     except Exception:
@@ -85,7 +85,7 @@ def own_error_first(problem: Exception | None) -> Iterator[None]:
         raise
 
 
-def told(error: Exception) -> str:
+def fault_text(error: Exception) -> str:
     """Without our origin; those of others with their class."""
     text = str(error)
     return re.sub(r"^\[[\w.]+\] ", "", text) if text.startswith("[") else f"{type(error).__name__}: {text}"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tessera.engine._joining import Joining
-from tessera.engine._look import Look, own_error_first, told
+from tessera.engine._look import Look, fault_text, own_error_first
 from tessera.engine._updates import Updates
 from tessera.errors import ConfigError, UsageError
 
@@ -54,11 +54,11 @@ class Norms:
         return torch.tensor(norm, device=self._device)
 
     def _on_all(self, norm: Callable[[str], float], problem: Exception | None = None) -> float:
-        """What keeps this rank from it the others hear where all meet."""
+        """What keeps this rank from it is announced in the exchange that all make."""
         fault, found = ("", None) if problem else self._look.before_norm()
         problem = problem or found
         try:
             with own_error_first(problem):
-                return norm(told(problem) if problem else fault)
+                return norm(fault_text(problem) if problem else fault)
         finally:
             self._joining.settle()

@@ -1,4 +1,4 @@
-"""What one rank alone can find wrong, told to all: before anything that they do together."""
+"""What one rank alone can find wrong, announced to all: before anything that they do together."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def on_all(core: _core.Engine) -> Iterator[None]:
     texts = _core.checkpoint_exchange(core, text, "")
     if problem is not None:
         raise problem
-    for rank, said in enumerate(texts):
-        if said:
-            raise _KINDS[int(said[0])](f"{said[1:]} (rank {rank})")
+    for rank, fault in enumerate(texts):
+        if fault:
+            raise _KINDS[int(fault[0])](f"{fault[1:]} (rank {rank})")

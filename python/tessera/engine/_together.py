@@ -13,7 +13,7 @@ from torch import nn
 from tessera import _mesh
 from tessera._device import group_device
 from tessera.engine._engine import Engine
-from tessera.engine._look import told
+from tessera.engine._look import fault_text
 from tessera.errors import ConfigError, UsageError
 
 
@@ -57,14 +57,17 @@ def _step(mine: list[Engine], over: Over, copies: list[nn.Parameter]) -> float |
             f"[step_together] the engines were stepped apart: some are at an accumulation boundary, others between two "
             f"({where}). Give them the same gradient_accumulation_steps and step them together only"
         )
-        fault = told(problem)
+        fault = fault_text(problem)
     elif apart[:, 2].any() and problem is None:
         problem = UsageError(f"[step_together] {fault or 'another rank cannot step; see its error'}")
-    alone = over.group is None and boundary and not between  # between two, the others of an engine do not meet
+    alone = over.group is None and boundary and not between  # between two, the others of an engine exchange nothing
     if problem is not None and not alone:
         raise problem
     for engine in mine:
-        engine._look.looked = fault, problem  # without a group, where the ranks of the first one meet, all hear it
+        engine._look.looked = (
+            fault,
+            problem,
+        )  # without a group, where the ranks of the first one exchange faults, all get it
     norm = _common_norm(mine, over, copies) if boundary else None
     _step_each(mine, norm)
     return norm
@@ -85,7 +88,7 @@ def _fault(engines: list[Engine], boundaries: list[bool]) -> tuple[str, Exceptio
         try:
             engine.core.check_step()
         except Exception as error:
-            return told(error), error
+            return fault_text(error), error
     return "", None
 
 

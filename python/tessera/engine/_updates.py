@@ -17,7 +17,7 @@ class Updates:
     runner: Runner | None  # None: this engine only evaluates
     index: dict[int, int]  # of all parameters, by id, the number in the core
     optimized: frozenset[int]  # numbers
-    frozen: dict[str, torch.Tensor]  # of these nobody has said who trains them
+    frozen: dict[str, torch.Tensor]  # of these nobody knows who trains them
     # By param group, in its order: name, and whether it is trained. An optimizer may get other objects in their place.
     group_names: list[list[tuple[str, bool]]]
     params_are_masters: bool  # what the optimizer gets are the module's own parameters, whole and exact

@@ -20,7 +20,7 @@ _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
 class Watched(Protocol):
-    """What is told of an engine."""
+    """What is logged of an engine."""
 
     @property
     def core(self) -> _core.Engine: ...
@@ -117,7 +117,7 @@ class Watch:
         if self.monitor.writers:
             self.monitor.write_events(self._events(engine))
         if self.calls is not None and self._config.comms_logger.verbose:
-            self._tell_calls(self.calls)
+            self._log_calls(self.calls)
         if self._every and self._speaks and engine.global_steps % self._every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s",
@@ -156,7 +156,7 @@ class Watch:
             events += [(f"Train/Samples/elapsed_time_ms_{name}", value * 1e3, x) for name, value in times.items()]
         return events
 
-    def _tell_calls(self, record: _core.CallRecord) -> None:
+    def _log_calls(self, record: _core.CallRecord) -> None:
         calls = record.take_calls()
         for call in calls if self._speaks else []:
             label = f" | {call.label}" if self._config.comms_logger.debug else ""

@@ -82,7 +82,7 @@ class Host:
         self.place: Place | None = None  # as long as this process: see Meeting.exchange
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks meet."""
+        """Where the store of the ranks is."""
         return import_ray().util.get_node_ip_address(), free_port()
 
     def build(self, place: Place, master: tuple[str, int], backend: str | None, make: Any) -> None:
@@ -152,7 +152,7 @@ class ActorGroup:
         start_together([self])
 
     def begin_actors(self) -> Pending:
-        """Places the actors; of the first of them, the address where the ranks will meet."""
+        """Places the actors; of the first of them, the address of the ranks' store."""
         ray = import_ray()
         self._place(ray)
         remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=0)(Host)

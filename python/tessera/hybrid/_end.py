@@ -54,7 +54,7 @@ class End:
                 p2p = _core.PythonPointToPoint(number, len(names), channel)
             else:
                 wait = timedelta(seconds=timeout)
-                p2p = _core.meeting_point_to_point(meeting, number, len(names), wait, link.transport == "auto")
+                p2p = _core.store_point_to_point(meeting, number, len(names), wait, link.transport == "auto")
             return kind(link.source, link.target, link.dims, sides, rank, p2p, core)
 
         self._joining = Joining(C10D.PrefixStore(f"link/{link.name}", store), names, number, timeout, connect)

@@ -1,4 +1,4 @@
-"""How an end of a link meets the others at a torch.distributed store, beside the program: making an end waits for
+"""How an end of a link finds the others at a torch.distributed store, beside the program: making an end waits for
 nobody. Notes in the store are JSON, and are read once: messages go another way. Why a rank gives up is such a note,
 too: it outlives that rank's connections."""
 
@@ -19,7 +19,7 @@ from tessera import _core
 from tessera.errors import UsageError
 
 _PAUSES = (1e-3, 0.1)  # seconds before the store is asked again: at first, and in the end
-_TELLING = 1.0  # seconds for the store to take or give the word that a rank gives up
+_ANNOUNCING = 1.0  # seconds for the store to take or give the word that a rank gives up
 _LOOK = 0.5  # seconds between looks for that word while ranks connect
 
 C10D: Any = torch._C._distributed_c10d  # the stores; torch.distributed does not list them
@@ -44,7 +44,7 @@ class Joining:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._came = threading.Event()  # the end, or an error
-        self._told = threading.Event()
+        self._announced = threading.Event()
         self._end: Any = None
         self._error: Exception | None = None
         self._missing: list[int] = []
@@ -83,19 +83,19 @@ class Joining:
         """Whether it came, or an error. DistBackendError that begins with `text` where one who has come gives up."""
         until = time.monotonic() + self._timeout
         while not self._came.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
-            if self._connects and (reason := self._within(_TELLING, self._failure_of_others)):
+            if self._connects and (reason := self._within(_ANNOUNCING, self._failure_of_others)):
                 raise dist.DistBackendError(text + reason)
             if time.monotonic() >= until:
                 return False
         return True
 
     def call(self, what: str, method: str, *args: Any) -> Any:
-        """A method of the end. Where another rank is lost that has said why, DistBackendError says it, too."""
+        """A method of the end. Where another rank is lost that has announced why, DistBackendError has that, too."""
         end = self.end(what)
         try:
             return getattr(end, method)(*args)
         except dist.DistBackendError as error:
-            reason = self._within(_TELLING, self._failure_of_others)
+            reason = self._within(_ANNOUNCING, self._failure_of_others)
             if reason is None or reason in str(error):
                 raise
             raise dist.DistBackendError(
@@ -107,14 +107,14 @@ class Joining:
         with self._lock:
             self._failure, end = reason, self._end
         if self._came.is_set():
-            self._within(_TELLING, self._tell)
+            self._within(_ANNOUNCING, self._announce)
         else:
-            self._told.wait(_TELLING)
+            self._announced.wait(_ANNOUNCING)
         if end is not None:
             end.abort(reason)
 
     def close(self) -> None:
-        """Waits until what was sent is taken, and lets go of the end. Where others are still to come, they meet it."""
+        """Waits until what was sent is taken, and lets go of the end. Others that are still to come find that."""
         with self._lock:
             end, self._end = self._end, None
             self._closes = time.monotonic()
@@ -138,7 +138,7 @@ class Joining:
 
     def _run(self, connect: Callable[[Any, list[dict[str, Any]]], Any]) -> None:
         try:
-            processes = self._meet()
+            processes = self._find_others()
             self._connects = True
             end = connect(self._store, processes)
             with self._lock:
@@ -146,15 +146,15 @@ class Joining:
                 if not self._closes:
                     self._end = end
             if failure:
-                self._tell()
+                self._announce()
                 end.abort(failure)
         except Exception as error:
             self._error = error
         finally:
-            self._told.set()
+            self._announced.set()
             self._came.set()
 
-    def _meet(self) -> list[dict[str, Any]]:
+    def _find_others(self) -> list[dict[str, Any]]:
         own = {"host": _core.host_id(), "pid": os.getpid(), "start": _core.start_of_process(os.getpid())}
         self._ask(lambda: self._store.set(f"here/{self._number}", json.dumps(own)))
         self._processes = {self._number: own}
@@ -171,9 +171,9 @@ class Joining:
             pause = min(2 * pause, _PAUSES[1])
 
     def _look(self) -> None:
-        """Raises where they will never meet."""
+        """Raises where they will never find each other."""
         if self._failure:
-            self._tell()
+            self._announce()
             raise RuntimeError(f"it has given up: {self._failure}")
         if reason := self._failure_of_others():
             raise RuntimeError(reason)
@@ -183,7 +183,7 @@ class Joining:
         if self._closes and time.monotonic() - self._closes > self._timeout:
             raise RuntimeError("it was closed before all had come")
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         self._ask(lambda: self._store.set(f"failed/{self._number}", json.dumps(self._failure)))
 
     def _failure_of_others(self) -> str | None:

@@ -237,9 +237,11 @@ def muon_groups(
     own_of = {True: of_muon, False: {k: v for k, v in AUX_ADAM.items() if k not in params} | of_adam}
 
     def is_matrix(param: torch.Tensor) -> bool:
-        said = getattr(param, "use_muon", None)
+        chosen = getattr(param, "use_muon", None)
         name = names.get(id(param), "")
-        return bool(param.dim() >= 2 and "embed" not in name and "lm_head" not in name) if said is None else bool(said)
+        return (
+            bool(param.dim() >= 2 and "embed" not in name and "lm_head" not in name) if chosen is None else bool(chosen)
+        )
 
     split = []
     for group in groups:

@@ -1,5 +1,5 @@
 """What no weight says of a class: how its models take their loss, and what its attention modules call their numbers of
-heads. Known of Transformers' models; said of other classes by register_class()."""
+heads. Known of Transformers' models; given for other classes by register_class()."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Note [Random draws]
   layer and ends with the next row-parallel one. Where it begins, a number is drawn from torch's default generator of
   the CPU, which has one state on all ranks; it and the rank seed the default generator of the device until the region
   ends, which puts the state from before back. So the draws are a function of the state at the region's start, and the
-  replay of a checkpointed block draws the same again. Whether a generator is inside a region is told by its seed: a
+  replay of a checkpointed block draws the same again. Whether a generator is inside a region shows in its seed: a
   replay that stops early leaves no mark behind.
 
 Note [Forwards that draw]

@@ -288,7 +288,7 @@ class LeaveMixed:
     def __call__(self, _module: nn.Module, _args: Any, out: Any) -> Any:
         if not self._ranks.cut_sequence:
             return out
-        if isinstance(out, tuple):  # with what the router said
+        if isinstance(out, tuple):  # with the router's logits
             return self._sum(out[0]), *out[1:]
         return self._sum(out)
 

@@ -124,10 +124,10 @@ class TensorParallel:
 
     def explained(self, error: BaseException) -> BaseException:
         """Of a forward: `error`, or one that says which module and rule it comes from."""
-        told = explain_sizes(self._model, error) if self.cuts_params else None
-        if told is not None:
-            told.__cause__ = error
-        return told or error
+        explained = explain_sizes(self._model, error) if self.cuts_params else None
+        if explained is not None:
+            explained.__cause__ = error
+        return explained or error
 
     def after_forward(self, device: torch.device) -> None:
         """Of one that went through. Collective as before_forward()."""

@@ -308,8 +308,8 @@ class PipelineEngine(Engine):
         if self._grid.stage == 0:
             super()._warn(lines)
 
-    def _telling_rank(self) -> int:
-        return super()._telling_rank() if self._grid.stage == 0 else 1
+    def _logging_rank(self) -> int:
+        return super()._logging_rank() if self._grid.stage == 0 else 1
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         if self._settings.checkpoint.format == "deepspeed":

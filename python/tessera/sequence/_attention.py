@@ -73,7 +73,7 @@ class DistributedAttention(nn.Module):
 
     parts: local attentions and exchanges by which the heads go (fewer where a rank has fewer key/value heads, one where
     the ranks have unequally many): while a part's attention runs, the others' exchanges are on their way, in the
-    backward too. Bytes are the same. For a local_attention that treats heads alike: it is not told which it has.
+    backward too. Bytes are the same. For a local_attention that treats heads alike: it does not know which it has.
     """
 
     def __init__(

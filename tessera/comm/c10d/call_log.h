@@ -49,7 +49,7 @@ class CallLog {
 
   // The log as bytes for difference() and cycle() of another rank; every one is a later look.
   std::string text();
-  // The first call that this rank and rank `peer`, whose log said `text`, have made differently: "the ranks disagree:
+  // The first call that this rank and rank `peer`, whose log is `text`, have made differently: "the ranks disagree:
   // rank 0 called ..., rank 1 called ...". A text that is cut off counts as empty.
   std::optional<std::string> difference(int peer, const std::string& text) const;
   // A cycle of ranks that wait for each other, this one among them, as the texts have it, and at which look of each of the

@@ -225,7 +225,7 @@ void C10dCore::fail(const OpInfo& info, Clock::time_point launched, int peer, co
   }
   if (!asked) {  // other collectives in flight fail too; one of them asks who is still there
     const bool aborted = text.find(kAborted) != std::string::npos, disagree = text.starts_with(kDisagreement);
-    // Ranks that disagree all wait: a process that ends with its error before the others have heard would take the store
+    // Ranks that disagree all wait: a process that ends with its error before the others know would take the store
     // or a connection with it, and they would speak of a lost rank.
     const std::string silent = board_.roll_call(aborted ? std::chrono::milliseconds(0) : kRollCall);
     if (!aborted && !disagree && !silent.empty()) text += "; " + silent;

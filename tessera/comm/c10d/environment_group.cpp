@@ -19,32 +19,32 @@
 namespace tessera::comm {
 namespace {
 
-struct Place {
+struct EnvRank {
   int rank = 0, size = 1, port = 0;
   std::string address;
 };
 
-Place read_place() {
-  Place place;
+EnvRank read_own() {
+  EnvRank own;
   const auto size = env::get_int("WORLD_SIZE"), rank = env::get_int("RANK");
-  place.size = size.value_or(1);
-  TESSERA_CHECK_VALUE(place.size >= 1, "comm", "WORLD_SIZE must be at least 1, got ", place.size);
+  own.size = size.value_or(1);
+  TESSERA_CHECK_VALUE(own.size >= 1, "comm", "WORLD_SIZE must be at least 1, got ", own.size);
   TESSERA_CHECK_VALUE(size || rank.value_or(0) == 0, "comm", "RANK is ", *rank, ", but WORLD_SIZE is not set");
-  TESSERA_CHECK_VALUE(rank.value_or(0) >= 0 && rank.value_or(0) < place.size, "comm", "RANK is ", *rank,
-                      ", but WORLD_SIZE is ", place.size, ": ranks are 0 to ", place.size - 1);
+  TESSERA_CHECK_VALUE(rank.value_or(0) >= 0 && rank.value_or(0) < own.size, "comm", "RANK is ", *rank,
+                      ", but WORLD_SIZE is ", own.size, ": ranks are 0 to ", own.size - 1);
   check_transport();
-  if (place.size == 1) return place;
+  if (own.size == 1) return own;
   const auto address = env::get("MASTER_ADDR");
   const auto port = env::get_int("MASTER_PORT");
   TESSERA_CHECK_VALUE(
-      rank && address && port, "comm", "WORLD_SIZE is ", place.size,
+      rank && address && port, "comm", "WORLD_SIZE is ", own.size,
       ", so RANK, MASTER_ADDR and MASTER_PORT must be set too (torchrun --no-python sets them); missing:",
       rank ? "" : " RANK", address ? "" : " MASTER_ADDR", port ? "" : " MASTER_PORT");
   TESSERA_CHECK_VALUE(*port > 0 && *port < 65536, "comm", "MASTER_PORT is ", *port, ", not a port");
-  place.rank = *rank;
-  place.address = *address;
-  place.port = *port;
-  return place;
+  own.rank = *rank;
+  own.address = *address;
+  own.port = *port;
+  return own;
 }
 
 bool is_loopback(const std::string& address) {
@@ -64,12 +64,12 @@ void keep(int port, const c10::intrusive_ptr<c10d::Store>& store) {
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 // The group of `size` ranks that use `store`, of which this process is number `rank`.
-GroupPtr meet(const Place& place, const StorePtr& store, int rank, int size, const std::string& name,
-              std::chrono::milliseconds timeout) {
+GroupPtr group_at(const EnvRank& own, const StorePtr& store, int rank, int size, const std::string& name,
+                  std::chrono::milliseconds timeout) {
   using Group = c10d::ProcessGroup;
   if (size == 1) return single_group();
   const auto made = std::make_shared<c10::intrusive_ptr<Group>>();
-  const auto gloo_group = [=, loopback = is_loopback(place.address)] {
+  const auto gloo_group = [=, loopback = is_loopback(own.address)] {
     auto& group = *made;
     if (group) return make_c10d_group(nullptr, group, C10dPath::ByDevice);
     group = c10::make_intrusive<Group>(store, rank, size);
@@ -90,63 +90,63 @@ void survive_closed_sockets() {
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
-// body(store): meets the others there.
+// body(store): finds the others there.
 template <class F>
-auto among_others(const Place& place, std::chrono::milliseconds timeout, const F& body) {
+auto among_others(const EnvRank& own, std::chrono::milliseconds timeout, const F& body) {
   survive_closed_sockets();
   std::string text;
   StorePtr store;
   try {
-    store = open_job_store(place.address, place.port, place.rank, place.size, timeout);
-    if (place.rank == 0) keep(place.port, store);
-    const StorePtr watched = watch_store(store, place.rank, place.size);
+    store = open_job_store(own.address, own.port, own.rank, own.size, timeout);
+    if (own.rank == 0) keep(own.port, store);
+    const StorePtr watched = watch_store(store, own.rank, own.size);
     auto made = body(watched);
-    leave_together(*watched, place.rank, place.size);
+    leave_together(*watched, own.rank, own.size);
     return made;
   } catch (const c10::ValueError&) {
     throw;
   } catch (const std::exception& error) {
-    text = what_happened(error, place.address, place.port);
+    text = what_happened(error, own.address, own.port);
     if (constexpr std::string_view origin = "[comm] "; text.starts_with(origin)) text.erase(0, origin.size());
-    if (store) job_board(store, place.rank, place.size).report(c10::str("rank ", place.rank, ": ", text));
+    if (store) job_board(store, own.rank, own.size).report(c10::str("rank ", own.rank, ": ", text));
   }
-  TESSERA_CHECK_DIST(false, "comm", "rank ", place.rank, " of ", place.size, " could not meet the others at ",
-                     place.address, ":", place.port, ": ", text);
+  TESSERA_CHECK_DIST(false, "comm", "rank ", own.rank, " of ", own.size, " could not meet the others at ", own.address,
+                     ":", own.port, ": ", text);
 }
 
 }  // namespace
 
 GroupPtr environment_group(std::chrono::milliseconds timeout) {
-  const Place place = read_place();
-  if (place.size == 1) return single_group();
-  return among_others(place, timeout, [&](const StorePtr& store) {
-    return meet(place, store, place.rank, place.size, "tessera_world", timeout);
+  const EnvRank own = read_own();
+  if (own.size == 1) return single_group();
+  return among_others(own, timeout, [&](const StorePtr& store) {
+    return group_at(own, store, own.rank, own.size, "tessera_world", timeout);
   });
 }
 
 namespace {
 
 // The groups of a mesh whose ranks are `first` and those behind it, of which this process is number `rank`.
-Mesh meet_in(const Place& place, const StorePtr& store, const MeshShape& shape, int rank, int first,
+Mesh mesh_in(const EnvRank& own, const StorePtr& store, const MeshShape& shape, int rank, int first,
              std::chrono::milliseconds timeout) {
   Mesh mesh;
   for (const Axes axes : shape.groups()) {
     const std::vector<int> ranks = shape.ranks_along(axes, rank);
     const auto number = std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
     const std::string name = c10::str("tessera_", axes.name(), "_of_", first + ranks.front());
-    mesh.set(axes, meet(place, c10::make_intrusive<c10d::PrefixStore>(name, store), static_cast<int>(number),
-                        static_cast<int>(ranks.size()), name, timeout));
+    mesh.set(axes, group_at(own, c10::make_intrusive<c10d::PrefixStore>(name, store), static_cast<int>(number),
+                            static_cast<int>(ranks.size()), name, timeout));
   }
   return mesh;
 }
 
 // check_asked() of what every rank writes into the store.
-void compare(const Place& place, const StorePtr& store, const std::string& asked) {
+void compare(const EnvRank& own, const StorePtr& store, const std::string& asked) {
   const auto key = [](int rank) { return "asked_" + std::to_string(rank); };
-  store->set(key(place.rank), asked);
+  store->set(key(own.rank), asked);
   std::vector<std::string> of_all;
-  for (int rank = 0; rank < place.size; ++rank)
-    of_all.push_back(said_by(*store, key(rank), rank));
+  for (int rank = 0; rank < own.size; ++rank)
+    of_all.push_back(announced_by(*store, key(rank), rank));
   check_asked(of_all);
 }
 
@@ -159,25 +159,25 @@ std::string text_of(const std::vector<MeshShape>& shapes) {
 }
 
 // The groups of `shape` that this process is in, once all ranks have `asked` for the same. Collective.
-Mesh meet_along(const Place& place, const std::string& asked, const MeshShape& shape,
+Mesh mesh_along(const EnvRank& own, const std::string& asked, const MeshShape& shape,
                 std::chrono::milliseconds timeout) {
-  if (place.size == 1) return {};
-  return among_others(place, timeout, [&](const StorePtr& store) {
-    compare(place, store, asked);
-    if (shape.size(Axis::DpShard) < place.size) return meet_in(place, store, shape, place.rank, 0, timeout);
-    return Mesh(meet(place, store, place.rank, place.size, "tessera_world", timeout));
+  if (own.size == 1) return {};
+  return among_others(own, timeout, [&](const StorePtr& store) {
+    compare(own, store, asked);
+    if (shape.size(Axis::DpShard) < own.size) return mesh_in(own, store, shape, own.rank, 0, timeout);
+    return Mesh(group_at(own, store, own.rank, own.size, "tessera_world", timeout));
   });
 }
 
 }  // namespace
 
 Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds timeout) {
-  const Place place = read_place();
-  return meet_along(place, asked_text(shards, sp, tp), mesh_shape(place.size, shards, sp, tp), timeout);
+  const EnvRank own = read_own();
+  return mesh_along(own, asked_text(shards, sp, tp), mesh_shape(own.size, shards, sp, tp), timeout);
 }
 
 Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::milliseconds timeout) {
-  const Place place = read_place();
+  const EnvRank own = read_own();
   MeshShape shape;
   std::string text;
   for (const auto& [axis, size] : sizes) {
@@ -187,57 +187,57 @@ Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::millisecond
   }
   const int product = shape.size(kAxes);
   const bool rest = !sizes.contains(Axis::DpShard);
-  TESSERA_CHECK_VALUE(rest ? place.size % product == 0 : place.size == product, "comm", "a mesh of ", text, " has ",
-                      product, " ranks, which ", rest ? "do not divide" : "are not", " WORLD_SIZE ", place.size);
-  if (rest) shape.sizes[static_cast<size_t>(Axis::DpShard)] = place.size / product;
-  return meet_along(place, text_of({shape}), shape, timeout);
+  TESSERA_CHECK_VALUE(rest ? own.size % product == 0 : own.size == product, "comm", "a mesh of ", text, " has ",
+                      product, " ranks, which ", rest ? "do not divide" : "are not", " WORLD_SIZE ", own.size);
+  if (rest) shape.sizes[static_cast<size_t>(Axis::DpShard)] = own.size / product;
+  return mesh_along(own, text_of({shape}), shape, timeout);
 }
 
 int environment_size() {
-  return read_place().size;
+  return read_own().size;
 }
 
 Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
-  const Place place = read_place();
+  const EnvRank own = read_own();
   Parts parts;
   parts.shapes = shapes;
   const int world = parts.rank_of(static_cast<int>(shapes.size()), 0);
-  TESSERA_CHECK_VALUE(world == place.size, "comm", "the parts of the program have ", world,
-                      " ranks in all, but WORLD_SIZE is ", place.size);
-  while (parts.rank_of(parts.part + 1, 0) <= place.rank)
+  TESSERA_CHECK_VALUE(world == own.size, "comm", "the parts of the program have ", world,
+                      " ranks in all, but WORLD_SIZE is ", own.size);
+  while (parts.rank_of(parts.part + 1, 0) <= own.rank)
     ++parts.part;
-  if (place.size == 1) {
+  if (own.size == 1) {
     parts.everyone = single_group();
     return parts;
   }
-  return among_others(place, timeout, [&](const StorePtr& store) {
+  return among_others(own, timeout, [&](const StorePtr& store) {
     const auto at = [&](const char* name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
-    compare(place, store, text_of(shapes));
+    compare(own, store, text_of(shapes));
     const int first = parts.rank_of(parts.part, 0);
-    parts.everyone = meet(place, at("everyone"), place.rank, place.size, "tessera_everyone", timeout);
-    parts.mesh = meet_in(place, at("mesh"), shapes[parts.part], place.rank - first, first, timeout);
-    parts.p2p = c10d_point_to_point(
-        point_to_point_backend(at("p2p"), place.rank, place.size, timeout, is_loopback(place.address)));
+    parts.everyone = group_at(own, at("everyone"), own.rank, own.size, "tessera_everyone", timeout);
+    parts.mesh = mesh_in(own, at("mesh"), shapes[parts.part], own.rank - first, first, timeout);
+    parts.p2p =
+        c10d_point_to_point(point_to_point_backend(at("p2p"), own.rank, own.size, timeout, is_loopback(own.address)));
     return parts;
   });
 }
 
 std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
-  const Place place = read_place();
-  check_overlaid(shapes, place.size);
+  const EnvRank own = read_own();
+  check_overlaid(shapes, own.size);
   std::vector<Parts> all;
   for (int part = 0; part < static_cast<int>(shapes.size()); ++part)
     all.push_back({shapes, part, Mesh(), single_group(), nullptr, /*overlaid=*/true});
-  if (place.size == 1) return all;
-  return among_others(place, timeout, [&](const StorePtr& store) {
+  if (own.size == 1) return all;
+  return among_others(own, timeout, [&](const StorePtr& store) {
     const auto at = [&](const std::string& name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
-    compare(place, store, text_of(shapes));
-    const auto everyone = meet(place, at("everyone"), place.rank, place.size, "tessera_everyone", timeout);
-    const auto p2p = c10d_point_to_point(
-        point_to_point_backend(at("p2p"), place.rank, place.size, timeout, is_loopback(place.address)));
+    compare(own, store, text_of(shapes));
+    const auto everyone = group_at(own, at("everyone"), own.rank, own.size, "tessera_everyone", timeout);
+    const auto p2p =
+        c10d_point_to_point(point_to_point_backend(at("p2p"), own.rank, own.size, timeout, is_loopback(own.address)));
     for (Parts& parts : all) {
       parts.everyone = everyone;
-      parts.mesh = meet_in(place, at(c10::str("mesh", parts.part)), shapes[parts.part], place.rank, 0, timeout);
+      parts.mesh = mesh_in(own, at(c10::str("mesh", parts.part)), shapes[parts.part], own.rank, 0, timeout);
       parts.p2p = p2p;
     }
     return all;

@@ -24,7 +24,7 @@ bool come_within(c10d::Store& store, const std::vector<std::string>& keys, std::
   return true;
 }
 
-std::string said_by(c10d::Store& store, const std::string& key, int rank) try {
+std::string announced_by(c10d::Store& store, const std::string& key, int rank) try {
   return store.get_to_str(key);
 } catch (const c10::DistStoreError& error) {
   TESSERA_FAIL(c10::DistBackendError, "[comm] rank ", rank, " did not come within ", store.getTimeout().count() / 1000,
@@ -35,11 +35,11 @@ void leave_together(c10d::Store& store, int rank, int size) {
   const auto key = [](const char* what, int r) { return "end/" + std::string(what) + "_" + std::to_string(r); };
   const auto await_others = [&](const char* what) {
     for (int r = 1; r < size; ++r)
-      said_by(store, key(what, r), r);
+      announced_by(store, key(what, r), r);
   };
   if (rank > 0) {
     store.set(key("here", rank), std::string("1"));
-    said_by(store, key("all", 0), 0);
+    announced_by(store, key("all", 0), 0);
     store.set(key("leaves", rank), std::string("1"));
     return;
   }

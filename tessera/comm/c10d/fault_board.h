@@ -20,7 +20,7 @@ namespace tessera::comm {
 bool come_within(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds limit);
 
 // What rank `rank` sets `key` to. DistBackendError that names the rank when the store's timeout is over.
-std::string said_by(c10d::Store& store, const std::string& key, int rank);
+std::string announced_by(c10d::Store& store, const std::string& key, int rank);
 
 // Nobody returns before all ranks have come to it, and rank 0, whose process may host the store, is the last: a rank that ends
 // takes with it what others are just reading or connecting to. Collective, once for a store.
@@ -41,7 +41,7 @@ class FaultBoard {
   void show_calls(const std::string& calls);
   // What rank `rank` has shown last; empty when nothing.
   std::string shown_calls(int rank);
-  // Tells the others, in all groups of the store, which process this rank is. Where another one has said that it is this rank, and has not been seen to
+  // Tells the others, in all groups of the store, which process this rank is. Where another one has announced that it is this rank, and has not been seen to
   // end, it stays; returns "processes 12 and 34 of one host".
   std::optional<std::string> show_process();
   // Whether rank `rank` has shown its process. Throws what the store throws.

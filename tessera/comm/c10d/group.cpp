@@ -431,7 +431,7 @@ Pending C10dGroup::do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int6
   return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{out, in}, nullptr, at::Tensor()));
 }
 
-// Round k: tell the rank 2^k further, hear from the one 2^k before; after log2(n) rounds all have heard of all.
+// Round k: send to the rank 2^k further, receive from the one 2^k before; after log2(n) rounds each has a word of all.
 void C10dGroup::do_barrier(Label label) {
   if (host_) return host_->barrier(label);
   const Call call = begin({.name = "barrier", .label = std::string(label)});
@@ -470,7 +470,7 @@ bool is_ours(c10d::ProcessGroup& group) {
   return name == "gloo" || name == "tessera";
 }
 
-// Whether it may meet tensors of a device: torch's "gloo" is for those of every accelerator too.
+// Whether it may get tensors of a device: torch's "gloo" is for those of every accelerator too.
 bool takes_devices(c10d::ProcessGroup& group) {
   return at::accelerator::getAccelerator() && at::accelerator::deviceCount() > 0 && group.getDeviceTypes().size() > 1;
 }

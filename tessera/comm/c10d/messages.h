@@ -3,7 +3,7 @@
 // Note [Tags]
 //   The tag of a message says which group it belongs to, which round, what call it is part of (its number there, and a
 //   hash of what ranks must agree on) and how long it is. So messages of several calls in flight cannot be mixed up, and
-//   those of different calls never meet: see Note [Different calls] in call_log.h. Numbers repeat after kCallTags calls;
+//   those of different calls are never matched: see Note [Different calls] in call_log.h. Numbers repeat after kCallTags calls;
 //   messages with one tag between two ranks arrive in the order in which they were sent.
 // Note [Marks]
 //   When a peer dies, Gloo fails the messages that are posted but not the one that is just arriving: waiting for that one

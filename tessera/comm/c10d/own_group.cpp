@@ -20,13 +20,13 @@ using std::chrono::milliseconds;
 constexpr auto kOthers = std::chrono::seconds(2);  // what is on its way to them has arrived by then
 constexpr auto kEnded = "ended";
 
-// Ending goes on whatever a step of it meets.
+// Ending goes on whatever a step of it throws.
 template <class F>
 void attempt(const F& step) noexcept {
   try {
     step();
   } catch (...) {
-    // Nobody can be told: a failure of the group is its next call's to report.
+    // Nobody takes it here: a failure of the group is its next call's to report.
   }
 }
 

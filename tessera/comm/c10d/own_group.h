@@ -2,7 +2,7 @@
 //
 // Note [Siblings of a device]
 //   Messages between pairs of ranks have tags, so siblings share a process group for tensors of the CPU. A back end's own
-//   collectives (NCCL; Gloo's own) have none: they meet in the order in which each rank calls them, whoever calls. Two
+//   collectives (NCCL; Gloo's own) have none: they are matched in the order in which each rank calls them, whoever calls. Two
 //   siblings over one communicator would need one order, and give each other's data, or hang, without it. So a sibling for
 //   such tensors has communicators of its own, split off the group's.
 //   They are made and connected where sibling() is called, which all ranks do at the same place. At the first call they

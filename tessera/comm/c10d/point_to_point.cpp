@@ -43,7 +43,7 @@ class C10dPointToPoint final : public PointToPoint {
     while (!sent_.empty() && sent_.begin()->second.work->isCompleted())
       settle(sent_.begin()->first);
     if (tensor.numel() == 0) return next_++;
-    Message message{{}, tensor, to, "send", std::string(label)};
+    Sent message{{}, tensor, to, "send", std::string(label)};
     start(message, [&](std::vector<at::Tensor>& one) { return backend_->send(one, to, tag); });
     sent_.emplace(next_, std::move(message));
     return next_++;
@@ -52,7 +52,7 @@ class C10dPointToPoint final : public PointToPoint {
   void receive(const at::Tensor& tensor, int from, int tag, Label label) override {
     check("receive", tensor, from, tag, label);
     if (tensor.numel() == 0) return;
-    Message message{{}, tensor, from, "receive", std::string(label)};
+    Sent message{{}, tensor, from, "receive", std::string(label)};
     start(message, [&](std::vector<at::Tensor>& one) { return backend_->recv(one, from, tag); });
     wait(message);
   }
@@ -67,7 +67,7 @@ class C10dPointToPoint final : public PointToPoint {
   }
 
  private:
-  struct Message {
+  struct Sent {
     c10::intrusive_ptr<c10d::Work> work;
     at::Tensor tensor;
     int peer;
@@ -84,7 +84,7 @@ class C10dPointToPoint final : public PointToPoint {
   }
 
   template <class F>
-  void start(Message& message, const F& body) {
+  void start(Sent& message, const F& body) {
     guarded(message, [&] {
       // As bytes: back ends know fewer dtypes than torch.
       const at::AutoDispatchBelowADInplaceOrView guard;
@@ -92,12 +92,12 @@ class C10dPointToPoint final : public PointToPoint {
       message.work = body(one);
     });
   }
-  void wait(const Message& message) {
+  void wait(const Sent& message) {
     guarded(message, [&] { message.work->wait(); });
   }
 
   template <class F>
-  void guarded(const Message& message, const F& body) const {
+  void guarded(const Sent& message, const F& body) const {
     std::string text;
     try {
       body();
@@ -114,7 +114,7 @@ class C10dPointToPoint final : public PointToPoint {
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
   const at::Device device_;
-  std::map<int64_t, Message> sent_;  // by number
+  std::map<int64_t, Sent> sent_;  // by number
   int64_t next_ = 0;
 };
 
@@ -124,8 +124,8 @@ PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend, a
   return std::make_shared<C10dPointToPoint>(std::move(backend), device);
 }
 
-PointToPointPtr meeting_point_to_point(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                       std::chrono::milliseconds timeout, bool shares, const SideThreadsPtr& threads) {
+PointToPointPtr store_point_to_point(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                     std::chrono::milliseconds timeout, bool shares, const SideThreadsPtr& threads) {
   const auto fresh = watch_fresh_store(store, "messages", rank, size);
   const auto at = [&](const char* name) { return c10::make_intrusive<c10d::PrefixStore>(name, fresh); };
   const auto hosts = group_by_host(exchange(*fresh, rank, size, "hosts", host_id()));

@@ -64,19 +64,19 @@ StorePtr reach_store(const std::string& address, const c10d::TCPStoreOptions& op
   std::thread([attempt] { (*attempt)(); }).detach();
   const auto begin = Clock::now();
   auto next = begin;
-  std::optional<Clock::time_point> heard;  // since when somebody listens
+  std::optional<Clock::time_point> reached;  // since when somebody listens
   while (store.wait_for(kBetweenLooks) != std::future_status::ready) {
     const auto now = Clock::now();
     if (now >= next) {  // seldom, once somebody is there: each time takes a place in its queue
       const std::optional<bool> there = listens(address, options.port);
-      if (there == false) heard.reset();
-      if (there == true && !heard) heard = now;
-      next = now + (heard ? kFirstWord / 3 : kBetweenLooks);
+      if (there == false) reached.reset();
+      if (there == true && !reached) reached = now;
+      next = now + (reached ? kFirstWord / 3 : kBetweenLooks);
     }
-    const bool mute = heard && now - *heard > kFirstWord;
+    const bool mute = reached && now - *reached > kFirstWord;
     if (!mute && now - begin < options.timeout + kFirstWord) continue;
     const std::string there = c10::str(address, ":", options.port);
-    C10_THROW_ERROR(DistNetworkError, heard
+    C10_THROW_ERROR(DistNetworkError, reached
                                           ? "who listens at " + there +
                                                 " does not answer as a store: another program has the port, or the "
                                                 "process that hosts the store (usually rank 0) is stopped; end it, or "

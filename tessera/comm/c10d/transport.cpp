@@ -41,15 +41,15 @@ GroupPtr share_within_hosts(const StorePtr& store, const Hosts& hosts, int rank,
   const std::vector<int> ranks = hosts.ranks_on(host);
   const auto place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
   ShmSharePtr here;
-  std::string said = kWell;
+  std::string announced = kWell;
   try {
     c10d::PrefixStore of_host("host_" + std::to_string(host), store);
     here = ranks.size() == 1 ? shm_thread_shares(1, timeout + kLonger, ranks)[0]
                              : shm_rendezvous(of_host, place, static_cast<int>(ranks.size()), timeout + kLonger, ranks);
   } catch (const c10::DistBackendError& error) {
-    said = cause_of(error);
+    announced = cause_of(error);
   }
-  for (const std::string& text : exchange(*store, rank, static_cast<int>(hosts.of_rank.size()), "shares", said)) {
+  for (const std::string& text : exchange(*store, rank, static_cast<int>(hosts.of_rank.size()), "shares", announced)) {
     if (text == kWell) continue;
     warn(rank, text);
     return nullptr;
@@ -59,8 +59,8 @@ GroupPtr share_within_hosts(const StorePtr& store, const Hosts& hosts, int rank,
 
 }  // namespace
 
-std::vector<std::string> tell_all(const StorePtr& store, int rank, int size, const std::string& topic,
-                                  const std::string& text) {
+std::vector<std::string> exchange_all(const StorePtr& store, int rank, int size, const std::string& topic,
+                                      const std::string& text) {
   const StorePtr fresh = watch_fresh_store(store, topic, rank, size);
   std::vector<std::string> texts = exchange(*fresh, rank, size, topic, text);
   leave_together(*fresh, rank, size);

@@ -3,7 +3,7 @@
 // Note [Choice of transport]
 //   TESSERA_TRANSPORT says it: "gloo" the back end at hand, "shared_memory" shared memory or an error, "auto" (the default)
 //   shared memory between ranks of one host and the back end at hand between hosts. Ranks tell each other through the
-//   group's store where they are and what they were told, and end alike. Whether memory can really be shared is found out by
+//   group's store where they are and what they announced, and end alike. Whether memory can really be shared is found out by
 //   sharing it: when a rank cannot, "auto" warns and stays with the back end at hand.
 #pragma once
 
@@ -20,13 +20,13 @@
 
 namespace tessera::comm {
 
-// What every rank says about `topic`, by rank. Collective over the `size` ranks that meet at `store`, as often as they like. A
+// What every rank says about `topic`, by rank. Collective over the `size` ranks that use `store`, as often as they like. A
 // rank that is lost before it says anything is a DistBackendError of the others. Rank 0, whose process may host the store, is the
-// last to return, so that what all are told may end it.
-std::vector<std::string> tell_all(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                  const std::string& topic, const std::string& text);
+// last to return, so that what all announce may end it.
+std::vector<std::string> exchange_all(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                      const std::string& topic, const std::string& text);
 
-// Collective over the `size` ranks that meet at `store`, which has no other use. `at_hand` makes a group over the back
+// Collective over the `size` ranks that use `store`, which has no other use. `at_hand` makes a group over the back
 // end at hand, may be called several times and later, when siblings are made; `timeout`: longest wait for a rank later.
 // Value error when TESSERA_TRANSPORT is wrong or not the same on all ranks; DistBackendError when memory must be shared
 // and cannot.

@@ -134,7 +134,7 @@ StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, cons
 }
 
 // come_together() at a store that `host` hosts, where that is known.
-void meet_at(const StorePtr& store, int rank, int size, const Host& host) {
+void find_ranks(const StorePtr& store, int rank, int size, const Host& host) {
   FaultBoard board = job_board(store, rank, size);
   if (const auto both = board.show_process()) {
     const std::string text = *both + both_have(rank);
@@ -248,7 +248,7 @@ StorePtr watch_fresh_store(const StorePtr& store, const std::string& name, int r
 }
 
 void come_together(const StorePtr& store, int rank, int size) {
-  meet_at(store, rank, size, std::nullopt);
+  find_ranks(store, rank, size, std::nullopt);
 }
 
 StorePtr open_job_store(const std::string& address, int port, int rank, int size, milliseconds timeout) {
@@ -266,7 +266,7 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
   const auto open = [&] {
     const Host host = options.isServer ? std::nullopt : StoreHosts::known().at(place);
     StorePtr store = c10::make_intrusive<c10d::PrefixStore>(prefix, connect(address, options, host, rank, size));
-    meet_at(store, rank, size, host);
+    find_ranks(store, rank, size, host);
     if (const Host now = job_board(store, rank, size).process_of(0); hosted && now)
       StoreHosts::known().note(place, *now);
     return store;
@@ -281,9 +281,9 @@ StorePtr open_job_store(const std::string& address, int port, int rank, int size
     options.timeout = kAnswer;
     try {
       open();
-    } catch (const std::exception& said) {
+    } catch (const std::exception& refused) {
       // Whichever of the two came second says it; any other error means that the port is somebody else's.
-      if (std::string(said.what()).find(both_have(rank)) != std::string::npos) throw;
+      if (std::string(refused.what()).find(both_have(rank)) != std::string::npos) throw;
     }
     fail(rank, size, first_line(error));
   }

@@ -1,4 +1,4 @@
-// Where the ranks of a job meet: a store whose waits end when a rank is lost, and the first meeting there.
+// The store of a job's ranks, whose waits end when a rank is lost, and how it is opened.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -12,7 +12,7 @@
 
 namespace tessera::comm {
 
-// Ranks meet by keys that each waits for from the others (exchange(), shm_rendezvous(), the connections of Gloo), for as long as
+// Ranks find each other by keys that each waits for from the others (exchange(), shm_rendezvous(), the connections of Gloo), for as long as
 // the store's timeout. Here such a wait looks every half second for a cause that another rank has reported, and for processes
 // of this host that have shown themselves on the board and ended. Errors: DistBackendError.
 class WatchedStore final : public c10d::PrefixStore {
@@ -39,7 +39,7 @@ class WatchedStore final : public c10d::PrefixStore {
 // What an error means that came while this process met others at address:port: rank 0, whose store was there, may have ended.
 std::string what_happened(const std::exception& error, const std::string& address, int port);
 
-// The board of a group whose ranks meet at `store`: "job", where they have nothing more in common yet.
+// The board of a group whose ranks use `store`: "job", where they have nothing more in common yet.
 FaultBoard job_board(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                      const std::string& group = "job");
 

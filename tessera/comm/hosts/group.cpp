@@ -76,7 +76,7 @@ class CallQueue {
       const std::scoped_lock lock(mutex_);
       stopping_ = true;
     }
-    news_.notify_all();
+    changed_.notify_all();
     thread_.join();
   }
   CallQueue(const CallQueue&) = delete;
@@ -95,14 +95,14 @@ class CallQueue {
       const std::scoped_lock lock(mutex_);
       queue_.push_back(call);
     }
-    news_.notify_all();
+    changed_.notify_all();
     return call;
   }
 
   void wait(QueuedCall& call) {
     check_owner(call.info);
     std::unique_lock lock(mutex_);
-    news_.wait(lock, [&] { return call.finished; });
+    changed_.wait(lock, [&] { return call.finished; });
     if (call.cause.empty()) return;
     const double seconds = std::chrono::duration<double>(Clock::now() - call.launched).count();
     throw_failed(place_.rank, place_.size(), call.info, seconds, call.cause);
@@ -111,7 +111,7 @@ class CallQueue {
   bool wait_for(const QueuedCall& call, std::chrono::milliseconds limit) {
     if (!owner_.is_here()) return true;
     std::unique_lock lock(mutex_);
-    return news_.wait_for(lock, limit, [&] { return call.finished; });
+    return changed_.wait_for(lock, limit, [&] { return call.finished; });
   }
 
  private:
@@ -122,7 +122,7 @@ class CallQueue {
   void run() {
     std::unique_lock lock(mutex_);
     while (true) {
-      news_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
       if (queue_.empty()) return;
       const QueuedCallPtr call = std::move(queue_.front());
       queue_.pop_front();
@@ -132,7 +132,7 @@ class CallQueue {
       lock.lock();
       call->cause = std::move(cause);
       call->finished = true;
-      news_.notify_all();
+      changed_.notify_all();
     }
   }
 
@@ -153,7 +153,7 @@ class CallQueue {
   const HostsPlace place_;
   const std::shared_ptr<FailureState> failure_;
   std::mutex mutex_;
-  std::condition_variable news_;
+  std::condition_variable changed_;
   bool stopping_ = false;
   std::deque<QueuedCallPtr> queue_;
   std::thread thread_;
@@ -228,7 +228,7 @@ class HostsGroup final : public Group {
 
  private:
   const HostsPlace& place() const { return calls_->place(); }
-  // `go` gets what the stages of the call are called; it is the whole call, so that different ones never meet.
+  // `go` gets what the stages of the call are called; it is the whole call, so that different ones are never matched.
   Pending launch(const OpInfo& info, std::function<void(const std::string&)> go) {
     auto call = calls_->launch(info, [go = std::move(go), text = agreement(info)] { go(text); });
     return Pending(std::make_unique<HostsPending>(calls_, std::move(call)));

@@ -65,13 +65,13 @@ Hosts group_by_host(const std::vector<std::string>& ids) {
 }
 
 std::vector<std::string> exchange(c10d::Store& store, int rank, int size, const std::string& topic,
-                                  const std::string& said) {
+                                  const std::string& text) {
   const auto key = [&](int r) { return "tessera/" + topic + "/" + std::to_string(r); };
-  store.set(key(rank), said);
+  store.set(key(rank), text);
   std::vector<std::string> all;
   all.reserve(size);
   for (int r = 0; r < size; ++r)
-    all.push_back(said_by(store, key(r), r));
+    all.push_back(announced_by(store, key(r), r));
   return all;
 }
 

@@ -28,9 +28,9 @@ struct Hosts {
 // `ids[r]`: host_id() of rank r.
 Hosts group_by_host(const std::vector<std::string>& ids);
 
-// What every rank says about `topic`, by rank. Collective over those who meet at `store`; an error of the store when one
+// What every rank says about `topic`, by rank. Collective over those who use `store`; an error of the store when one
 // does not come within its timeout.
 std::vector<std::string> exchange(c10d::Store& store, int rank, int size, const std::string& topic,
-                                  const std::string& said);
+                                  const std::string& text);
 
 }  // namespace tessera::comm

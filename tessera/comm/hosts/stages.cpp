@@ -18,9 +18,10 @@ using Counts = std::vector<int64_t>;
 
 // Who talks to whom. The place of a rank is its number among the ranks of its host. What lies at the same place on other
 // hosts, counted round where a host has fewer ranks, are a rank's partners there.
-class Plan {
+class Partners {
  public:
-  explicit Plan(const HostsPlace& place) : rank_(place.rank), hosts_(place.hosts), place_of_(hosts_.of_rank.size()) {
+  explicit Partners(const HostsPlace& place)
+      : rank_(place.rank), hosts_(place.hosts), place_of_(hosts_.of_rank.size()) {
     for (int h = 0; h < hosts_.count(); ++h) {
       ranks_.push_back(hosts_.ranks_on(h));
       for (size_t i = 0; i < ranks_[h].size(); ++i)
@@ -100,14 +101,14 @@ c10::ScalarType wide(c10::ScalarType dtype) {
 
 // Rank r's part of `in` has counts[r] elements. Returns what all have brought for this rank, in the wide dtype; for an
 // average that has yet to be divided.
-at::Tensor sum_between(const HostsPlace& place, const Plan& plan, const at::Tensor& in, const Counts& counts,
+at::Tensor sum_between(const HostsPlace& place, const Partners& partners, const at::Tensor& in, const Counts& counts,
                        ReduceOp op, const std::string& text) {
   // Within the host: neighbour i adds the parts of those it deals with.
   const at::Tensor from = in.view(-1).to(wide(in.scalar_type()));
   const Counts begin = begins(counts);
   ShmTensors blocks;
   for (int i = 0; i < size_here(place); ++i) {
-    const auto dealt = plan.dealt_with(i);
+    const auto dealt = partners.dealt_with(i);
     int64_t at = 0;
     for (const int r : dealt)
       at += counts[r];
@@ -118,53 +119,53 @@ at::Tensor sum_between(const HostsPlace& place, const Plan& plan, const at::Tens
       at += counts[r];
     }
   }
-  const at::Tensor summed = at::empty_like(blocks[plan.my_place()]);
-  run(place, shm_reduce_scatter(plan.my_place(), size_here(place), summed, blocks, op, text));
+  const at::Tensor summed = at::empty_like(blocks[partners.my_place()]);
+  run(place, shm_reduce_scatter(partners.my_place(), size_here(place), summed, blocks, op, text));
   // Between hosts: every sum to its rank.
   const int64_t mine = counts[place.rank];
-  Counts sent(plan.size(), 0), received(plan.size(), 0);
-  for (const int r : plan.dealt_with(plan.my_place()))
+  Counts sent(partners.size(), 0), received(partners.size(), 0);
+  for (const int r : partners.dealt_with(partners.my_place()))
     sent[r] = counts[r];
-  for (int h = 0; h < plan.hosts(); ++h)
-    received[plan.partner(place.rank, h)] = mine;
-  const at::Tensor sums = room(mine * plan.hosts(), from.scalar_type());
+  for (int h = 0; h < partners.hosts(); ++h)
+    received[partners.partner(place.rank, h)] = mine;
+  const at::Tensor sums = room(mine * partners.hosts(), from.scalar_type());
   place.between->all_to_all(sums, summed, received, sent, text).wait();
   const Counts at = begins(received);
   std::vector<const void*> rows;
-  rows.reserve(plan.hosts());
-  for (int h = 0; h < plan.hosts(); ++h)
-    rows.push_back(bytes_of(sums) + at[plan.partner(place.rank, h)] * static_cast<int64_t>(sums.element_size()));
+  rows.reserve(partners.hosts());
+  for (int h = 0; h < partners.hosts(); ++h)
+    rows.push_back(bytes_of(sums) + at[partners.partner(place.rank, h)] * static_cast<int64_t>(sums.element_size()));
   at::Tensor result = room(mine, from.scalar_type());
-  reduce_rows(result.mutable_data_ptr(), rows.data(), plan.hosts(), mine, from.scalar_type(), op);
+  reduce_rows(result.mutable_data_ptr(), rows.data(), partners.hosts(), mine, from.scalar_type(), op);
   return result;
 }
 
 // Rank r's part of `out` has counts[r] elements; `mine` is this rank's.
-void share(const HostsPlace& place, const Plan& plan, const at::Tensor& out, const at::Tensor& mine,
+void share(const HostsPlace& place, const Partners& partners, const at::Tensor& out, const at::Tensor& mine,
            const Counts& counts, const std::string& text) {
   // Between hosts: to the partner on every host, itself on this one.
-  Counts sent(plan.size(), 0), received(plan.size(), 0);
-  for (int h = 0; h < plan.hosts(); ++h)
-    sent[plan.partner(place.rank, h)] = counts[place.rank];
-  for (const int r : plan.dealt_with(plan.my_place()))
+  Counts sent(partners.size(), 0), received(partners.size(), 0);
+  for (int h = 0; h < partners.hosts(); ++h)
+    sent[partners.partner(place.rank, h)] = counts[place.rank];
+  for (const int r : partners.dealt_with(partners.my_place()))
     received[r] = counts[r];
   const at::Tensor copies = room(total(sent), out.scalar_type()), dealt = room(total(received), out.scalar_type());
-  for (int h = 0; h < plan.hosts(); ++h)
+  for (int h = 0; h < partners.hosts(); ++h)
     copy_part(copies, h * counts[place.rank], mine, 0, counts[place.rank]);
   place.between->all_to_all(dealt, copies, received, sent, text).wait();
   // Within the host.
   ShmTensors blocks;
   for (int i = 0; i < size_here(place); ++i) {
     int64_t n = 0;
-    for (const int r : plan.dealt_with(i))
+    for (const int r : partners.dealt_with(i))
       n += counts[r];
     blocks.push_back(room(n, out.scalar_type()));
   }
-  run(place, shm_all_gather(plan.my_place(), size_here(place), blocks, dealt, text));
+  run(place, shm_all_gather(partners.my_place(), size_here(place), blocks, dealt, text));
   const Counts begin = begins(counts);
   for (int i = 0; i < size_here(place); ++i) {
     int64_t at = 0;
-    for (const int r : plan.dealt_with(i)) {
+    for (const int r : partners.dealt_with(i)) {
       copy_part(out, begin[r], blocks[i], at, counts[r]);
       at += counts[r];
     }
@@ -184,61 +185,62 @@ ReduceOp step_of(ReduceOp op) {
 }  // namespace
 
 void hosts_all_gather(const HostsPlace& place, const at::Tensor& out, const at::Tensor& in, const std::string& text) {
-  const Plan plan(place);
-  share(place, plan, flat_bytes(out), flat_bytes(in), Counts(plan.size(), static_cast<int64_t>(in.nbytes())), text);
+  const Partners partners(place);
+  share(place, partners, flat_bytes(out), flat_bytes(in), Counts(partners.size(), static_cast<int64_t>(in.nbytes())),
+        text);
 }
 
 void hosts_reduce_scatter(const HostsPlace& place, const at::Tensor& out, const at::Tensor& in, ReduceOp op,
                           const std::string& text) {
-  const Plan plan(place);
-  const at::Tensor sum = sum_between(place, plan, in, Counts(plan.size(), out.numel()), step_of(op), text);
-  const at::Tensor result = rounded(sum, out.scalar_type(), op, plan.size());
+  const Partners partners(place);
+  const at::Tensor sum = sum_between(place, partners, in, Counts(partners.size(), out.numel()), step_of(op), text);
+  const at::Tensor result = rounded(sum, out.scalar_type(), op, partners.size());
   copy_bytes(bytes_of(out), bytes_of(result), static_cast<int64_t>(out.nbytes()));
 }
 
 void hosts_all_reduce(const HostsPlace& place, const at::Tensor& tensor, ReduceOp op, const std::string& text) {
-  const Plan plan(place);
+  const Partners partners(place);
   Counts counts;
-  for (int r = 0; r < plan.size(); ++r)
-    counts.push_back(tensor.numel() * (r + 1) / plan.size() - tensor.numel() * r / plan.size());
-  const at::Tensor sum = sum_between(place, plan, tensor, counts, step_of(op), text);
-  const at::Tensor mine = rounded(sum, tensor.scalar_type(), op, plan.size());
+  for (int r = 0; r < partners.size(); ++r)
+    counts.push_back(tensor.numel() * (r + 1) / partners.size() - tensor.numel() * r / partners.size());
+  const at::Tensor sum = sum_between(place, partners, tensor, counts, step_of(op), text);
+  const at::Tensor mine = rounded(sum, tensor.scalar_type(), op, partners.size());
   for (int64_t& n : counts)
     n *= static_cast<int64_t>(tensor.element_size());
-  share(place, plan, flat_bytes(tensor), flat_bytes(mine), counts, text);
+  share(place, partners, flat_bytes(tensor), flat_bytes(mine), counts, text);
 }
 
 void hosts_broadcast(const HostsPlace& place, const at::Tensor& tensor, int root, const std::string& text) {
-  const Plan plan(place);
+  const Partners partners(place);
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
-  Counts sent(plan.size(), 0), received(plan.size(), 0);
-  for (int h = 0; h < plan.hosts(); ++h) {
-    if (place.rank == root && h != plan.my_host()) sent[plan.partner(root, h)] = bytes;
+  Counts sent(partners.size(), 0), received(partners.size(), 0);
+  for (int h = 0; h < partners.hosts(); ++h) {
+    if (place.rank == root && h != partners.my_host()) sent[partners.partner(root, h)] = bytes;
   }
-  const int first = plan.partner(root, plan.my_host());
+  const int first = partners.partner(root, partners.my_host());
   if (place.rank == first && place.rank != root) received[root] = bytes;
   const at::Tensor flat = flat_bytes(tensor), copies = room(total(sent), at::kByte);
   for (int64_t at = 0; at < copies.numel(); at += std::max<int64_t>(1, bytes))
     copy_part(copies, at, flat, 0, bytes);
   const at::Tensor to = total(received) > 0 ? flat : room(0, at::kByte);
   place.between->all_to_all(to, copies, received, sent, text).wait();
-  run(place, shm_broadcast(plan.my_place(), size_here(place), flat, plan.place(first), text));
+  run(place, shm_broadcast(partners.my_place(), size_here(place), flat, partners.place(first), text));
 }
 
 void hosts_all_to_all(const HostsPlace& place, const at::Tensor& out, const at::Tensor& in,
                       const std::vector<int64_t>& out_splits, const std::vector<int64_t>& in_splits,
                       const std::string& text) {
-  const Plan plan(place);
+  const Partners partners(place);
   const auto width = static_cast<int64_t>(in.element_size());
   const at::Tensor to = flat_bytes(out), from = flat_bytes(in);
   Counts sent = in_splits, received = out_splits;
-  for (int r = 0; r < plan.size(); ++r) {
+  for (int r = 0; r < partners.size(); ++r) {
     sent[r] *= width;
     received[r] *= width;
   }
   const Counts sent_at = begins(sent), received_at = begins(received);
   ShmTensors out_here, in_here;
-  for (const int r : plan.neighbours()) {
+  for (const int r : partners.neighbours()) {
     out_here.push_back(to.narrow(0, received_at[r], received[r]));
     in_here.push_back(from.narrow(0, sent_at[r], sent[r]));
     sent[r] = received[r] = 0;
@@ -246,12 +248,12 @@ void hosts_all_to_all(const HostsPlace& place, const at::Tensor& out, const at::
   // What goes to other hosts, without what stays.
   const at::Tensor away = room(total(sent), at::kByte), coming = room(total(received), at::kByte);
   const Counts away_at = begins(sent), coming_at = begins(received);
-  for (int r = 0; r < plan.size(); ++r)
+  for (int r = 0; r < partners.size(); ++r)
     copy_part(away, away_at[r], from, sent_at[r], sent[r]);
   Pending exchange = place.between->all_to_all(coming, away, received, sent, text);
-  run(place, shm_all_to_all(plan.my_place(), size_here(place), out_here, in_here, text));
+  run(place, shm_all_to_all(partners.my_place(), size_here(place), out_here, in_here, text));
   exchange.wait();
-  for (int r = 0; r < plan.size(); ++r)
+  for (int r = 0; r < partners.size(); ++r)
     copy_part(to, received_at[r], coming, coming_at[r], received[r]);
 }
 

@@ -112,7 +112,7 @@ void ShmChannel::describe_in(SlotHead& head, const ShmOp& op) const {
   put_text(head.label, info.label);
 }
 
-// Calls are compared where their first records meet: before that all calls have been the same.
+// Calls are compared by their first records: before that all calls have been the same.
 void ShmChannel::compare(const ShmOp& op, int peer, const SlotHead& head) {
   if (head.hash == op.hash() || !disagreement_.empty()) return;
   const std::string mine_text = describe_fully(op.info()), their_text = describe_fully(described_in(head));

@@ -26,7 +26,7 @@
 
 namespace tessera::comm {
 
-// The group of `size` processes of one host and user that meet at `store`. Collective. DistBackendError on all
+// The group of `size` processes of one host and user that use `store`. Collective. DistBackendError on all
 // ranks when one cannot take part (another host, no memory) or has not come after `timeout`, which is also the longest
 // wait for a rank later.
 GroupPtr shm_group(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);

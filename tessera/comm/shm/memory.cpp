@@ -21,8 +21,9 @@ void agree(Group& group, const std::string& trouble, const std::string& what) {
   std::memcpy(mine.mutable_data_ptr(), trouble.data(), std::min<size_t>(trouble.size(), kText - 1));
   group.all_gather(all, mine, what).wait();
   for (int r = 0; r < group.size(); ++r) {
-    const std::string said = static_cast<const char*>(all.const_data_ptr()) + r * kText;
-    TESSERA_CHECK_DIST(said.empty(), "comm", what, ": rank ", r, " of ", group.size(), " cannot share memory: ", said);
+    const std::string announced = static_cast<const char*>(all.const_data_ptr()) + r * kText;
+    TESSERA_CHECK_DIST(announced.empty(), "comm", what, ": rank ", r, " of ", group.size(),
+                       " cannot share memory: ", announced);
   }
 }
 

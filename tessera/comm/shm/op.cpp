@@ -149,7 +149,7 @@ class Scatter final : public ShmOp {
 };
 
 // One tensor's place in a call.
-struct Place {
+struct Span {
   char* data = nullptr;
   int64_t bytes = 0;
 };
@@ -158,14 +158,14 @@ struct Place {
 // steps there are.
 class AllToAll final : public ShmOp {
  public:
-  AllToAll(int rank, int size, OpInfo info, std::vector<Place> out, std::vector<Place> in, ShmTensors held)
+  AllToAll(int rank, int size, OpInfo info, std::vector<Span> out, std::vector<Span> in, ShmTensors held)
       : ShmOp(std::move(info), rank, size),
         held_(std::move(held)),
         received_(std::move(out)),
         sent_(std::move(in)),
         head_(ceil_div(size * static_cast<int64_t>(sizeof(int64_t)), kLine) * kLine),
         each_((kRecordBytes - head_) / std::max(1, size - 1) / kLine * kLine) {
-    for (const Place& place : received_)
+    for (const Span& place : received_)
       total_ += place.bytes;
     copy_result(received_[rank].data, sent_[rank].data, sent_[rank].bytes, total_);
     int64_t largest = 0;
@@ -216,15 +216,15 @@ class AllToAll final : public ShmOp {
   }
 
   ShmTensors held_;
-  std::vector<Place> received_, sent_;
+  std::vector<Span> received_, sent_;
   int64_t total_ = 0;  // bytes of all that is received
   int64_t head_, each_;
   int64_t at_least_ = 1;
   std::optional<int64_t> steps_;
 };
 
-std::vector<Place> places_of(const at::Tensor& t, const std::vector<int64_t>& splits) {
-  std::vector<Place> result;
+std::vector<Span> places_of(const at::Tensor& t, const std::vector<int64_t>& splits) {
+  std::vector<Span> result;
   char* data = bytes_of(t);
   for (const int64_t split : splits) {
     const int64_t bytes = split * static_cast<int64_t>(t.element_size());
@@ -234,8 +234,8 @@ std::vector<Place> places_of(const at::Tensor& t, const std::vector<int64_t>& sp
   return result;
 }
 
-std::vector<Place> places_of(const ShmTensors& list) {
-  std::vector<Place> result;
+std::vector<Span> places_of(const ShmTensors& list) {
+  std::vector<Span> result;
   for (const at::Tensor& t : list)
     result.push_back({bytes_of(t), static_cast<int64_t>(t.nbytes())});
   return result;

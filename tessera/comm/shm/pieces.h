@@ -17,7 +17,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Every call has a step at least, so that it meets the others' records.
+// Every call has a step at least, so that its record is compared with the others'.
 inline int64_t steps_for(int64_t total, int64_t each) {
   return std::max<int64_t>(1, ceil_div(total, each));
 }

@@ -27,7 +27,7 @@ std::shared_ptr<ShmSegment> join_segment(c10d::Store& store, int rank, int size)
               std::to_string(place.pid) + " " + std::to_string(place.fd) + " " + std::to_string(place.secret));
     return segment;
   }
-  std::istringstream text(said_by(store, kSegmentKey, 0));
+  std::istringstream text(announced_by(store, kSegmentKey, 0));
   ShmPlace place;
   text >> place.pid >> place.fd >> place.secret;
   TESSERA_CHECK_DIST(text, "comm", "shared memory: rank 0 could not make a segment");
@@ -45,8 +45,8 @@ void agree(c10d::Store& store, int rank, int size, const std::string& what, cons
   const auto key = [&](int r) { return "tessera/shm/" + what + "_" + std::to_string(r); };
   store.set(key(rank), trouble.empty() ? std::string(kWell) : trouble);
   for (int r = 0; r < size; ++r) {
-    const std::string said = said_by(store, key(r), r);
-    TESSERA_CHECK_DIST(said == kWell, "comm", "rank ", r, " of ", size, " cannot share memory: ", said);
+    const std::string announced = announced_by(store, key(r), r);
+    TESSERA_CHECK_DIST(announced == kWell, "comm", "rank ", r, " of ", size, " cannot share memory: ", announced);
   }
 }
 

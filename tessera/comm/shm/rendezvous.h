@@ -23,7 +23,7 @@ struct ShmShare {
 };
 using ShmSharePtr = std::shared_ptr<ShmShare>;
 
-// The first channel of `size` processes of one host and user that meet at `store`. Collective; the store is not needed
+// The first channel of `size` processes of one host and user that use `store`. Collective; the store is not needed
 // afterwards. DistBackendError on all ranks, with one text, when one of them cannot take part (another host or process
 // namespace, no memory) or has not come within the store's timeout. `timeout`: longest wait for a rank later. `numbers`: as
 // for ShmWorld.

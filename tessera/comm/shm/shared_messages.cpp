@@ -87,10 +87,10 @@ class SharedMessages final : public PointToPoint {
       shared = made_.at(static_cast<const char*>(copy.const_data_ptr())).lock();
     }
     const ShmPlace& place = shared->place;
-    const at::Tensor said = at::empty({kWords}, at::kLong);
-    std::copy_n(std::array{place.pid, place.fd, place.secret}.data(), kWords, said.mutable_data_ptr<int64_t>());
+    const at::Tensor announced = at::empty({kWords}, at::kLong);
+    std::copy_n(std::array{place.pid, place.fd, place.secret}.data(), kWords, announced.mutable_data_ptr<int64_t>());
     const int64_t times = ++shared->sent[to];
-    const int64_t number = inner_->send(said, to, tag, label);
+    const int64_t number = inner_->send(announced, to, tag, label);
     sent_.emplace(number, Sent{std::move(shared), to, times});
     return number;
   }
@@ -98,9 +98,9 @@ class SharedMessages final : public PointToPoint {
   at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype, int from, int tag, Label label) override {
     const int64_t bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
     if (!is_shared(bytes, from)) return inner_->take(sizes, dtype, from, tag, label);
-    const at::Tensor said = at::empty({kWords}, at::kLong);
-    inner_->receive(said, from, tag, label);
-    const auto* word = said.const_data_ptr<int64_t>();
+    const at::Tensor announced = at::empty({kWords}, at::kLong);
+    inner_->receive(announced, from, tag, label);
+    const auto* word = announced.const_data_ptr<int64_t>();
     const auto segment = ShmSegment::attach(ShmPlace{word[0], word[1], word[2]}, size_of_segment(bytes));
     auto own = segment->map_private();
     taken_in(*segment, rank()).fetch_add(1, std::memory_order_release);

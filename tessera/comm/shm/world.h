@@ -64,7 +64,7 @@ class ShmWorld {
     std::optional<std::chrono::milliseconds> limit{};  // in place of timeout()
     std::function<bool()> until{};  // returns early, with the call in flight; asked after each wake()
   };
-  // `channel`: that of the call, or what attach() said.
+  // `channel`: that of the call, or what attach() returned.
   void wait(int channel, const ShmCall& call, const Wait& how);
   // Moves what can be moved until then at most; true when the call is done, or the group has failed.
   bool wait_until(const ShmCall& call, Clock::time_point end);

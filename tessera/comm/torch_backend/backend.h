@@ -11,7 +11,7 @@
 
 namespace tessera::comm {
 
-// Makes the back end of another group, of ranks that meet at `store`: see tessera_backend().
+// Makes the back end of another group, of ranks that use `store`: see tessera_backend().
 using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)>;
 

@@ -174,7 +174,7 @@ struct ProgressThread::State final : SideThreads::Owner, std::enable_shared_from
 
   std::shared_ptr<ShmWorld> world;
   SideThreadsPtr threads;
-  std::atomic<bool> news = false;  // for the leader: look at what follows
+  std::atomic<bool> changed = false;  // for the leader: look at what follows
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<Item> items;  // in flight
@@ -194,7 +194,7 @@ bool ProgressThread::State::take_over() {
 void ProgressThread::State::end_threads() {
   {
     const std::scoped_lock lock(mutex);
-    ending = news = true;
+    ending = changed = true;
     wake.notify_all();
   }
   world->wake();
@@ -225,11 +225,11 @@ void ProgressThread::State::lead(std::unique_lock<std::mutex>& lock) {
   while (leader == me && !stopping && !ending && !items.empty()) {
     {
       const auto mine = items;
-      news = false;
+      changed = false;
       lock.unlock();
       const auto slice = ShmWorld::Clock::now() + kSlice;
       mine.front().work->drive(mine.front().since, [&] {
-        return news.load() || ShmWorld::Clock::now() > slice ||
+        return changed.load() || ShmWorld::Clock::now() > slice ||
                std::any_of(mine.begin(), mine.end(), [](const auto& item) { return item.work->finished(); });
       });
       for (const auto& item : mine)
@@ -267,7 +267,7 @@ ProgressThread::~ProgressThread() {
   std::vector<State::Item> rest;
   {
     const std::scoped_lock lock(state_->mutex);
-    state_->stopping = state_->news = true;
+    state_->stopping = state_->changed = true;
     // The threads end by themselves, and soon. Waiting for them could take forever: they may be letting go of a tensor
     // that Python knows, which needs the interpreter's lock, and whoever destroys a process group may hold that.
     if (state_->leader == std::thread::id() && !state_->items.empty() && !state_->take_over())
@@ -284,7 +284,7 @@ void ProgressThread::add(ShmWorkPtr work) {
     const std::scoped_lock lock(state_->mutex);
     if (!state_->ending && (state_->leader != std::thread::id() || state_->take_over())) {
       state_->items.push_back({std::exchange(work, {}), since});
-      state_->news = true;
+      state_->changed = true;
     }
   }
   state_->world->wake();

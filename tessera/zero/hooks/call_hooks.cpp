@@ -17,7 +17,7 @@ void Hooks::watch_outputs(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& t : outputs) {
     const compat::NodePtr node = maker_of(t);
     // First of its node's: a refused backward must not have gathered anything.
-    if (node) node->pre_hooks().insert(node->pre_hooks().begin(), std::make_unique<OutputHook>(link_));
+    if (node) node->pre_hooks().insert(node->pre_hooks().begin(), std::make_unique<OutputHook>(shared_));
   }
 }
 
@@ -43,7 +43,7 @@ bool Hooks::watch_call(std::shared_ptr<ScopeCall> call, const std::vector<at::Te
   if (ends.empty()) return false;
   watches_calls_ = true;
   ScopeCall& scope_call = *call;
-  const auto watched = std::make_shared<WatchedCall>(link_, std::move(call));
+  const auto watched = std::make_shared<WatchedCall>(shared_, std::move(call));
   for (torch::autograd::Node* node : ends)
     node->add_pre_hook(std::make_unique<CallHook>(watched, CallEvent::Open));
   scope_call.producers = 0;
@@ -70,7 +70,7 @@ std::vector<ScopeCall*> Hooks::calls_to_run() const {
   task_runs([&](torch::autograd::Node& node) {
     for (const auto& hook : node.pre_hooks()) {
       const auto* found = dynamic_cast<const CallHook*>(hook.get());
-      if (found != nullptr && found->event == CallEvent::Open && found->watched->link == link_)
+      if (found != nullptr && found->event == CallEvent::Open && found->watched->shared == shared_)
         calls.push_back(found->watched->call.get());
     }
     return false;  // on to the next one

@@ -6,29 +6,30 @@
 
 namespace tessera::zero {
 
-void Hooks::Link::tell(std::function<void(Hooks&)> what) {
+void Hooks::Shared::run_or_keep(std::function<void(Hooks&)> what) {
   if (const std::unique_lock lock(mutex, std::try_to_lock); lock.owns_lock()) {
     if (hooks != nullptr) what(*hooks);
     return;
   }
-  const std::lock_guard lock(news_mutex);
-  news.push_back(std::move(what));
+  const std::lock_guard lock(kept_mutex);
+  kept.push_back(std::move(what));
 }
 
-void Hooks::hear_news() {
-  const std::lock_guard lock(link_->mutex);
-  std::vector<std::function<void(Hooks&)>> news;
+void Hooks::run_kept() {
+  const std::lock_guard lock(shared_->mutex);
+  std::vector<std::function<void(Hooks&)>> kept;
   {
-    const std::lock_guard guard(link_->news_mutex);
-    news.swap(link_->news);
+    const std::lock_guard guard(shared_->kept_mutex);
+    kept.swap(shared_->kept);
   }
-  for (const auto& what : news)
+  for (const auto& what : kept)
     what(*this);
   end_gone_tasks();
 }
 
-Hooks::Hooks(HookSink& sink, ReaderLock lock) : sink_(sink), lock_(std::move(lock)), link_(std::make_shared<Link>()) {
-  link_->hooks = this;
+Hooks::Hooks(HookSink& sink, ReaderLock lock)
+    : sink_(sink), lock_(std::move(lock)), shared_(std::make_shared<Shared>()) {
+  shared_->hooks = this;
 }
 
 Hooks::~Hooks() {
@@ -40,19 +41,19 @@ bool Hooks::inside_task() {
 }
 
 void Hooks::enter_forward() {
-  const std::lock_guard lock(link_->mutex);
-  hear_news();
+  const std::lock_guard lock(shared_->mutex);
+  run_kept();
   ++forward_depth_;
 }
 
 void Hooks::leave_forward() {
-  const std::lock_guard lock(link_->mutex);
+  const std::lock_guard lock(shared_->mutex);
   --forward_depth_;
 }
 
 bool Hooks::in_backward() {
-  const std::lock_guard lock(link_->mutex);
-  hear_news();
+  const std::lock_guard lock(shared_->mutex);
+  run_kept();
   return !tasks_.empty();
 }
 
@@ -78,14 +79,14 @@ bool Hooks::leave_to_outer_task() {
   if (!node || in_forward_task_) return false;
   const auto is_ours = [&](const auto& hook) {
     const auto* outer = dynamic_cast<const OuterTaskHook*>(hook.get());
-    return outer != nullptr && outer->link == link_;
+    return outer != nullptr && outer->shared == shared_;
   };
   for (const torch::autograd::Edge& edge : node->next_edges()) {
     if (!edge.function) continue;
     outer_pending_ = true;
     const auto& hooks = edge.function->pre_hooks();
     if (std::none_of(hooks.begin(), hooks.end(), is_ours))
-      edge.function->add_pre_hook(std::make_unique<OuterTaskHook>(link_));
+      edge.function->add_pre_hook(std::make_unique<OuterTaskHook>(shared_));
   }
   return outer_pending_;
 }
@@ -102,9 +103,9 @@ void Hooks::touch_task(bool from_parameter) {
   const torch::autograd::GraphTask& running = current_graph_task();
   TESSERA_CHECK(!running.future_result_->completed(), "engine.backward", "this backward has failed in another thread");
   if (!tasks_.contains(id)) {
-    hear_news();
+    run_kept();
     const bool outermost = tasks_.empty() && !std::exchange(outer_pending_, false);
-    auto token = std::make_shared<Token>(link_, id);
+    auto token = std::make_shared<Token>(shared_, id);
     tasks_[id] = {running.weak_from_this(), running.exec_info_.empty()};
     queue_end(token, -1);
     if (outermost) {
@@ -119,9 +120,9 @@ void Hooks::touch_task(bool from_parameter) {
 
 // Behind what other engines have queued. Round -1: the task is over.
 void Hooks::queue_end(const std::shared_ptr<Token>& token, int round) {
-  torch::autograd::Engine::get_default_engine().queue_callback([link = link_, token, round] {
-    const std::lock_guard lock(link->mutex);
-    Hooks* hooks = link->hooks;
+  torch::autograd::Engine::get_default_engine().queue_callback([shared = shared_, token, round] {
+    const std::lock_guard lock(shared->mutex);
+    Hooks* hooks = shared->hooks;
     if (hooks == nullptr) return;
     if (round < 0 ? hooks->end_task(token->id) : hooks->end_round(token->id, round)) hooks->queue_end(token, round + 1);
   });
@@ -156,11 +157,11 @@ bool Hooks::end_round(int id, int round) {
 }
 
 void Hooks::remove() {
-  const std::lock_guard lock(link_->mutex);
-  link_->hooks = nullptr;
+  const std::lock_guard lock(shared_->mutex);
+  shared_->hooks = nullptr;
   const auto held = accumulators_.empty() ? nullptr : without_readers();
   for (const compat::NodePtr& node : accumulators_) {
-    if (node) std::erase_if(node->tensor_pre_hooks(), [&](const auto& hook) { return is_of(hook, link_); });
+    if (node) std::erase_if(node->tensor_pre_hooks(), [&](const auto& hook) { return is_of(hook, shared_); });
   }
   accumulators_.clear();
   tasks_.clear();

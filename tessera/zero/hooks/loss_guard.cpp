@@ -18,16 +18,16 @@ void ScaleMark::run(const std::shared_ptr<ScaleMark>& self) {
   });
   const auto asked = owner.lock();
   for (const auto& end : ends) {
-    const auto link = end.lock();
-    if (!link) continue;
-    const std::lock_guard lock(link->mutex);
-    if (link->hooks == nullptr) continue;
-    link->hooks->touch_task(false);
-    if (!noted) link->hooks->note_scale(value);
-    if (link == asked) {
-      auto& guard = link->hooks->loss_guard_;
+    const auto shared = end.lock();
+    if (!shared) continue;
+    const std::lock_guard lock(shared->mutex);
+    if (shared->hooks == nullptr) continue;
+    shared->hooks->touch_task(false);
+    if (!noted) shared->hooks->note_scale(value);
+    if (shared == asked) {
+      auto& guard = shared->hooks->loss_guard_;
       guard.marks.push_back(self);
-      if (!guard.allowed) link->hooks->check_all_scaled();
+      if (!guard.allowed) shared->hooks->check_all_scaled();
       guard.allowed = true;
     }
   }
@@ -44,11 +44,11 @@ void Hooks::note_scale(double value) {
 
 namespace {
 
-bool is_output_of(torch::autograd::Node& node, const LinkPtr& link) {
+bool is_output_of(torch::autograd::Node& node, const SharedPtr& shared) {
   const auto& hooks = node.pre_hooks();
   return std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
     const auto* output = dynamic_cast<const OutputHook*>(hook.get());
-    return output != nullptr && output->link == link;
+    return output != nullptr && output->shared == shared;
   });
 }
 
@@ -56,7 +56,7 @@ bool is_output_of(torch::autograd::Node& node, const LinkPtr& link) {
 struct Behind {
   std::unordered_set<torch::autograd::Node*> seen;
   std::vector<std::shared_ptr<ScaleMark>> marks;
-  std::vector<LinkPtr> ends;  // engines whose parameters are there
+  std::vector<SharedPtr> ends;  // engines whose parameters are there
 
   // Does not go beyond marks unless `through`. Nodes of earlier calls are not visited again.
   void visit(const std::vector<torch::autograd::Node*>& from, bool through) {
@@ -73,7 +73,7 @@ struct Behind {
       }
       if (find_hook<OutputHook>(node->pre_hooks()) != nullptr) outputs.push_back(node);
       if (const auto* end = find_hook<ParamHook>(node->tensor_pre_hooks())) {
-        if (std::find(ends.begin(), ends.end(), end->link) == ends.end()) ends.push_back(end->link);
+        if (std::find(ends.begin(), ends.end(), end->shared) == ends.end()) ends.push_back(end->shared);
       }
       for (const auto& edge : node->next_edges()) {
         if (edge.function && seen.insert(&*edge.function).second) stack.push_back(&*edge.function);
@@ -104,10 +104,10 @@ at::Tensor Hooks::scale(const at::Tensor& x, double scale) {
   const bool narrow = x.scalar_type() == at::kHalf || x.scalar_type() == at::kBFloat16;
   at::Tensor scaled = (narrow ? x.to(at::kFloat) : x).mul(value / carried);
   const auto mark = std::make_shared<ScaleMark>();
-  mark->owner = link_;
+  mark->owner = shared_;
   mark->value = value;
   mark->ends.assign(behind.ends.begin(), behind.ends.end());
-  if (std::find(behind.ends.begin(), behind.ends.end(), link_) == behind.ends.end()) mark->ends.push_back(link_);
+  if (std::find(behind.ends.begin(), behind.ends.end(), shared_) == behind.ends.end()) mark->ends.push_back(shared_);
   mark->outputs.insert(behind.outputs.begin(), behind.outputs.end());
   for (const auto& inner : behind.marks)
     inner->around.push_back(mark);
@@ -122,7 +122,7 @@ void Hooks::check_output() {
   if (task == tasks_.end() || !task->second.plain) return;  // torch.autograd.grad: the parameters will tell
   const bool trained = task_runs([&](torch::autograd::Node& node) {
     const auto* hook = find_hook<ParamHook>(node.tensor_pre_hooks());
-    return hook != nullptr && hook->link == link_;
+    return hook != nullptr && hook->shared == shared_;
   });
   if (trained) HookAccess::refuse_unscaled();
 }
@@ -135,10 +135,10 @@ bool Hooks::refuses_parameter() {
   if (std::exchange(loss_guard_.searched_task, task) == task) return false;
   const bool marked = task_runs([&](torch::autograd::Node& node) {
     const auto* hook = find_hook<ScaleHook>(node.pre_hooks());
-    return hook != nullptr && hook->mark->owner.lock() == link_;
+    return hook != nullptr && hook->mark->owner.lock() == shared_;
   });
   if (marked) return false;
-  return task_runs([&](torch::autograd::Node& node) { return is_output_of(node, link_); });
+  return task_runs([&](torch::autograd::Node& node) { return is_output_of(node, shared_); });
 }
 
 // A mark was met first. An output with parameters behind it that no mark covers is a forgotten part of the loss: its
@@ -149,7 +149,7 @@ void Hooks::check_all_scaled() {
   std::vector<std::shared_ptr<ScaleMark>> marks =
       loss_guard_.marks;  // autograd does not list the root, which may be a mark
   task_runs([&](torch::autograd::Node& node) {
-    if (is_output_of(node, link_)) outputs.push_back(&node);
+    if (is_output_of(node, shared_)) outputs.push_back(&node);
     if (const auto* hook = find_hook<ScaleHook>(node.pre_hooks())) marks.push_back(hook->mark);
     return false;  // on to the next one
   });
@@ -158,7 +158,7 @@ void Hooks::check_all_scaled() {
       continue;
     Behind behind;
     behind.visit({node}, /*through=*/true);
-    if (std::find(behind.ends.begin(), behind.ends.end(), link_) != behind.ends.end()) HookAccess::refuse_unscaled();
+    if (std::find(behind.ends.begin(), behind.ends.end(), shared_) != behind.ends.end()) HookAccess::refuse_unscaled();
   }
 }
 

@@ -23,13 +23,13 @@ using torch::autograd::variable_list;
 
 // Lives in the callback of a graph task: dies with it, also when the task threw.
 struct Hooks::Token {
-  Token(std::shared_ptr<Link> l, int i) : link(std::move(l)), id(i) {}
+  Token(std::shared_ptr<Shared> l, int i) : shared(std::move(l)), id(i) {}
   ~Token() {
-    link->tell([](Hooks& hooks) { hooks.end_gone_tasks(); });
+    shared->run_or_keep([](Hooks& hooks) { hooks.end_gone_tasks(); });
   }
   Token(const Token&) = delete;
   Token& operator=(const Token&) = delete;
-  std::shared_ptr<Link> link;
+  std::shared_ptr<Shared> shared;
   int id;
 };
 
@@ -37,9 +37,9 @@ enum class CallEvent : uint8_t { Open, Close, CloseLater };
 
 // What one scale() left in a graph.
 struct ScaleMark {
-  std::weak_ptr<Hooks::Link> owner;
+  std::weak_ptr<Hooks::Shared> owner;
   double value;                                        // gradients behind it are multiplied by this
-  std::vector<std::weak_ptr<Hooks::Link>> ends;        // engines with parameters behind it, the owner among them
+  std::vector<std::weak_ptr<Hooks::Shared>> ends;      // engines with parameters behind it, the owner among them
   std::vector<std::weak_ptr<ScaleMark>> around;        // marks of later calls of scale() over the same tensor
   std::unordered_set<torch::autograd::Node*> outputs;  // of engines, behind it
   int task = -1;                                       // that ran it last
@@ -50,16 +50,16 @@ struct ScaleMark {
 
 // The hook objects that autograd owns reach the private parts of Hooks through here.
 struct HookAccess {
-  using LinkPtr = std::shared_ptr<Hooks::Link>;
+  using SharedPtr = std::shared_ptr<Hooks::Shared>;
 
-  static void before(const LinkPtr& link, ParamId id, const at::Tensor& param) {
-    const std::lock_guard lock(link->mutex);
-    if (link->hooks == nullptr) return;
+  static void before(const SharedPtr& shared, ParamId id, const at::Tensor& param) {
+    const std::lock_guard lock(shared->mutex);
+    if (shared->hooks == nullptr) return;
     refuse_graph();
-    link->hooks->touch_task(true);
+    shared->hooks->touch_task(true);
     const torch::autograd::AutoGradMode no_grad(false);
-    if (link->hooks->refuses_parameter()) refuse_unscaled();
-    link->hooks->sink_.before_accumulate(id, param.mutable_grad());
+    if (shared->hooks->refuses_parameter()) refuse_unscaled();
+    shared->hooks->sink_.before_accumulate(id, param.mutable_grad());
   }
 
   // Beside p.grad only the node's input, which is about to go, may know the memory. (Where somebody else has that tensor,
@@ -82,36 +82,36 @@ struct HookAccess {
     return storage.use_count() == known && storage.nbytes() == grad.nbytes();
   }
 
-  static void ready(const LinkPtr& link, ParamId id, const at::Tensor& param, const variable_list& inputs) {
-    const std::lock_guard lock(link->mutex);
-    if (link->hooks == nullptr) return;
+  static void ready(const SharedPtr& shared, ParamId id, const at::Tensor& param, const variable_list& inputs) {
+    const std::lock_guard lock(shared->mutex);
+    if (shared->hooks == nullptr) return;
     if (torch::autograd::GradMode::is_enabled()) param.mutable_grad().reset();
     refuse_graph();
-    link->hooks->touch_task(true);
+    shared->hooks->touch_task(true);
     const torch::autograd::AutoGradMode no_grad(false);
-    if (link->hooks->refuses_parameter()) {
+    if (shared->hooks->refuses_parameter()) {
       param.mutable_grad().reset();
       refuse_unscaled();
     }
     const bool alone = is_alone(param.grad(), inputs);
-    link->hooks->sink_.gradient_ready(id, param.mutable_grad(), link->hooks->info(), alone);
+    shared->hooks->sink_.gradient_ready(id, param.mutable_grad(), shared->hooks->info(), alone);
   }
 
-  static void follow(const LinkPtr& link, ParamId id) {
-    const std::lock_guard lock(link->mutex);
-    if (link->hooks != nullptr) link->hooks->follow(torch::autograd::get_current_node(), id);
+  static void follow(const SharedPtr& shared, ParamId id) {
+    const std::lock_guard lock(shared->mutex);
+    if (shared->hooks != nullptr) shared->hooks->follow(torch::autograd::get_current_node(), id);
   }
 
-  static void output(const LinkPtr& link) {
-    const std::lock_guard lock(link->mutex);
-    if (link->hooks == nullptr) return;
-    link->hooks->touch_task(false);
-    link->hooks->check_output();
+  static void output(const SharedPtr& shared) {
+    const std::lock_guard lock(shared->mutex);
+    if (shared->hooks == nullptr) return;
+    shared->hooks->touch_task(false);
+    shared->hooks->check_output();
   }
 
-  static void outer_task(const LinkPtr& link) {
-    const std::lock_guard lock(link->mutex);
-    if (link->hooks != nullptr) link->hooks->touch_outer_task();
+  static void outer_task(const SharedPtr& shared) {
+    const std::lock_guard lock(shared->mutex);
+    if (shared->hooks != nullptr) shared->hooks->touch_outer_task();
   }
 
   // Grad mode is on in a hook only when the backward is recorded itself.
@@ -131,28 +131,28 @@ struct HookAccess {
         "once for every backward, or engine.backward(loss); nothing of this backward was kept");
   }
 
-  static void call(const LinkPtr& link, const std::shared_ptr<ScopeCall>& scope_call, CallEvent event) {
-    const std::lock_guard lock(link->mutex);
-    if (link->hooks == nullptr) return;
-    link->hooks->touch_task(false);
+  static void call(const SharedPtr& shared, const std::shared_ptr<ScopeCall>& scope_call, CallEvent event) {
+    const std::lock_guard lock(shared->mutex);
+    if (shared->hooks == nullptr) return;
+    shared->hooks->touch_task(false);
     const bool again = torch::autograd::GradMode::is_enabled();  // torch enables it for create_graph
     const torch::autograd::AutoGradMode no_grad(false);
     switch (event) {
       case CallEvent::Open:
-        return link->hooks->sink_.call_opened(*scope_call, again);
+        return shared->hooks->sink_.call_opened(*scope_call, again);
       case CallEvent::Close:
-        return link->hooks->sink_.call_closed(*scope_call, link->hooks->info());
+        return shared->hooks->sink_.call_closed(*scope_call, shared->hooks->info());
       case CallEvent::CloseLater:
-        link->hooks->deferred_.push_back({torch::autograd::get_current_graph_task_id(), scope_call});
+        shared->hooks->deferred_.push_back({torch::autograd::get_current_graph_task_id(), scope_call});
     }
   }
 
-  static void gone(const LinkPtr& link, const std::shared_ptr<ScopeCall>& scope_call) {
-    link->tell([scope_call](Hooks& hooks) { hooks.sink_.call_gone(*scope_call); });
+  static void gone(const SharedPtr& shared, const std::shared_ptr<ScopeCall>& scope_call) {
+    shared->run_or_keep([scope_call](Hooks& hooks) { hooks.sink_.call_gone(*scope_call); });
   }
 };
 
-using LinkPtr = HookAccess::LinkPtr;
+using SharedPtr = HookAccess::SharedPtr;
 
 // Compiled autograd traces hooks it knows; ours are opaque to it.
 [[noreturn]] inline void refuse_compiled_autograd() {
@@ -160,51 +160,51 @@ using LinkPtr = HookAccess::LinkPtr;
 }
 
 struct BeforeHook final : torch::autograd::FunctionPreHook {
-  BeforeHook(LinkPtr l, ParamId i, torch::autograd::AccumulateGrad* n) : link(std::move(l)), id(i), node(n) {}
+  BeforeHook(SharedPtr l, ParamId i, torch::autograd::AccumulateGrad* n) : shared(std::move(l)), id(i), node(n) {}
   variable_list operator()(const variable_list& grads) override {
-    HookAccess::before(link, id, node->variable);
+    HookAccess::before(shared, id, node->variable);
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
-  LinkPtr link;
+  SharedPtr shared;
   ParamId id;
   torch::autograd::AccumulateGrad* node;  // owns this hook
 };
 
 struct ReadyHook final : torch::autograd::FunctionPostHook {
-  ReadyHook(LinkPtr l, ParamId i, torch::autograd::AccumulateGrad* n) : link(std::move(l)), id(i), node(n) {}
+  ReadyHook(SharedPtr l, ParamId i, torch::autograd::AccumulateGrad* n) : shared(std::move(l)), id(i), node(n) {}
   variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
-    HookAccess::ready(link, id, node->variable, inputs);
+    HookAccess::ready(shared, id, node->variable, inputs);
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
-  LinkPtr link;
+  SharedPtr shared;
   ParamId id;
   torch::autograd::AccumulateGrad* node;  // owns this hook
 };
 
 // On the parameter: Note [Accumulators change].
 struct ParamHook final : torch::autograd::FunctionPreHook {
-  ParamHook(LinkPtr l, ParamId i) : link(std::move(l)), id(i) {}
+  ParamHook(SharedPtr l, ParamId i) : shared(std::move(l)), id(i) {}
   variable_list operator()(const variable_list& grads) override {
-    HookAccess::follow(link, id);
+    HookAccess::follow(shared, id);
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
-  LinkPtr link;
+  SharedPtr shared;
   ParamId id;
 };
 
 // Tells the engine that a node is about to run.
-template <void (*tell)(const LinkPtr&)>
+template <void (*report)(const SharedPtr&)>
 struct NodeHook final : torch::autograd::FunctionPreHook {
-  explicit NodeHook(LinkPtr l) : link(std::move(l)) {}
+  explicit NodeHook(SharedPtr l) : shared(std::move(l)) {}
   variable_list operator()(const variable_list& grads) override {
-    tell(link);
+    report(shared);
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
-  LinkPtr link;
+  SharedPtr shared;
 };
 
 using OutputHook = NodeHook<&HookAccess::output>;
@@ -212,18 +212,18 @@ using OuterTaskHook = NodeHook<&HookAccess::outer_task>;
 
 // Owned by all hooks of a call together.
 struct WatchedCall {
-  WatchedCall(LinkPtr l, std::shared_ptr<ScopeCall> c) : link(std::move(l)), call(std::move(c)) {}
-  ~WatchedCall() { HookAccess::gone(link, call); }
+  WatchedCall(SharedPtr l, std::shared_ptr<ScopeCall> c) : shared(std::move(l)), call(std::move(c)) {}
+  ~WatchedCall() { HookAccess::gone(shared, call); }
   WatchedCall(const WatchedCall&) = delete;
   WatchedCall& operator=(const WatchedCall&) = delete;
-  LinkPtr link;
+  SharedPtr shared;
   std::shared_ptr<ScopeCall> call;
 };
 
 struct CallHook final : torch::autograd::FunctionPreHook {
   CallHook(std::shared_ptr<WatchedCall> w, CallEvent e) : watched(std::move(w)), event(e) {}
   variable_list operator()(const variable_list& grads) override {
-    HookAccess::call(watched->link, watched->call, event);
+    HookAccess::call(watched->shared, watched->call, event);
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
@@ -250,9 +250,9 @@ const H* find_hook(const List& hooks) {
 }
 
 template <class Hook>
-bool is_of(const Hook& hook, const LinkPtr& link) {
+bool is_of(const Hook& hook, const SharedPtr& shared) {
   const auto* ours = dynamic_cast<const ParamHook*>(hook.get());
-  return ours != nullptr && ours->link == link;
+  return ours != nullptr && ours->shared == shared;
 }
 
 // Does the running graph task run a node that `wanted` is true for?

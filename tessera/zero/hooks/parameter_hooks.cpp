@@ -19,14 +19,14 @@ bool Hooks::is_watched(const at::Tensor& param) {
   const PreHooks* hooks = hooks_on(param);
   return hooks != nullptr && std::any_of(hooks->begin(), hooks->end(), [](const auto& hook) {
            const auto* ours = dynamic_cast<const ParamHook*>(hook.get());
-           return ours != nullptr && ours->link->hooks != nullptr;
+           return ours != nullptr && ours->shared->hooks != nullptr;
          });
 }
 
 bool Hooks::watches(const at::Tensor& param) const {
   const PreHooks* hooks = hooks_on(param);
   return hooks != nullptr &&
-         std::any_of(hooks->begin(), hooks->end(), [&](const auto& hook) { return is_of(hook, link_); });
+         std::any_of(hooks->begin(), hooks->end(), [&](const auto& hook) { return is_of(hook, shared_); });
 }
 
 void Hooks::watch(const at::Tensor& param, ParamId id) {
@@ -36,7 +36,7 @@ void Hooks::watch(const at::Tensor& param, ParamId id) {
   TESSERA_CHECK(node, "zero.hooks", "parameter does not require gradients");
   {
     const auto held = without_readers();
-    torch::autograd::impl::hooks(param).push_back(std::make_unique<ParamHook>(link_, id));
+    torch::autograd::impl::hooks(param).push_back(std::make_unique<ParamHook>(shared_, id));
   }
   if (accumulators_.size() <= static_cast<size_t>(id)) accumulators_.resize(id + 1);
   follow(std::move(node), id);
@@ -49,11 +49,11 @@ void Hooks::follow(compat::NodePtr node, ParamId id) {
   const auto& hooks = accumulate->post_hooks();
   const auto ready = [&](const auto& hook) {
     const auto* ours = dynamic_cast<const ReadyHook*>(hook.get());
-    return ours != nullptr && ours->link == link_;
+    return ours != nullptr && ours->shared == shared_;
   };
   if (std::any_of(hooks.begin(), hooks.end(), ready)) return;
-  accumulate->add_pre_hook(std::make_unique<BeforeHook>(link_, id, accumulate));
-  accumulate->add_post_hook(std::make_unique<ReadyHook>(link_, id, accumulate));
+  accumulate->add_pre_hook(std::make_unique<BeforeHook>(shared_, id, accumulate));
+  accumulate->add_post_hook(std::make_unique<ReadyHook>(shared_, id, accumulate));
   accumulators_[id] = std::move(node);
 }
 

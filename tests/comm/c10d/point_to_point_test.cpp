@@ -19,7 +19,7 @@ TEST(PointToPoint, RanksMeetAtAStore) {
       std::vector<std::thread> threads;
       for (int rank = 0; rank < 3; ++rank)
         threads.emplace_back([&, rank] {
-          const auto p2p = meeting_point_to_point(store, rank, 3, std::chrono::seconds(30), shares);
+          const auto p2p = store_point_to_point(store, rank, 3, std::chrono::seconds(30), shares);
           EXPECT_EQ(p2p->rank(), rank);
           EXPECT_EQ(p2p->size(), 3);
           p2p->send(p2p->share(x * rank), (rank + 1) % 3, 5, "a ring");

@@ -65,8 +65,9 @@ TEST(Transport, RankZeroReturnsWhenAllHaveHeard) {
   heard = false;
   const auto store = fresh();
   const std::vector<std::string> both{"from 0", "from 1"};
-  std::thread other([&] { EXPECT_EQ(tell_all(c10::make_intrusive<Slow>("s", store), 1, 2, "topic", "from 1"), both); });
-  EXPECT_EQ(tell_all(c10::make_intrusive<c10d::PrefixStore>("s", store), 0, 2, "topic", "from 0"), both);
+  std::thread other(
+      [&] { EXPECT_EQ(exchange_all(c10::make_intrusive<Slow>("s", store), 1, 2, "topic", "from 1"), both); });
+  EXPECT_EQ(exchange_all(c10::make_intrusive<c10d::PrefixStore>("s", store), 0, 2, "topic", "from 0"), both);
   EXPECT_TRUE(heard);
   other.join();
 }

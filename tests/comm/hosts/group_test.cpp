@@ -41,7 +41,7 @@ TEST(HostsGroup, ALaunchedCallGoesOnByItself) {
 }
 
 // What every rank says when some of them fail; nobody goes before all have said it.
-std::vector<std::string> said_by(const std::function<std::string(GroupPtr)>& body) {
+std::vector<std::string> announced_by(const std::function<std::string(GroupPtr)>& body) {
   std::vector<std::string> said(4);
   std::latch ended(4);
   over_hosts({0, 1, 1, 0}, [&](GroupPtr group) {
@@ -52,7 +52,7 @@ std::vector<std::string> said_by(const std::function<std::string(GroupPtr)>& bod
 }
 
 TEST(HostsGroup, DifferentCallsOnOneHostAreNamedOnAll) {
-  const auto said = said_by([](const GroupPtr& group) {
+  const auto said = announced_by([](const GroupPtr& group) {
     auto t = at::ones({8});
     const auto label = group->rank() == 2 ? "unit y" : "unit x";
     const auto text = message_of<c10::DistBackendError>([&] { group->all_reduce(t, ReduceOp::Sum, label).wait(); });
