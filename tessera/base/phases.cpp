@@ -34,9 +34,11 @@ void Phases::settle() const {
 
 void Phases::begin(Phase phase) {
   Entry& entry = at(phase);
-  if (entry.depth++ > 0) return;
-  settle();
-  entry.began = Clock::now();
+  if (entry.depth == 0) {
+    settle();  // where it throws, the phase has not begun
+    entry.began = Clock::now();
+  }
+  ++entry.depth;
 }
 
 void Phases::end(Phase phase) {

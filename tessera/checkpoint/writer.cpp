@@ -159,8 +159,8 @@ Files files_of(const fs::path& folder) {
   return files;
 }
 
-// Removes the files of `folder` that are of saves that nobody holds, and the folder when it is empty then; but nothing where
-// `keep`, which is asked once it is known who holds what, has become true, and nothing of the id that it gives.
+// Removes from `folder` the files of every save whose mark no process holds, and the folder if it is empty then. `keep` is called
+// once the marks are known: where it returns nothing, no file is removed; else the files of the save whose id it returns stay.
 void remove_left(const fs::path& folder, const std::function<std::optional<std::string>()>& keep) {
   std::error_code ignored;
   Files files = files_of(folder);

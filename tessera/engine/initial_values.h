@@ -1,4 +1,5 @@
-// Initial values: what has no optimizer states starts with rank 0's values, as trained parameters do.
+// Initial values: parameters without optimizer states (frozen ones, those of no group) get rank 0's values when an engine is built,
+// as trained parameters do.
 #pragma once
 
 #include <vector>

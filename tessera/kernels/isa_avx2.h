@@ -102,7 +102,7 @@ inline U carry_halves(U upper, U low, U bound) {
   const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)bound), (__m256i)low);
   return (U)_mm256_add_epi16(_mm256_sub_epi16((__m256i)upper, _mm256_set1_epi16(-1)), less);
 }
-// The same, but + 1 only where the magnitude of `upper` is below `limit` besides.
+// Of 16-bit lanes: upper + 1 where low > bound and the magnitude of `upper` is below `limit`, else upper.
 inline U carry_halves(U upper, U low, U bound, U limit) {
   const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)bound), (__m256i)low);
   const __m256i below = _mm256_cmpgt_epi16((__m256i)limit, (__m256i)(upper & 0x7fff7fffu));

@@ -77,8 +77,8 @@ struct Element {
   static TESSERA_INLINE void write(void* p, int64_t i, Lanes lanes, const Raw& raw) {
     memcpy(at(p, i), &raw, lanes.count() * bytes);
   }
-  // Two vectors, a and b, that lie one after the other. Whole ones go by themselves, as compilers may take a structure of
-  // them to pieces on its way.
+  // Reads two vectors, a and b, that lie one after the other. Where both are whole each is copied by itself: compilers may copy a
+  // structure of two vectors in pieces.
   template <class Two>
   static TESSERA_INLINE Two read_two(const void* p, int64_t i, All) {
     Two two;

@@ -228,8 +228,8 @@ class StageLayers : public torch::nn::Module {
   // Not-implemented error where a parameter is in layers of two stages that are not tied.
   StageLayers(Layers layers, std::vector<int> bounds, int stages, int stage, std::optional<uint64_t> seed);
 
-  // What the layers of a chunk make of these. `interval`: every so many layers with parameters an activation is kept, and
-  // what is between is computed again in the backward (recompute.h); 0: all are kept.
+  // The outputs of the layers of `chunk`, of which `x` are the inputs. `interval`: activations are kept after every so many layers
+  // that have parameters, and the backward computes those in between again (recompute.h); 0: all activations are kept.
   Tensors run(int chunk, Tensors x, int64_t interval = 0);
   // By key: the stages that have it, ascending, where they are several. The same on all stages.
   const std::map<std::string, std::vector<int>>& ties() const { return ties_; }

@@ -47,8 +47,8 @@ std::vector<at::Tensor> exchange(const std::vector<at::Tensor>& tensors, const c
 
 struct InFlight;
 
-// exchange() in two halves: what runs between them runs under the transfer. So it does in the backward, where wait() starts and
-// the constructor waits.
+// exchange() in two halves, so that a program computes while the tensors travel: the constructor starts the transfer, wait() ends it.
+// In the backward the gradients travel the other way: the backward of wait() starts that transfer, the one of the constructor ends it.
 class Exchanging {
  public:
   Exchanging(const std::vector<at::Tensor>& tensors, const comm::GroupPtr& group, int64_t scatter_dim,

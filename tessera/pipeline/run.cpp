@@ -47,7 +47,7 @@ Wires::Wires(const Ranks& ranks, int chunks, at::Device device) {
     const int boundary = shape.part(stage, chunk) - (ahead ? 0 : 1);
     const Line activations{ranks.forwards, 2 * boundary, "activations"};
     const Line gradients{ranks.backwards, 2 * boundary + 1, "gradients"};
-    const Peer peer{ranks.peers[other], ranks.name(other * ranks.size + ranks.cell())};
+    const Peer peer{ranks.peers[other], ranks.name(other * ranks.size + ranks.place())};
     return std::make_unique<Wire>(peer, ahead ? activations : gradients, ahead ? gradients : activations, device);
   };
   for (int chunk = 0; chunk < chunks; ++chunk) {

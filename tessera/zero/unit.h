@@ -87,7 +87,7 @@ class Unit {
   }  // of contributions and sums on their way; cast where it is not that of grads
   void travel_as(at::ScalarType dtype) { travel_ = dtype; }
 
-  // How far its gradients are. What is not said here is said by the calls below, which change memory with it.
+  // How far its gradients are. What changes memory with it is a call of the unit, below.
   const GradProgress& progress() const { return progress_; }
   GradProgress& progress() { return progress_; }
   bool accumulates() const { return progress_.accumulates(); }

@@ -35,6 +35,22 @@ TEST(Phases, AnEndWithoutABeginIsNothing) {
   EXPECT_EQ(phases.total(Phase::Forward).times, 1);
 }
 
+// What is measured may fail, as a device that is waited for: there is none of this type here. No phase is left open, and an end in a
+// destructor ends nothing else.
+TEST(Phases, ADeviceThatFailsIsAnErrorOfTheBegin) {
+  Phases phases;
+  phases.begin(Phase::Step);
+  phases.wait_for(c10::Device(c10::DeviceType::VE, 0));
+  EXPECT_THROW(PhaseScope(phases, Phase::Gather), c10::Error);
+  EXPECT_THROW(phases.begin(Phase::Gather), c10::Error) << "as the first time: it is not open";
+  EXPECT_THROW(phases.end(Phase::Step), c10::Error);
+  EXPECT_NO_THROW({
+    Phases scoped;
+    const PhaseScope scope(scoped, Phase::Forward);
+    scoped.wait_for(c10::Device(c10::DeviceType::VE, 0));
+  });
+}
+
 TEST(Phases, RangesAreNamedWhereSomebodyListens) {
   static std::vector<std::string> heard;
   const auto handle = at::addThreadLocalCallback(

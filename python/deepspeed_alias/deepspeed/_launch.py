@@ -235,12 +235,13 @@ def _remote_command(options: argparse.Namespace, slots: Slots, node: int, enviro
     own += [f"--{name}" for name in ("module", "no_python", "with_local_rank", "quiet") if getattr(options, name)]
     for name in ("enable_each_rank_log", "log_level"):
         own += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    gone = f"rm -f {shlex.quote(environment)}"
     parts = [f"cd {shlex.quote(os.getcwd())}"]
     if options.venv_script:
         parts.append(f". {shlex.quote(options.venv_script)}")
-    parts += [f". {shlex.quote(environment)}", f"rm -f {shlex.quote(environment)}"]
+    parts += [f". {shlex.quote(environment)}", gone, "trap - EXIT"]
     parts.append(shlex.join([sys.executable, *own, options.program, *options.arguments]))
-    return " && ".join(parts)
+    return f"trap {shlex.quote(gone)} EXIT; " + " && ".join(parts)
 
 
 def _send_exports(ssh: Sequence[str], slots: Slots) -> list[str]:
@@ -249,11 +250,19 @@ def _send_exports(ssh: Sequence[str], slots: Slots) -> list[str]:
     keep = 'umask 077 && f=$(mktemp) && cat > "$f" && echo "$f"'
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     children = [subprocess.Popen([*ssh, host, keep], **pipes) for host in slots]  # type: ignore[call-overload]
-    said = [child.communicate(_exports(slots, node))[0].split() for node, child in enumerate(children)]
-    for host, child, words in zip(slots, children, said, strict=True):
-        if child.returncode != 0 or not words:
+    files = [child.communicate(_exports(slots, node))[0].split()[-1:] for node, child in enumerate(children)]
+    for host, child, file in zip(slots, children, files, strict=True):
+        if child.returncode != 0 or not file:
+            _remove_exports(ssh, slots, files)
             raise ConfigError(f"[launch] ssh {host} could not write a file for temporary use (code {child.returncode})")
-    return [words[-1] for words in said]
+    return [file for (file,) in files]
+
+
+def _remove_exports(ssh: Sequence[str], slots: Slots, files: list[list[str]]) -> None:
+    """Where nothing will read them: from every host that has one and can be reached."""
+    for host, file in zip(slots, files, strict=True):
+        if file:
+            subprocess.run([*ssh, host, f"rm -f {shlex.quote(file[0])}"], stdin=subprocess.DEVNULL, check=False)
 
 
 def _run_hosts(options: argparse.Namespace, slots: Slots) -> int:

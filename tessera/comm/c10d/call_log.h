@@ -47,7 +47,7 @@ class CallLog {
   // The calling thread is blocked in a call until rank `peer` makes it too; until it says otherwise (`peer` < 0).
   void block(int64_t instance, int64_t number, int peer);
 
-  // The log as bytes for difference() and cycle() of another rank; every one is a later look.
+  // The log as bytes, for difference() and cycle() of another rank. Each text has a number, one more than the text before it.
   std::string text();
   // The first call that this rank and rank `peer`, whose log is `text`, have made differently: "the ranks disagree:
   // rank 0 called ..., rank 1 called ...". A text that is cut off counts as empty.

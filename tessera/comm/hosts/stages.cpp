@@ -37,9 +37,10 @@ class Partners {
   int my_place() const { return place(rank_); }
   // Of this host.
   const std::vector<int>& neighbours() const { return ranks_[my_host()]; }
-  // The rank of `host` that deals with what is for, or from, `rank`; itself on its own host.
+  // The rank of `host` by way of which `rank` sends to, and receives from, all ranks of that host. On the host of `rank` it is
+  // `rank` itself.
   int partner(int rank, int host) const { return ranks_[host][place(rank) % ranks_[host].size()]; }
-  // The ranks whose partner on this host is its number `i`, ascending.
+  // The ranks, ascending, that use this host's rank number `i` in that way.
   std::vector<int> dealt_with(int i) const {
     std::vector<int> result;
     for (int r = 0; r < size(); ++r) {

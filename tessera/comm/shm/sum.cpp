@@ -62,7 +62,7 @@ class AllReduce : public ShmOp {
         each_(row_elements(rows, width_)),
         rows_(size) {}
 
-  // Adds the ranks' rows to this rank's one: `row_of(r)` of the others.
+  // The sum of all ranks' rows of `mine` becomes this rank's row. `row_of(r)` is where the row of another rank r is.
   template <class F>
   void add_rows(const Piece& mine, const F& row_of) {
     char* const to = data_ + mine.begin * width_;

@@ -223,6 +223,7 @@ SSH = """#!/bin/sh
 # A host of its own: drop the options and the name, run the rest here, in an environment of its own.
 echo "$@" >> "$(dirname "$0")/command lines"
 while [ "${1#-}" != "$1" ]; do [ "$1" = -p ] && shift; shift; done
+[ "$1" = refused ] && exit 255
 shift
 exec env -i PATH="$PATH" TMPDIR="$(dirname "$0")/tmp" sh -c "$*"
 """
@@ -263,6 +264,15 @@ def test_hosts_over_ssh(launched_program: Path, tmp_path: Path, monkeypatch: pyt
     )
     child.communicate(timeout=180)
     assert child.returncode == 7
+    # Nor where a host does not come so far, or another one cannot be reached.
+    many = ["-H", hosts, "--num_gpus", 1, "--no_ssh_check"]
+    child = start(*many, "--venv_script", tmp_path / "none", launched_program, tmp_path, "a b")
+    assert child.wait(timeout=60) != 0
+    hosts.write_text("127.0.0.1 slots=2\nrefused slots=1\n")
+    child = start(*many, launched_program, tmp_path, "a b")
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode != 0 and "ssh refused could not write a file" in errors
+    assert not list((folder / "tmp").iterdir())
 
 
 def test_what_other_hosts_get(asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
