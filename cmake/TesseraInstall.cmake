@@ -6,17 +6,26 @@
 # Both give find_package(Tessera) and the target tessera::tessera.
 include(CMakePackageConfigHelpers)
 
-# The library finds torch beside itself in site-packages; a program that links tessera::torch has loaded it already.
-# $ORIGIN, also in the build tree, is for the libraries of device kernels, which it loads by name.
-set_target_properties(tessera PROPERTIES BUILD_RPATH "$ORIGIN" INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+option(TESSERA_RELOCATABLE "What is installed names no folder of this machine" OFF)
+
+# The library finds torch beside itself in site-packages, else where it was at the build; a program that links tessera::torch has
+# loaded it already. $ORIGIN, also in the build tree, is for the libraries of device kernels, which it loads by name.
+set(_runpath "$ORIGIN;$ORIGIN/../../torch/lib")
+if(NOT SKBUILD AND NOT TESSERA_RELOCATABLE)
+  list(APPEND _runpath "${TESSERA_TORCH_DIR}/lib")
+endif()
+# Minor versions have binary interfaces of their own, and may be installed side by side.
+set(_interface ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+set_target_properties(tessera PROPERTIES VERSION ${_interface} SOVERSION ${_interface} BUILD_RPATH "$ORIGIN" INSTALL_RPATH "${_runpath}")
 
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 configure_file(${CMAKE_CURRENT_LIST_DIR}/TesseraConfig.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake @ONLY)
+configure_file(${CMAKE_CURRENT_LIST_DIR}/tessera.pc.in ${CMAKE_CURRENT_BINARY_DIR}/tessera.pc @ONLY)
 
-# tessera_install(<root> <export> <component arguments>...): headers, library and CMake package below <root>.
-function(tessera_install root export)
+# tessera_install(<root> <export> <NAMELINK_SKIP, or nothing> <component arguments>...): headers, library and CMake package below <root>.
+function(tessera_install root export link)
   install(TARGETS tessera EXPORT ${export}
-    LIBRARY DESTINATION ${root}lib ${ARGN} INCLUDES DESTINATION ${root}include)
+    LIBRARY DESTINATION ${root}lib ${ARGN} ${link} INCLUDES DESTINATION ${root}include)
   if(TARGET tessera_cuda)  # loaded, never linked
     install(TARGETS tessera_cuda LIBRARY DESTINATION ${root}lib ${ARGN})
   endif()
@@ -29,5 +38,7 @@ function(tessera_install root export)
     DESTINATION ${root}lib/cmake/Tessera ${ARGN})
 endfunction()
 
-tessera_install("" TesseraTargets COMPONENT devel)
-tessera_install(tessera/ TesseraPythonTargets COMPONENT python EXCLUDE_FROM_ALL)
+tessera_install("" TesseraTargets "" COMPONENT devel)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/tessera.pc DESTINATION lib/pkgconfig COMPONENT devel)
+# A wheel has files only, so that a link would be the library once more.
+tessera_install(tessera/ TesseraPythonTargets NAMELINK_SKIP COMPONENT python EXCLUDE_FROM_ALL)

@@ -1,41 +1,84 @@
-# Defines tessera::torch, an interface target over the LibTorch inside an installed torch wheel.
-# find_package(Torch) is not used: with a CUDA wheel it demands a CUDA toolkit that Tessera does not need.
-# Input: TESSERA_TORCH_DIR (folder of the torch package) or a Python interpreter that can find torch.
-if(NOT TESSERA_TORCH_DIR)
-  find_package(Python3 COMPONENTS Interpreter REQUIRED)
-  execute_process(
-    COMMAND ${Python3_EXECUTABLE} -c
-      "import importlib.util as u, os; print(os.path.dirname(u.find_spec('torch').origin))"
-    OUTPUT_VARIABLE _tessera_torch OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE _tessera_rc)
-  if(NOT _tessera_rc EQUAL 0)
-    message(FATAL_ERROR "No torch found by ${Python3_EXECUTABLE}. Install it (pip install torch) or set "
-                        "TESSERA_TORCH_DIR to the folder of the torch package.")
+# tessera::torch, an interface target over the LibTorch that Tessera is built against, or that a program uses with it: the one
+# in a torch wheel, or the LibTorch archive. find_package(Torch) is not called: with a CUDA build it demands a CUDA toolkit that
+# Tessera does not need.
+# Input, the first that there is:
+#   TESSERA_TORCH_DIR   its folder, with include/ and lib/: torch.__path__[0] of a wheel, or the unpacked archive
+#   target `torch`      of a find_package(Torch) that the project has made
+#   Torch_DIR           share/cmake/Torch of one
+#   CMAKE_PREFIX_PATH   with one
+#   Python3_EXECUTABLE  or the first Python: the one that it imports
+# Output: TESSERA_TORCH_DIR, TESSERA_TORCH_VERSION (major.minor); TESSERA_TORCH_PROBLEM: why there is none, else empty.
+function(_tessera_look_for_torch)
+  unset(_found)
+  if(TARGET torch)
+    get_target_property(_found torch IMPORTED_LOCATION)  # its lib/libtorch.so
+    string(REGEX REPLACE "/lib/[^/]*$" "" _found "${_found}")
   endif()
-  set(TESSERA_TORCH_DIR ${_tessera_torch} CACHE PATH "Folder of the torch package" FORCE)
+  if(NOT _found AND Torch_DIR)
+    get_filename_component(_found "${Torch_DIR}/../../.." ABSOLUTE)
+  endif()
+  if(NOT _found)
+    find_path(_found TorchConfig.cmake PATHS ${CMAKE_PREFIX_PATH} $ENV{CMAKE_PREFIX_PATH}
+      PATH_SUFFIXES share/cmake/Torch Torch NO_DEFAULT_PATH NO_CACHE)
+    if(_found)
+      get_filename_component(_found "${_found}/../../.." ABSOLUTE)
+    endif()
+  endif()
+  if(NOT _found)
+    find_package(Python3 QUIET COMPONENTS Interpreter)
+    execute_process(
+      COMMAND "${Python3_EXECUTABLE}" -c
+        "import importlib.util as u, os; print(os.path.dirname(u.find_spec('torch').origin))"
+      OUTPUT_VARIABLE _found OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE _status)
+    if(NOT _status EQUAL 0)
+      set(TESSERA_TORCH_PROBLEM
+        "there is no torch: no TESSERA_TORCH_DIR, no find_package(Torch) before, no Torch_DIR, none in CMAKE_PREFIX_PATH, and \
+'${Python3_EXECUTABLE}' has none. Install it (pip install torch), or set TESSERA_TORCH_DIR to the folder of the torch package or of \
+the unpacked LibTorch archive" PARENT_SCOPE)
+      return()
+    endif()
+  endif()
+  set(TESSERA_TORCH_DIR "${_found}" CACHE PATH "Folder of the torch package, or of the LibTorch archive" FORCE)
+endfunction()
+
+# In the header since torch 2.11; a wheel says it in version.py, too, the archive in build-version.
+function(_tessera_read_torch_version)
+  foreach(_file include/torch/headeronly/version.h include/torch/csrc/api/include/torch/version.h version.py build-version)
+    if(EXISTS "${TESSERA_TORCH_DIR}/${_file}")
+      file(STRINGS "${TESSERA_TORCH_DIR}/${_file}" _lines REGEX
+        "TORCH_VERSION_M[AI][JN]OR +[0-9]+$|^__version__ *=|^[0-9]+[.][0-9]+[.]")
+      string(REGEX REPLACE "[^0-9]+" "." _numbers "${_lines}")
+      if(_numbers MATCHES "([0-9]+)[.]([0-9]+)")
+        set(TESSERA_TORCH_VERSION "${CMAKE_MATCH_1}.${CMAKE_MATCH_2}" PARENT_SCOPE)
+        return()
+      endif()
+    endif()
+  endforeach()
+  set(TESSERA_TORCH_PROBLEM
+    "TESSERA_TORCH_DIR is ${TESSERA_TORCH_DIR}, where there is no torch that says its version. It is the folder of the torch \
+package (python -c 'import torch; print(torch.__path__[0])') or of the unpacked LibTorch archive" PARENT_SCOPE)
+endfunction()
+
+set(TESSERA_TORCH_PROBLEM "")
+set(TESSERA_TORCH_VERSION "")
+if(NOT TESSERA_TORCH_DIR)
+  _tessera_look_for_torch()
+endif()
+if(NOT TESSERA_TORCH_PROBLEM)
+  _tessera_read_torch_version()
+endif()
+if(NOT TESSERA_TORCH_PROBLEM AND TESSERA_TORCH_VERSION VERSION_LESS 2.11)
+  set(TESSERA_TORCH_PROBLEM "Tessera needs torch >= 2.11; ${TESSERA_TORCH_DIR} is ${TESSERA_TORCH_VERSION}")
 endif()
 
-if(NOT EXISTS "${TESSERA_TORCH_DIR}/version.py")
-  message(FATAL_ERROR "Tessera: TESSERA_TORCH_DIR is ${TESSERA_TORCH_DIR}, where there is no torch (no version.py). It is the "
-                      "folder of the torch package: python -c 'import torch; print(torch.__path__[0])'")
-endif()
-file(STRINGS ${TESSERA_TORCH_DIR}/version.py _tessera_version REGEX "^__version__ *=")
-string(REGEX MATCH "[0-9]+\\.[0-9]+" TESSERA_TORCH_VERSION "${_tessera_version}")
-if(TESSERA_TORCH_VERSION VERSION_LESS 2.11)
-  message(FATAL_ERROR "Tessera needs torch >= 2.11; ${TESSERA_TORCH_DIR} is ${TESSERA_TORCH_VERSION}")
-endif()
-
-if(NOT TARGET tessera::torch)
-  # The wheel ships its own libgomp; executables must link exactly that one.
-  file(GLOB _tessera_gomp ${TESSERA_TORCH_DIR}/lib/libgomp*.so*)
+if(NOT TESSERA_TORCH_PROBLEM AND NOT TARGET tessera::torch)
+  # LibTorch ships its own libgomp; executables must link exactly that one.
+  file(GLOB _tessera_gomp "${TESSERA_TORCH_DIR}/lib/libgomp*.so*")
   add_library(tessera::torch INTERFACE IMPORTED GLOBAL)
   set_target_properties(tessera::torch PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES "${TESSERA_TORCH_DIR}/include;${TESSERA_TORCH_DIR}/include/torch/csrc/api/include"
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TESSERA_TORCH_DIR}/include;${TESSERA_TORCH_DIR}/include/torch/csrc/api/include"
     INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO"
-    INTERFACE_COMPILE_OPTIONS "-fopenmp;-Wno-deprecated-declarations"
-    # GCC's runtime is torch's own, below; clang calls that of LLVM, beside it.
-    INTERFACE_LINK_OPTIONS "$<$<CXX_COMPILER_ID:Clang>:-fopenmp>"
     INTERFACE_LINK_LIBRARIES
       "${TESSERA_TORCH_DIR}/lib/libtorch_cpu.so;${TESSERA_TORCH_DIR}/lib/libc10.so;${_tessera_gomp}")
 endif()
-message(STATUS "Tessera: torch ${TESSERA_TORCH_VERSION} at ${TESSERA_TORCH_DIR}")

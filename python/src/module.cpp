@@ -3,6 +3,7 @@
 #include <torch/version.h>
 
 #include "tessera/base/error.h"
+#include "tessera/base/version.h"
 #include "tessera/config/text.h"
 #include "tessera/pipeline/wire.h"
 
@@ -45,7 +46,7 @@ PYBIND11_MODULE(_core, m) {
   pybind11::register_local_exception_translator(&translate);
   m.doc() = "Bindings of the Tessera core; use the package `tessera`.";
   m.attr("torch_version") = TORCH_VERSION;  // compiled against; tessera/__init__.py compares
-  m.attr("version") = TESSERA_VERSION;
+  m.attr("version") = version();
   // Types of torch.distributed must exist before ours mention them.
   py::module_::import("torch");
   bind_comm(m);

@@ -1,4 +1,4 @@
-# ctest's `consumer`: install Tessera, configure and build this folder against it, run on one rank and on two.
+# ctest's `consumer`: install Tessera, find it in all ways, configure and build this folder against it, run on one rank and on two.
 # Input: BUILD (Tessera's build tree), SOURCE (this folder), WORK (scratch folder), TORCH, CXX, NINJA.
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
@@ -13,6 +13,52 @@ run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix --component deve
 if(EXISTS ${BUILD}/libtessera_cuda.so AND NOT EXISTS ${WORK}/prefix/lib/libtessera_cuda.so)  # where nvcc was found
   message(FATAL_ERROR "the CUDA kernels, which the library loads from beside itself, are not installed")
 endif()
+
+# What find_package says, in a folder of its own, without the variables of this run.
+set(archive ${WORK}/libtorch)  # the LibTorch archive has no Python
+file(REMOVE_RECURSE ${archive} ${WORK}/finds)
+file(MAKE_DIRECTORY ${archive})
+foreach(part include lib share)
+  file(CREATE_LINK ${TORCH}/${part} ${archive}/${part} SYMBOLIC)
+endforeach()
+function(finds expected status)
+  string(MD5 name "${ARGN}")
+  set(no_python -DPython3_EXECUTABLE=/bin/false)
+  execute_process(
+    COMMAND ${CMAKE_COMMAND} -G Ninja -S ${SOURCE}/finds -B ${WORK}/finds/${name} -DCMAKE_CXX_COMPILER=${CXX}
+      -DCMAKE_MAKE_PROGRAM=${NINJA} -DTessera_DIR=${WORK}/prefix/lib/cmake/Tessera ${no_python} ${ARGN}
+    RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
+  string(REGEX REPLACE "[ \n]+" " " output "${output}")
+  string(FIND "${output}" "${expected}" at)
+  if(at LESS 0 OR (status STREQUAL "fails" AND result EQUAL 0) OR (status STREQUAL "works" AND NOT result EQUAL 0))
+    message(FATAL_ERROR "find_package with ${ARGN}: expected '${expected}', which ${status}; it ended with ${result} and said ${output}")
+  endif()
+endfunction()
+finds("at ${TORCH}, options" works -DTESSERA_TORCH_DIR=${TORCH})
+finds("at ${archive}, options 'options-NOTFOUND' 'of_torch-NOTFOUND'" works -DCMAKE_PREFIX_PATH=${archive})
+finds("at ${TORCH}, options" works -DCMAKE_PREFIX_PATH=${TORCH}/share/cmake)
+finds("at ${archive}, options" works -DTorch_DIR=${archive}/share/cmake/Torch)
+if(NOT EXISTS ${TORCH}/lib/libtorch_cuda.so)  # that wants CUDA's toolkit
+  finds("at ${TORCH}, options" works -DTORCH_FIRST=ON -DTorch_DIR=${TORCH}/share/cmake/Torch)
+endif()
+finds("not found" works -DHOW=QUIET)
+finds("there is no torch: no TESSERA_TORCH_DIR" works)
+finds("there is no torch: no TESSERA_TORCH_DIR" fails -DHOW=REQUIRED)
+finds("where there is no torch" fails -DHOW=REQUIRED -DTESSERA_TORCH_DIR=/no/torch)
+finds("Tessera has no components, and 'cuda' was asked for" fails -DHOW=REQUIRED -DPARTS=cuda -DTESSERA_TORCH_DIR=${TORCH})
+finds("not found" works -DHOW=QUIET -DVERSION=99.1 -DTESSERA_TORCH_DIR=${TORCH})
+
+find_program(pkg_config pkg-config)
+if(pkg_config)
+  set(ENV{PKG_CONFIG_PATH} ${WORK}/prefix/lib/pkgconfig)
+  execute_process(COMMAND ${pkg_config} --cflags --libs tessera OUTPUT_VARIABLE flags OUTPUT_STRIP_TRAILING_WHITESPACE
+    COMMAND_ERROR_IS_FATAL ANY)
+  separate_arguments(flags UNIX_COMMAND "${flags}")
+  file(WRITE ${WORK}/version.cpp "#include \"tessera/base/version.h\"\n#include <cstdio>\nint main() { std::puts(tessera::version()); }\n")
+  run(${CXX} ${WORK}/version.cpp -o ${WORK}/version ${flags})
+  run(${WORK}/version)
+endif()
+
 run(${CMAKE_COMMAND} -G Ninja -S ${SOURCE} -B ${WORK}/build -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${WORK}/prefix
     -DTESSERA_TORCH_DIR=${TORCH} -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_MAKE_PROGRAM=${NINJA})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
