@@ -22,7 +22,7 @@ from trainers import available, build, parse
 from suites.memory_goals import Figures, goals_of, headline_of
 
 STEPS = 5
-ALIKE = 2  # of them: later losses depend on how an engine rounds its 16-bit weights, by more than a percent of the first
+ALIKE = 2  # of them: later losses depend on how an engine rounds its 16-bit weights
 TOKENS = 16  # so that model states are nearly everything
 # Freed memory goes back to the system at once, so that resident memory is what is really held. glibc's default keeps
 # what was freed below its own, moving threshold.

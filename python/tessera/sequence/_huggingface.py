@@ -58,6 +58,7 @@ class TransformersAttention:
         self.disable_in_eval = disable_in_eval
         self.parts = parts
         self._last: tuple[Any, int, Any] | None = None  # position_ids of this rank, their version, those of all
+        self._layer: int | None = None  # that called last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersAttention:
         return self
@@ -151,7 +152,7 @@ class TransformersAttention:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         self._check(module, query, key, kwargs)
-        rows = self._documents(kwargs, query.size(2) * self.group.size)
+        rows = self._documents(module, kwargs["position_ids"])
         _core.deal_heads(query.size(1), key.size(1), self.group.size, _LABEL)
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))  # to [batch, sequence, heads, head_dim]
         parts = _core.HeadParts(q, k, v, _core.SequenceCut(self.group, 1, parts=self.parts))
@@ -208,27 +209,41 @@ class TransformersAttention:
                 "seq_length_is_variable False"
             )
 
-    def _documents(self, kwargs: dict[str, Any], length: int) -> list[Ranges] | None:
-        """Where the documents of all ranks' tokens are, None where the model does not say. Asked for once in a forward:
-        its layers hand on the same tensor."""
-        mine = kwargs["position_ids"]
+    def _documents(self, module: nn.Module, mine: torch.Tensor | None) -> list[Ranges] | None:
+        """Where the documents of all ranks' tokens are, None where the model does not say.
+
+        The ranks gather in a layer that does not follow the one before: the first of a forward, and those that a
+        backward computes again. That is the same layer on all of them, whatever one rank's tensors are: an offload hook
+        may copy them. A layer that follows has the positions of the one before."""
+        layer = getattr(module, "layer_idx", None)
+        follows = layer is not None and self._layer is not None and layer == self._layer + 1
+        self._layer = layer
         if mine is None:
+            self._last = self._last if follows else None
             return None
-        known = self._last
-        if known is None or known[0]() is not mine or known[1] != mine._version:
-            sizes = _core.gather_from_ranks(
-                torch.tensor([mine.size(-1)], device=mine.device), self.group, 0, [], _LABEL
-            )
-            if sizes.unique().numel() > 1:
+        if not follows or self._last is None:
+            everywhere = self._gathered(mine)
+            self._last = (weakref.ref(mine), mine._version, (everywhere, documents(everywhere)))
+        elif self._last[0]() is not mine or self._last[1] != mine._version:
+            everywhere, count = self._last[2][0], mine.size(-1)
+            known = everywhere.size(-1) == count * self.group.size
+            if not known or not torch.equal(everywhere.narrow(-1, self.group.rank * count, count), mine):
                 raise ConfigError(
-                    f"[{_LABEL}] the {self.group.size} ranks have {sizes.tolist()} tokens of a sequence; all must have "
-                    "equally many: "
-                    "its length must be divisible by sequence_parallel_size"
+                    f"[{_LABEL}] layer {layer} has other position_ids than layer {layer - 1}: all layers of a forward "
+                    "must have the same"
                 )
-            everywhere = _core.gather_from_ranks(mine.contiguous(), self.group, mine.dim() - 1, [], _LABEL)
-            self._last = known = (weakref.ref(mine), mine._version, (everywhere, documents(everywhere)))
-        rows: list[Ranges] = known[2][1]
+        rows: list[Ranges] = self._last[2][1]
         return rows
+
+    def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
+        sizes = _core.gather_from_ranks(torch.tensor([mine.size(-1)], device=mine.device), self.group, 0, [], _LABEL)
+        if sizes.unique().numel() > 1:
+            raise ConfigError(
+                f"[{_LABEL}] the {self.group.size} ranks have {sizes.tolist()} tokens of a sequence; all must have "
+                "equally many: its length must be divisible by sequence_parallel_size"
+            )
+        everywhere: torch.Tensor = _core.gather_from_ranks(mine.contiguous(), self.group, mine.dim() - 1, [], _LABEL)
+        return everywhere
 
 
 class _Module:

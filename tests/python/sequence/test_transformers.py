@@ -110,7 +110,8 @@ def test_losses_gradients_norms_and_weights(stage: int, world: int, sp: int, len
     ],
 )
 def test_gradients_of_models(kind: str, heads: int, keys: int, sp: int, parts: int, checkpointing: bool) -> None:
-    """Few key/value heads, sliding windows, and layers computed again; no engine. A window of 6 tokens."""
+    """Few key/value heads, sliding windows, and layers computed again; no engine. A window of 6 tokens. Hooks of one
+    rank, as of an offload, give some layers copies of position_ids."""
     more: dict[str, Any] = {}
     if kind != "llama":
         more = {"sliding_window": 6} if kind != "qwen2" else {"sliding_window": 6, "use_sliding_window": True}
@@ -128,6 +129,8 @@ def test_gradients_of_models(kind: str, heads: int, keys: int, sp: int, parts: i
     copies = [copy.deepcopy(model) for _ in range(sp)]
 
     def body(rank: int, mesh: tessera.Mesh) -> dict[str, torch.Tensor | None]:
+        if rank == 1:
+            copies[rank].model.layers[1].register_forward_pre_hook(with_other_positions(0), with_kwargs=True)
         found = shared_loss(copies[rank], batch, register(copies[rank], mesh, parts=parts))
         torch.testing.assert_close(found, loss.detach(), rtol=1e-4, atol=1e-5)
         found.backward()
@@ -178,8 +181,14 @@ def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     run_mesh(body, sp=2)
 
 
+def with_other_positions(more: int) -> Any:
+    return lambda layer, args, given: (args, given | {"position_ids": given["position_ids"] + more})
+
+
 def wrong_call(case: str, rank: int, mesh: tessera.Mesh) -> None:
     model = llama()
+    if case == "positions of a layer":
+        model.model.layers[1].register_forward_pre_hook(with_other_positions(1), with_kwargs=True)
     options: dict[str, Any] = {}
     if case.startswith("fixed"):
         options = {"seq_length": LENGTH, "seq_length_is_variable": False}
@@ -216,6 +225,7 @@ def wrong_call(case: str, rank: int, mesh: tessera.Mesh) -> None:
         ("cache", r"from 16 tokens to 17: a cache \(use_cache=True\)"),
         ("mask", "attention_mask has zeros.*pad at the end"),
         ("weights", "output_attentions is not served"),
+        ("positions of a layer", "layer 1 has other position_ids than layer 0: all layers of a forward must have"),
     ],
 )
 def test_wrong_calls(case: str, message: str) -> None:
