@@ -229,7 +229,7 @@ class TransformersAttention:
             known = everywhere.size(-1) == count * self.group.size
             if not known or not torch.equal(everywhere.narrow(-1, self.group.rank * count, count), mine):
                 raise ConfigError(
-                    f"[{_LABEL}] layer {layer} has other position_ids than layer {layer - 1}: all layers of a forward "
+                    f"[{_LABEL}] layer {layer} has other position_ids than the layer before: all layers of a forward "
                     "must have the same"
                 )
         rows: list[Ranges] = self._last[2][1]

@@ -225,7 +225,7 @@ def wrong_call(case: str, rank: int, mesh: tessera.Mesh) -> None:
         ("cache", r"from 16 tokens to 17: a cache \(use_cache=True\)"),
         ("mask", "attention_mask has zeros.*pad at the end"),
         ("weights", "output_attentions is not served"),
-        ("positions of a layer", "layer 1 has other position_ids than layer 0: all layers of a forward must have"),
+        ("positions of a layer", "layer 1 has other position_ids than the layer before: all layers of a forward"),
     ],
 )
 def test_wrong_calls(case: str, message: str) -> None:
