@@ -89,7 +89,9 @@ def load(run: Run, request: LoadRequest, load_weights: Callable[..., None]) -> t
     with on_all(run.core):
         found = _look(run, request, restore)
     restore.apply()
-    _put(run, request, restore, found, load_weights)
+    # From here on the run is another one: what code of the user's throws is an error of all ranks, too.
+    with on_all(run.core):
+        _put(run, request, restore, found, load_weights)
     return restore.folder, found.client
 
 

@@ -398,6 +398,27 @@ class WithExtra(Net):
         self.extra = state
 
 
+@pytest.mark.parametrize("where", ["extra state", "custom load"])
+def test_code_of_the_users_that_fails_on_one_rank_is_an_error_of_all(where: str, tmp_path: Path) -> None:
+    def body(engine: Any, rank: int) -> None:
+        engine.save_checkpoint(tmp_path)
+
+        def fails(*_: Any, **__: Any) -> None:
+            if rank == 1:
+                raise OSError("no more of it")
+
+        custom = {"custom_load_fn": fails} if where == "custom load" else {}
+        if not custom:
+            engine.module.set_extra_state = fails
+        with pytest.raises((OSError, tessera.errors.ConfigError), match="no more of it" if rank else "no more.*rank 1"):
+            engine.load_checkpoint(tmp_path, **custom)
+        engine.module.__dict__.pop("set_extra_state", None)
+        engine.load_checkpoint(tmp_path)
+        losses_of(engine, rank, 0, 1)
+
+    engines(make(WithExtra), 2, config(2), body)
+
+
 class Half:
     """A schedule with a number of NumPy's."""
 
