@@ -15,6 +15,7 @@ Pending& Pending::operator=(Pending&& other) noexcept {
 
 Pending::~Pending() {
   if (!work_) return;
+  if (std::uncaught_exceptions() > exceptions_) return release();
   try {
     wait();
   } catch (...) {

@@ -15,6 +15,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -32,7 +33,8 @@ using Label = std::string_view;
 // A collective in flight. wait() makes the result usable by the caller (CPU: blocks; accelerator:
 // orders the current stream) and throws DistBackendError naming this rank, the operation and its
 // label when the collective failed or timed out. Dropping a Pending waits and swallows the error,
-// so that buffers never outlive their use; release() does not wait.
+// so that buffers never outlive their use; release() does not wait, nor does an exception that drops it:
+// other ranks may never make the call.
 class Pending {
  public:
   class Work {
@@ -47,7 +49,7 @@ class Pending {
 
   Pending() = default;  // already complete
   explicit Pending(std::unique_ptr<Work> work) : work_(std::move(work)) {}
-  Pending(Pending&&) noexcept = default;
+  Pending(Pending&& other) noexcept : work_(std::move(other.work_)) {}
   Pending& operator=(Pending&& other) noexcept;
   ~Pending();
 
@@ -64,6 +66,7 @@ class Pending {
 
  private:
   std::unique_ptr<Work> work_;
+  int exceptions_ = std::uncaught_exceptions();  // more of them as it is dropped: one passes
 };
 
 // Calls and payload bytes of this rank since the last reset. `bytes` counts what a rank must at

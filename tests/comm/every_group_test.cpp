@@ -225,7 +225,7 @@ TEST_P(EveryGroup, HandlesMayOutliveTheGroupAndMayBeDropped) {
   });
 }
 
-// What a rank lets go of waits for nobody, and the others' calls of the same need nothing more of it.
+// What a rank lets go of, or an exception does, waits for nobody, and the others' calls of the same need nothing more of it.
 TEST_P(EveryGroup, ReleasedHandlesWaitForNoOther) {
   std::promise<void> released;
   run(2, [&](int rank, GroupPtr group) {
@@ -238,13 +238,18 @@ TEST_P(EveryGroup, ReleasedHandlesWaitForNoOther) {
         Pending pending = gather(count);
         pending.release();
         EXPECT_TRUE(pending.done());
+        const auto fails = [&] {
+          const Pending dropped = gather(count);
+          throw std::runtime_error("amid it");
+        };
+        EXPECT_THROW(fails(), std::runtime_error);
       }
       Pending().release();
       released.set_value();
     } else {
       const bool in_time = released.get_future().wait_for(20s) == std::future_status::ready;
       EXPECT_TRUE(in_time);
-      for (const int64_t count : {1000, 60000}) {
+      for (const int64_t count : {1000, 1000, 60000, 60000}) {
         const at::Tensor all = at::zeros({2 * count});
         sibling->all_gather(all, at::full({count}, 2.0f), "left").wait();
         EXPECT_EQ(all.sum().item<float>(), 3.0f * count);
