@@ -15,7 +15,10 @@ Pending& Pending::operator=(Pending&& other) noexcept {
 
 Pending::~Pending() {
   if (!work_) return;
-  if (std::uncaught_exceptions() > exceptions_) return release();
+  if (std::uncaught_exceptions() > exceptions_) {
+    release();
+    return;
+  }
   try {
     wait();
   } catch (...) {
