@@ -46,7 +46,7 @@ PYBIND11_MODULE(_core, m) {
   pybind11::register_local_exception_translator(&translate);
   m.doc() = "Bindings of the Tessera core; use the package `tessera`.";
   m.attr("torch_version") = TORCH_VERSION;  // compiled against; tessera/__init__.py compares
-  m.attr("version") = version();
+  m.attr("version") = tessera::version();
   // Types of torch.distributed must exist before ours mention them.
   py::module_::import("torch");
   bind_comm(m);
