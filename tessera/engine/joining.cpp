@@ -8,6 +8,7 @@
 #include "tessera/engine/impl.h"
 #include "tessera/engine/preflight.h"
 #include "tessera/optim/norm.h"
+#include "tessera/zero/update_lane.h"
 
 namespace tessera::engine {
 
