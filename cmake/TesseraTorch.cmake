@@ -18,7 +18,8 @@ function(_tessera_look_for_torch)
     get_filename_component(_found "${Torch_DIR}/../../.." ABSOLUTE)
   endif()
   if(NOT _found)
-    find_path(_found TorchConfig.cmake PATHS ${CMAKE_PREFIX_PATH} $ENV{CMAKE_PREFIX_PATH}
+    string(REPLACE ":" ";" _environment "$ENV{CMAKE_PREFIX_PATH}")
+    find_path(_found TorchConfig.cmake PATHS ${CMAKE_PREFIX_PATH} ${_environment}
       PATH_SUFFIXES share/cmake/Torch Torch NO_DEFAULT_PATH NO_CACHE)
     if(_found)
       get_filename_component(_found "${_found}/../../.." ABSOLUTE)

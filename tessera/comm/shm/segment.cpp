@@ -35,7 +35,7 @@ ShmSegment::ShmSegment(int fd, size_t bytes) : fd_(fd), size_(bytes) {
   if (data == MAP_FAILED) {
     const int error = errno;
     close(fd);
-    TESSERA_CHECK_DIST(false, "comm", "shared memory: cannot map ", bytes, " B: ", std::strerror(error));
+    TESSERA_CHECK_DIST(false, "comm", "shared memory: ", bytes, " B are needed: cannot map: ", std::strerror(error));
   }
   data_ = static_cast<char*>(data);
 }
@@ -52,7 +52,8 @@ void ShmSegment::close_file() {
 
 std::shared_ptr<char> ShmSegment::map_private() const {
   void* const data = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd_, 0);
-  TESSERA_CHECK_DIST(data != MAP_FAILED, "comm", "shared memory: cannot map ", size_, " B: ", std::strerror(errno));
+  TESSERA_CHECK_DIST(data != MAP_FAILED, "comm", "shared memory: ", size_, " B are needed: cannot map: ",
+                     std::strerror(errno));
   return {static_cast<char*>(data), [size = size_](char* mapped) { munmap(mapped, size); }};
 }
 
