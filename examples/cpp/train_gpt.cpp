@@ -65,7 +65,8 @@ void train_stages(const Arguments& arguments) {
     return at::cross_entropy_loss(out[0].to(at::kFloat).flatten(0, 1), labels[0].flatten());
   };
   tessera::nn::Pipeline engine(model.layers(), config, parts, {.loss = loss});
-  if (!arguments.at("--resume").empty()) engine.load_checkpoint(arguments.at("--resume"));
+  if (const std::string& from = arguments.at("--resume"); !from.empty() && !engine.load_checkpoint(from))
+    throw std::runtime_error("no checkpoint in " + from);
   const example::Text text(example::read_file(arguments.at("--data")), options.context);
   const auto print = [&](const std::string& what, double value) {
     if (parts.everyone->rank() == 0) std::printf("%s loss %.6f\n", what.c_str(), value);
@@ -103,7 +104,7 @@ void train(const Arguments& arguments) {
 
   // README begin
   auto engine = tessera::initialize(model, config, mesh);  // model: std::shared_ptr to any torch::nn::Module
-  if (!resume.empty()) engine.load_checkpoint(resume);
+  if (!resume.empty() && !engine.load_checkpoint(resume)) throw std::runtime_error("no checkpoint in " + resume);
   for (int64_t step = engine.core().global_steps(); step < steps; ++step) {
     const auto [x, y] = text.batch(step, engine.rank(), engine.size(), rows).to(engine.device());
     const at::Tensor loss = engine.forward(x, y);

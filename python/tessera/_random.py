@@ -31,7 +31,8 @@ def try_random_states(states: dict[str, Any]) -> None:
     """Raises where the generators do not take them. They stay as they are."""
     torch.Generator().set_state(states["torch"])
     torch.Generator().set_state(states.get("pass", states["torch"]))
-    random.Random().setstate(states["python"])
+    if "python" in states:  # not of a program in C++
+        random.Random().setstate(states["python"])
     if "numpy" in states:
         import numpy
 
@@ -54,7 +55,8 @@ def _try_on_device(state: Any) -> None:
 
 def put_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
+    if "python" in states:
+        random.setstate(states["python"])
     if "numpy" in states:
         import numpy
 

@@ -1,7 +1,5 @@
 #include "tessera/checkpoint/weight_files.h"
 
-#include <caffe2/serialize/inline_container.h>
-#include <torch/csrc/jit/serialization/pickler.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +11,7 @@
 #include <numeric>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/torch_file.h"
 #include "tessera/checkpoint/writer.h"
 #include "tessera/io/file.h"
 #include "tessera/io/lock.h"
@@ -30,35 +29,12 @@ constexpr const char* kSafeTensors = ".safetensors";
 constexpr const char* kTorch = ".bin";
 constexpr const char* kIndex = ".index.json";
 
-// What torch.save() writes for a dict of tensors. An error of the file ends it at the end: the writer of the zip file takes
-// none, and would throw from its destructor.
 void write_torch(const io::File& file, const c10::Dict<std::string, at::Tensor>& state) {
-  std::string text;
-  const auto keep = [&](const char* bytes, size_t size) { text.append(bytes, size); };
-  torch::jit::Pickler pickler(keep, nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
-  pickler.protocol();
-  pickler.pushIValue(state);
-  pickler.stop();
   int64_t at = 0;
-  std::exception_ptr error;
-  const auto write = [&](const void* bytes, size_t size) {
-    try {
-      if (!error) file.write(bytes, static_cast<int64_t>(size), at);
-    } catch (...) {
-      error = std::current_exception();
-    }
+  write_torch_file(state, [&](const void* bytes, size_t size) {
+    file.write(bytes, static_cast<int64_t>(size), at);
     at += static_cast<int64_t>(size);
-    return size;
-  };
-  caffe2::serialize::PyTorchStreamWriter zip(write);
-  const std::string order = "little";
-  zip.writeRecord("data.pkl", text.data(), text.size());
-  zip.writeRecord("byteorder", order.data(), order.size());
-  const std::vector<at::Tensor>& tensors = pickler.tensorData();
-  for (size_t i = 0; i < tensors.size(); ++i)
-    zip.writeRecord("data/" + std::to_string(i), tensors[i].storage().data(), tensors[i].storage().nbytes());
-  zip.writeEndOfFile();
-  if (error) std::rethrow_exception(error);
+  });
 }
 
 }  // namespace

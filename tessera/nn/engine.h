@@ -21,8 +21,8 @@ template <class M>
 class Engine : public Session {
  public:
   Engine(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh, const Construction* building = nullptr,
-         const UnitPolicy& policy = default_unit_policy)
-      : Session(module, config, std::move(mesh), building, policy), module_(std::move(module)) {
+         const Recipe& recipe = {})
+      : Session(module, config, std::move(mesh), building, recipe), module_(std::move(module)) {
     warn_of_cuts();
     warn_of_frozen();
   }
@@ -101,22 +101,23 @@ namespace tessera {
 
 // Collective. Takes over the storage of the module's parameters; `mesh` defaults to the ranks of the environment
 // (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them; one rank without them) on the axes that
-// zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size ask for. `policy`: which parameters are gathered, reduced and freed together.
+// zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size ask for. `recipe`: what no configuration
+// can say, as parameter groups.
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh,
-                         const nn::UnitPolicy& policy = nn::default_unit_policy) {
-  return nn::Engine<M>(std::move(module), config, std::move(mesh), nullptr, policy);
+                         const nn::Recipe& recipe = {}) {
+  return nn::Engine<M>(std::move(module), config, std::move(mesh), nullptr, recipe);
 }
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config,
-                         const nn::UnitPolicy& policy = nn::default_unit_policy) {
-  return initialize(std::move(module), config, nn::environment_mesh(config), policy);
+                         const nn::Recipe& recipe = {}) {
+  return initialize(std::move(module), config, nn::environment_mesh(config), recipe);
 }
 // A module that was built in partitions; over the ranks of `building`.
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const nn::Construction& building,
-                         const nn::UnitPolicy& policy = nn::default_unit_policy) {
-  return nn::Engine<M>(std::move(module), config, building.mesh(), &building, policy);
+                         const nn::Recipe& recipe = {}) {
+  return nn::Engine<M>(std::move(module), config, building.mesh(), &building, recipe);
 }
 // Module holders (TORCH_MODULE), torch::nn::Sequential among them; the arguments of the others.
 template <class M, class... A>

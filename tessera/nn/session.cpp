@@ -3,15 +3,18 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/torch_file.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
 #include "tessera/engine/build.h"
 #include "tessera/engine/export.h"
+#include "tessera/nn/saved_values.h"
 
 namespace tessera::nn {
 
@@ -40,32 +43,20 @@ comm::Mesh environment_mesh(const Config& config) {
 }
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-                 const Construction* building, const UnitPolicy& policy, bool logs)
-    : module_(std::move(module)), logs_(logs && mesh.rank(comm::kAxes) == 0) {
+                 const Construction* building, const Recipe& recipe, Part part)
+    : module_(std::move(module)), logs_(part != Part::Other && mesh.rank(comm::kAxes) == 0) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
   check_axes(config, mesh);
   warn(config::check_cpp_serves(config));
-  const auto optimizer = config::native_optimizer(config);
-  TESSERA_CHECK_VALUE(optimizer, "initialize",
-                      "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",
-                      optim::native_types());
-  schedule_ = config::native_schedule(config);
-  TESSERA_CHECK_VALUE(schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
-                      config.scheduler.type, "' exists in Python only");
   gathers_for_export_ =
       !config::placements(config).shards_params() || config.zero_optimization.stage3_gather_16bit_weights_on_model_save;
   steps_per_print_ = config.steps_per_print.value_or(0);
   read_checkpoint_section(config);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
-  const std::vector<optim::GroupOptions> groups{optimizer->defaults};
-  base_lrs_ = {optimizer->defaults.lr};
-  if (schedule_) {
-    optim::check(*schedule_, groups.size());
-  }
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
                       "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
-  engine::UnitNames units = policy(*module_);
+  engine::UnitNames units = recipe.units(*module_);
   std::vector<std::string> leaves;
   if (config::placements(config).shards_params()) {
     const engine::Outline model = outline(*module_);
@@ -75,20 +66,55 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     units = engine::partition_units(model, units, leaves);
   }
   auto specs = param_specs(*module_, units);
+  prepare_optimizer(config, recipe, part == Part::Whole, specs);
+  if (client_ != nullptr) {
+    options.rule = optim::Rule::External;
+    options.client_optimizer = client_->description();
+    const bool is_cut = std::ranges::any_of(specs, [](const auto& spec) { return spec.cut != nullptr; });
+    const std::string stage = "stage " + std::to_string(config.zero_optimization.stage);
+    client_->check_cut(config::placements(config).shards_states() ? stage : "", is_cut,
+                       config.zero_allow_untested_optimizer);
+  }
   if (options.autocast.enabled) {
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
                   options.autocast.dtype, specs);
   }
   checks_sequence_ = mesh.size(comm::Axis::Sp) > 1;
   if (building != nullptr) building->hand_over(specs);
-  core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups);
+  core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups_);
   core_->broadcast_buffers(module_->buffers());
+  if (client_ != nullptr)
+    client_->take(*core_, !config::placements(config).shards_states() && core_->options().zero.precision.master_is_param());
   rest_ = connect_scopes(*module_, core_, leaves);
   contents_ = std::make_unique<Contents>(module_);
   const bool is_16bit = core_->options().zero.precision.param != at::kFloat;
   const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
   cast_buffers(*module_, config.data_types.buffer_dtype, is_16bit ? kept : std::vector<std::string>());
   apply_schedule();
+}
+
+// Groups, and who updates them by which rates.
+void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool whole,
+                                std::vector<engine::ParamSpec>& specs) {
+  own_schedule_ = recipe.schedule;
+  if (own_schedule_ == nullptr) schedule_ = config::native_schedule(config);
+  TESSERA_CHECK_VALUE(schedule_ || own_schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
+                      config.scheduler.type, "' exists in Python only; Recipe::schedule takes one of your own");
+  if (recipe.optimizer != nullptr) {
+    TESSERA_CHECK_VALUE(recipe.groups.empty(), "initialize",
+                        "an optimizer of one's own has its groups already: leave Recipe::groups empty");
+    client_ = std::make_unique<ClientOptimizer>(recipe.optimizer, specs);
+    groups_ = client_->groups();
+  } else {
+    const auto optimizer = config::native_optimizer(config);
+    TESSERA_CHECK_VALUE(optimizer, "initialize",
+                        "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",
+                        optim::native_types(), ", or give Recipe::optimizer one of torch::optim");
+    groups_ = group_params(recipe.groups, optimizer->defaults, whole, specs);
+  }
+  for (const optim::GroupOptions& group : groups_)
+    base_lrs_.push_back(group.lr);
+  if (schedule_) optim::check(*schedule_, groups_.size());
 }
 
 void Session::read_checkpoint_section(const Config& config) {
@@ -101,6 +127,7 @@ void Session::read_checkpoint_section(const Config& config) {
                                                                                : Tags::Ignore;
   if (section.load_universal) load_from_.latest = "latest_universal";
   loads_masters_ = config.zero_optimization.load_from_fp32_weights;
+  keeps_random_ = section.random_state;
 }
 
 void Session::warn(const std::vector<std::string>& warnings) const {
@@ -140,7 +167,12 @@ at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool sca
 bool Session::step(std::optional<double> global_norm) {
   const int64_t steps = core_->global_steps();
   const bool boundary = !core_->options().managed_accumulation || core_->is_gradient_accumulation_boundary();
-  const bool applied = core_->step({}, global_norm, boundary ? fault() : "");
+  std::function<void()> update;
+  if (client_ != nullptr) {
+    client_->publish(*core_);
+    update = [this] { client_->run(*core_); };
+  }
+  const bool applied = core_->step(update, global_norm, boundary ? fault() : "");
   warn_of_step();
   if (applied) {
     ++schedule_steps_;
@@ -148,6 +180,40 @@ bool Session::step(std::optional<double> global_norm) {
   }
   if (core_->global_steps() != steps) log_progress();
   return applied;
+}
+
+Session::Held::Held(engine::Engine& core, void (engine::Engine::*begin)(), void (engine::Engine::*end)())
+    : core_(core), end_(end) {
+  (core_.*begin)();
+}
+
+Session::Held::~Held() noexcept(false) {
+  if (std::uncaught_exceptions() == passing_) {
+    (core_.*end_)();
+    return;
+  }
+  try {
+    (core_.*end_)();
+  } catch (const std::exception& error) {  // the first one counts
+    TORCH_WARN("[engine] ", error.what());
+  }
+}
+
+at::Tensor Session::sum(const at::Tensor& value) const {
+  const at::Tensor result = value.detach().clone(at::MemoryFormat::Contiguous);
+  core_->mesh().group(comm::kBatchAxes)->all_reduce(result, comm::ReduceOp::Sum, "sum of the batch ranks").wait();
+  return result;
+}
+
+at::Tensor Session::mean(const at::Tensor& value) const {
+  return sum(value.is_floating_point() ? value : value.to(at::kDouble)) / size();
+}
+
+at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) const {
+  const at::Tensor all = this->sum(count.to(at::kDouble));
+  const double tokens = all.sum().item<double>();
+  TESSERA_CHECK_VALUE(tokens > 0, "engine.token_mean", "no rank has a token that counts (", tokens, " in all)");
+  return sum * (size() / tokens);
 }
 
 void Session::warn_of_step() {
@@ -219,16 +285,33 @@ void Session::check_contents(const char* call) {
   });
 }
 
-std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options) {
+std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options,
+                                     const ClientValues& client) {
   check_contents("save_checkpoint");
   engine::ClientPart part;
-  part.aliases = aliases();
-  part.run = nlohmann::json{{"schedule_steps", schedule_steps_}}.dump();
-  for (const auto& buffer : module_->named_buffers())
-    part.tensors.push_back({buffer.key(), "buffer", buffer.value()});
+  core_->checkpoints().on_all([&] { part = client_part(client); });
   engine::SaveOptions chosen = options.value_or(save_options_);
   if (chosen.tags == engine::SaveOptions::Tags::Ignore) chosen.tags = save_options_.tags;
   return core_->checkpoints().save(dir, chosen, std::move(part));
+}
+
+engine::ClientPart Session::client_part(const ClientValues& client) const {
+  const std::string place = std::to_string(core_->checkpoints().place());
+  engine::ClientPart part;
+  part.aliases = aliases();
+  nlohmann::json run{{"schedule_steps", schedule_steps_}};
+  if (own_schedule_ != nullptr) run["own_schedule"] = own_schedule_->state();
+  part.run = run.dump();
+  for (const auto& buffer : module_->named_buffers())
+    part.tensors.push_back({buffer.key(), "buffer", buffer.value()});
+  if (client_ != nullptr) {
+    part.states = client_->states(*core_);
+    part.blobs["optimizer-" + place] = checkpoint::to_torch_file(client_->numbers(*core_), "the optimizer's state");
+  }
+  if (keeps_random_)
+    part.blobs["random-" + place] = checkpoint::to_torch_file(random_states(device()), "the random generators");
+  if (place == "0") part.blobs["client_state"] = checkpoint::to_torch_file(dict_of(client), "client_state");
+  return part;
 }
 
 // Each with the value that it shall have.
@@ -246,46 +329,80 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine:
   return buffers;
 }
 
-bool Session::load_checkpoint(const std::string& dir, const std::string& tag, engine::Restore::Options options) {
+Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag,
+                                const engine::Restore::Options& given) {
   check_contents("load_checkpoint");
+  engine::Restore::Options options = given;
   options.from_master = options.from_master && loads_masters_;
   std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options, load_from_);
-  if (!found) return false;
+  if (!found) return {};
+  Loaded loaded{found->folder(), found->tag(), found->missing(), found->unexpected()};
+  const SavedValues saved(*found, core_->checkpoints().place());
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
-  core_->checkpoints().on_all([&] { buffers = buffers_of(*found, options.strict); });
+  nlohmann::json run;
+  std::string states, present;
+  // All that can be refused is looked at before anything changes, on any rank.
+  core_->checkpoints().on_all([&] {
+    buffers = buffers_of(*found, options.strict);
+    run = nlohmann::json::parse(found->client_run());
+    loaded.client = saved.client();
+    if (options.run) saved.try_random(device());
+    if (client_ != nullptr && options.optimizer) states = client_->saved(*core_, *found);
+    if (!states.empty()) {
+      present = client_->present();
+      client_->try_load(states, present);
+    }
+  });
   found->apply();
+  if (!states.empty()) client_->load(states);
   const at::NoGradGuard no_grad;
   for (const auto& [buffer, value] : buffers)
     buffer.copy_(value);
-  if (options.run) {
-    schedule_steps_ = nlohmann::json::parse(found->client_run()).value("schedule_steps", int64_t{0});
-    apply_schedule();
-  }
-  return true;
+  if (!options.run) return loaded;
+  schedule_steps_ = run.value("schedule_steps", int64_t{0});
+  if (own_schedule_ != nullptr && run.contains("own_schedule")) own_schedule_->load_state(run["own_schedule"]);
+  if (client_ != nullptr) put_rates(lr());
+  apply_schedule();
+  saved.put_random(device());
+  return loaded;
+}
+
+void Session::destroy() {
+  core_->destroy();
+  if (client_ != nullptr) client_->release();
 }
 
 std::vector<double> Session::lr() const {
   std::vector<double> rates;
-  for (const auto& group : const_cast<engine::Engine&>(*core_).groups()) {
+  for (const auto& group : core_->groups())
     rates.push_back(group.lr);
-  }
   return rates;
 }
 
+void Session::put_rates(const std::vector<double>& rates) {
+  for (size_t i = 0; i < rates.size(); ++i) {  // one that was added later keeps its rate
+    core_->groups()[i].lr = rates[i];
+    if (client_ != nullptr) client_->set_rate(i, rates[i]);
+  }
+}
+
 void Session::apply_schedule() {
-  if (!schedule_) {
-    return;
+  if (own_schedule_ != nullptr) {
+    const std::vector<double> rates = own_schedule_->rates(schedule_steps_, base_lrs_);
+    TESSERA_CHECK_VALUE(rates.size() == base_lrs_.size(), "schedule", "the schedule gives ", rates.size(), " rates for ",
+                        base_lrs_.size(), " param groups");
+    for (const double rate : rates)
+      TESSERA_CHECK_VALUE(std::isfinite(rate) && rate >= 0, "schedule", "the schedule gives the rate ", rate, " after ",
+                          schedule_steps_, " updates");
+    put_rates(rates);
   }
+  if (!schedule_) return;
   const auto values = optim::evaluate(*schedule_, schedule_steps_, base_lrs_);
-  auto& groups = core_->groups();
+  put_rates(values.lr);
   const auto rule = core_->options().rule;
-  const bool has_betas = rule == optim::Rule::Adam || rule == optim::Rule::Lion;
-  for (size_t i = 0; i < values.lr.size(); ++i) {  // one that was added later keeps its rate
-    groups[i].lr = values.lr[i];
-    if (has_betas && !values.momentum.empty()) {
-      groups[i].beta1 = values.momentum[i];
-    }
-  }
+  if ((rule != optim::Rule::Adam && rule != optim::Rule::Lion) || values.momentum.empty()) return;
+  for (size_t i = 0; i < values.lr.size(); ++i)
+    core_->groups()[i].beta1 = values.momentum[i];
 }
 
 }  // namespace tessera::nn

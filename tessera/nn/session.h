@@ -3,6 +3,7 @@
 
 #include <torch/nn/module.h>
 
+#include <exception>
 #include <limits>
 #include <map>
 #include <memory>
@@ -17,8 +18,10 @@
 #include "tessera/config/config.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
+#include "tessera/nn/client_optimizer.h"
 #include "tessera/nn/construction.h"
 #include "tessera/nn/contents.h"
+#include "tessera/nn/recipe.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/units.h"
 #include "tessera/offload/states.h"
@@ -36,14 +39,28 @@ namespace tessera::nn {
 // The ranks of the environment on the axes that a configuration asks for (comm::environment_mesh). Collective.
 comm::Mesh environment_mesh(const Config& config);
 
+// Values of the program's own in a checkpoint: numbers, texts, lists and dicts of such (c10::impl::GenericDict), tensors. Python's
+// engines read them as client_state, and C++ reads theirs.
+using ClientValues = std::map<std::string, c10::IValue>;
+
+// What a load has found; false where there was no checkpoint.
+struct Loaded {
+  std::string folder = {}, tag = {};
+  std::vector<std::string> missing = {}, unexpected = {};  // names, of a load that is not strict
+  ClientValues client = {};
+  explicit operator bool() const { return !folder.empty(); }
+};
+
 class Session {
  public:
-  // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no native optimizer
-  // or is wrong, or asks for other ranks along sp or tp than `mesh` has; not-implemented error for keys that are not served.
-  // `building`: who partitioned parameters of the module before, or null. `policy`: which parameters travel together.
-  // `logs`: the mesh's first rank warns and writes progress lines (steps_per_print) to standard error, for all ranks.
+  // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no native optimizer, and the
+  // recipe has none, or is wrong, or asks for other ranks along sp or tp than `mesh` has; not-implemented error for keys that are
+  // not served. `building`: who partitioned parameters of the module before, or null.
+  enum class Part : uint8_t { Whole, First, Other };
+  // `part`: of a model that several engines share. The first rank of the first, or only, one warns and writes progress lines
+  // (steps_per_print) to standard error, for all ranks.
   Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
-          const Construction* building = nullptr, const UnitPolicy& policy = default_unit_policy, bool logs = true);
+          const Construction* building = nullptr, const Recipe& recipe = {}, Part part = Part::Whole);
   // One schedule moves the rates of a core: there are no copies.
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -67,9 +84,12 @@ class Session {
 
   // Checkpoints (engine/checkpoint.h), the same files as Python's; options that are not given are those of the
   // configuration's section `checkpoint`, and weights come from masters only where load_from_fp32_weights does not say no.
-  // Collective. save returns the tag. load: false when there is no `latest`.
-  std::string save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options = {});
-  bool load_checkpoint(const std::string& dir, const std::string& tag = "", engine::Restore::Options options = {});
+  // Collective. save returns the tag; of `client` rank 0's is kept. load: false when there is no `latest`. With
+  // checkpoint.random_state torch's generators of each rank go along, and come back on as many ranks.
+  std::string save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options = {},
+                              const ClientValues& client = {});
+  [[nodiscard]] Loaded load_checkpoint(const std::string& dir, const std::string& tag = "",
+                                       const engine::Restore::Options& options = {});
   // Weights and buffers in the compute dtype for other tools, in `dir`: ".bin" for torch.load(), or ".safetensors"; several
   // files with an index where they would have more than max_shard_bytes. Complete or not at all. False, and nothing is
   // written, for partitioned parameters without zero_optimization.stage3_gather_16bit_weights_on_model_save. Collective.
@@ -77,14 +97,16 @@ class Session {
     bool frozen = true;
     int64_t max_shard_bytes = std::numeric_limits<int64_t>::max();
   };
-  bool save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options);
-  bool save_16bit_model(const std::string& dir, const std::string& name = "pytorch_model.bin") {
+  [[nodiscard]] bool save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options);
+  [[nodiscard]] bool save_16bit_model(const std::string& dir, const std::string& name = "pytorch_model.bin") {
     return save_16bit_model(dir, name, {});
   }
   void wait_for_checkpoint() { core_->checkpoints().wait(); }
 
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
+  // Ends the engine: parameters keep their values (engine::Engine::destroy()), an optimizer of one's own gets them back.
+  void destroy();
 
   // Where the parameters are, and inputs belong.
   c10::Device device() const {
@@ -93,7 +115,41 @@ class Session {
   int rank() const { return core_->mesh().rank(comm::kBatchAxes); }
   int size() const { return core_->mesh().size(comm::kBatchAxes); }
 
-  // Everything else an engine can do: accumulation, norms, state access, counters.
+  // ---- accumulation
+  // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
+  class [[nodiscard]] Held {
+   public:
+    Held(engine::Engine& core, void (engine::Engine::*begin)(), void (engine::Engine::*end)());
+    ~Held() noexcept(false);  // throws what the end does, unless an exception passes
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+
+   private:
+    engine::Engine& core_;
+    void (engine::Engine::*const end_)();
+    const int passing_ = std::uncaught_exceptions();
+  };
+  Held no_sync() { return {*core_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }
+  Held coalesce() { return {*core_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce}; }
+  void zero_grad() { core_->zero_grad(); }
+  // The next backward completes an update.
+  bool is_gradient_accumulation_boundary() const { return core_->is_gradient_accumulation_boundary(); }
+
+  // ---- what happened
+  int64_t global_steps() const { return core_->global_steps(); }
+  int64_t skipped_steps() const { return core_->skipped_steps(); }
+  // Of the last step that was not skipped, before clipping, over all parameters and ranks.
+  std::optional<double> grad_norm() const { return core_->global_grad_norm(); }
+
+  // ---- over the ranks that share a batch's work (rank(), size()). Collective.
+  at::Tensor mean(const at::Tensor& value) const;
+  at::Tensor sum(const at::Tensor& value) const;
+  // A loss of masked tokens: `sum` of this rank's losses (a scalar, with autograd) and `count` of its tokens become the loss whose
+  // gradient, averaged over ranks as every step averages, is that of the mean over all tokens of all ranks: sum times size() over
+  // the count of all. The mean() of it over ranks is that mean. A count of all of 0 is a value error.
+  at::Tensor token_mean(const at::Tensor& sum, const at::Tensor& count) const;
+
+  // Everything else an engine can do: norms before a step, state access, phases, memory.
   engine::Engine& core() { return *core_; }
   const engine::Engine& core() const { return *core_; }
 
@@ -113,7 +169,10 @@ class Session {
   const ScopeHandle& rest() const { return rest_; }
 
  private:
+  void prepare_optimizer(const Config& config, const Recipe& recipe, bool whole, std::vector<engine::ParamSpec>& specs);
+  void put_rates(const std::vector<double>& rates);
   void apply_schedule();
+  engine::ClientPart client_part(const ClientValues& client) const;
   void check_contents(const char* call);
   void read_checkpoint_section(const Config& config);
   void warn(const std::vector<std::string>& warnings) const;
@@ -127,12 +186,16 @@ class Session {
   std::unique_ptr<Contents> contents_;
   bool warned_of_frozen_ = false;  // that came later
   ScopeHandle rest_;
+  std::unique_ptr<ClientOptimizer> client_;  // in place of the core's
+  std::vector<optim::GroupOptions> groups_;  // at the start
   std::optional<optim::ScheduleOptions> schedule_;
+  std::shared_ptr<Schedule> own_schedule_;  // in its place
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
   engine::SaveOptions save_options_;
   engine::Foreign load_from_;
   bool loads_masters_ = true;
+  bool keeps_random_ = false;
   bool gathers_for_export_ = true;
   bool logs_ = false;
   bool checks_sequence_ = false;  // until its first update: whether anything exchanges parts of the sequence

@@ -1,0 +1,59 @@
+#include "tessera/checkpoint/torch_file.h"
+
+#include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/csrc/jit/serialization/pickler.h>
+
+#include <exception>
+#include <vector>
+
+#include "tessera/base/error.h"
+
+namespace tessera::checkpoint {
+
+// The writer of the zip file takes no error, and would throw from its destructor.
+void write_torch_file(const c10::IValue& value, const std::function<void(const void*, size_t)>& write) {
+  std::string text;
+  const auto keep = [&](const char* bytes, size_t size) { text.append(bytes, size); };
+  torch::jit::Pickler pickler(keep, nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(value);
+  pickler.stop();
+  std::exception_ptr error;
+  const auto write_part = [&](const void* bytes, size_t size) {
+    try {
+      if (!error) write(bytes, size);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    return size;
+  };
+  caffe2::serialize::PyTorchStreamWriter zip(write_part);
+  const std::string order = "little";
+  zip.writeRecord("data.pkl", text.data(), text.size());
+  zip.writeRecord("byteorder", order.data(), order.size());
+  const std::vector<at::Tensor>& tensors = pickler.tensorData();
+  for (size_t i = 0; i < tensors.size(); ++i)
+    zip.writeRecord("data/" + std::to_string(i), tensors[i].storage().data(), tensors[i].storage().nbytes());
+  zip.writeEndOfFile();
+  if (error) std::rethrow_exception(error);
+}
+
+std::string to_torch_file(const c10::IValue& value, const std::string& what) try {
+  std::string bytes;
+  const c10::IValue on_host = value.deepcopy(at::Device(at::kCPU));
+  write_torch_file(on_host, [&](const void* part, size_t size) { bytes.append(static_cast<const char*>(part), size); });
+  return bytes;
+} catch (const c10::Error& error) {
+  TESSERA_CHECK_VALUE(false, "checkpoint", what,
+                      " holds what a file of torch.save() cannot: ", error.what_without_backtrace());
+}
+
+c10::IValue from_torch_file(const std::string& bytes, const std::string& what) try {
+  return torch::jit::pickle_load(std::vector<char>(bytes.begin(), bytes.end()));
+} catch (const std::exception& error) {
+  const std::string text = error.what();
+  TESSERA_FAIL(IoError, "[checkpoint] ", what, " cannot be read: ", text.substr(0, text.find('\n')));
+}
+
+}  // namespace tessera::checkpoint

@@ -1,0 +1,18 @@
+// Files of torch.save(): numbers, texts, lists, dicts and tensors, as Python and C++ read them.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <functional>
+#include <string>
+
+namespace tessera::checkpoint {
+
+// The bytes of such a file, from first to last; torch.load(weights_only=True) takes them. What `write` throws ends it at the end.
+void write_torch_file(const c10::IValue& value, const std::function<void(const void* bytes, size_t size)>& write);
+// In memory. Value error that says `what` where it holds an object, which is no data.
+std::string to_torch_file(const c10::IValue& value, const std::string& what);
+// IoError that says `what` where it is damaged, or holds objects: nothing of a file is run.
+c10::IValue from_torch_file(const std::string& bytes, const std::string& what);
+
+}  // namespace tessera::checkpoint

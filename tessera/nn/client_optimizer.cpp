@@ -1,0 +1,294 @@
+#include "tessera/nn/client_optimizer.h"
+
+#include <c10/util/Type.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+#include <torch/serialize/archive.h>
+
+#include <set>
+#include <sstream>
+#include <typeinfo>
+#include <unordered_map>
+#include <utility>
+
+#include "tessera/base/error.h"
+#include "tessera/checkpoint/reader.h"
+#include "tessera/checkpoint/torch_file.h"
+
+namespace tessera::nn {
+namespace {
+
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+std::string class_of(const torch::optim::Optimizer& optimizer) {
+  return c10::demangle(typeid(optimizer).name());
+}
+
+double rate_of(const torch::optim::OptimizerParamGroup& group) try {
+  return group.options().get_lr();
+} catch (const c10::Error&) {  // its options do not say
+  return 0;
+}
+
+std::string text_of(OutputArchive& archive) {
+  std::ostringstream stream;
+  archive.save_to(stream);
+  return stream.str();
+}
+
+InputArchive archive_from(const std::string& text) {
+  InputArchive archive;
+  archive.load_from(text.data(), text.size(), at::Device(at::kCPU));
+  return archive;
+}
+
+// Names of tensors that a checkpoint has besides those of a client's optimizer.
+bool is_own_kind(const std::string& kind) {
+  static const std::set<std::string> own{"weight",      "master",   "buffer",
+                                         "rank_buffer", "gradient", "partial_gradient"};
+  return own.contains(kind);
+}
+
+// Of a blob that numbers() made, or Python's like: by parameter and key. torch's C++ optimizers count steps in integers.
+void add_numbers(const std::string& blob, const std::string& what,
+                 std::map<std::string, std::map<std::string, c10::IValue>>& numbers) {
+  const c10::IValue all = checkpoint::from_torch_file(blob, what);
+  TESSERA_CHECK_IO(all.isGenericDict(), "checkpoint", what, " is damaged: no dict of the parameters' states");
+  for (const auto& param : all.toGenericDict()) {
+    TESSERA_CHECK_IO(param.key().isString() && param.value().isGenericDict(), "checkpoint", what,
+                     " is damaged: no dict of a parameter's state");
+    for (const auto& item : param.value().toGenericDict()) {
+      if (!item.key().isString()) continue;
+      const std::string& key = item.key().toStringRef();
+      const c10::IValue& value = item.value();
+      const bool is_count = key == "step" && value.isTensor() && value.toTensor().numel() == 1;
+      numbers[param.key().toStringRef()][key] = is_count ? c10::IValue(value.toTensor().item<int64_t>()) : value;
+    }
+  }
+}
+
+}  // namespace
+
+ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
+                                 std::vector<engine::ParamSpec>& specs)
+    : optimizer_(std::move(optimizer)) {
+  TESSERA_CHECK_BUILT(dynamic_cast<torch::optim::LBFGS*>(optimizer_.get()) == nullptr, "initialize",
+                      "torch::optim::LBFGS needs a closure, which engine.step() does not take");
+  TESSERA_CHECK_VALUE(optimizer_->state().empty(), "initialize", class_of(*optimizer_),
+                      " has states already; give an engine a new one, and load_checkpoint() its states");
+  std::unordered_map<const void*, engine::ParamSpec*> known;
+  for (engine::ParamSpec& spec : specs) {
+    known.emplace(spec.tensor.unsafeGetTensorImpl(), &spec);
+    spec.group = spec.joins = -1;
+  }
+  for (size_t number = 0; number < optimizer_->param_groups().size(); ++number) {
+    originals_.push_back(optimizer_->param_groups()[number].params());
+    for (const at::Tensor& param : originals_.back()) {
+      const auto found = known.find(param.unsafeGetTensorImpl());
+      TESSERA_CHECK_VALUE(found != known.end(), "initialize", "the optimizer's param group ", number,
+                          " has a tensor of shape ", param.sizes(),
+                          " that is no parameter of the module: build it over the parameters of the module that is given");
+      TESSERA_CHECK_VALUE(found->second->group < 0, "initialize", "the optimizer has '", found->second->name, "' twice");
+      if (param.requires_grad()) found->second->group = static_cast<int>(number);
+    }
+  }
+}
+
+void ClientOptimizer::check_cut(const std::string& stage, bool is_cut, bool allow) const {
+  const auto& o = *optimizer_;
+  const auto& type = typeid(o);
+  const bool known = type == typeid(torch::optim::Adam) || type == typeid(torch::optim::AdamW) ||
+                     type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
+                     type == typeid(torch::optim::RMSprop);
+  if (known || allow || (stage.empty() && !is_cut)) return;
+  const char* const cut = "tensor_parallel.autotp_size";
+  TESSERA_CHECK_VALUE(false, "initialize", class_of(o), " is not known to work on slices of parameters, as ",
+                      stage.empty() ? cut
+                      : is_cut      ? stage + " and " + cut + " give"
+                                    : stage + " gives",
+                      " them; set \"zero_allow_untested_optimizer\": true if it updates element by element, or use stage 0");
+}
+
+std::string ClientOptimizer::description() const {
+  std::ostringstream text;
+  text << class_of(*optimizer_);
+  for (const auto& group : optimizer_->param_groups())
+    text << " lr " << rate_of(group);
+  return text.str();
+}
+
+std::vector<optim::GroupOptions> ClientOptimizer::groups() const {
+  std::vector<optim::GroupOptions> groups;
+  for (const auto& group : optimizer_->param_groups()) {
+    groups.emplace_back();
+    groups.back().lr = rate_of(group);
+  }
+  return groups;
+}
+
+void ClientOptimizer::take(engine::Engine& core, bool on_params) {
+  on_params_ = on_params;
+  std::unordered_map<const void*, int> numbers;
+  for (size_t i = 0; i < core.params().size(); ++i)
+    if (core.params()[i].group >= 0) numbers.emplace(core.params()[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
+  core.checkpoints().on_all([&] {
+    for (auto& group : optimizer_->param_groups()) {
+      std::vector<at::Tensor> taken;
+      for (const at::Tensor& param : group.params()) {
+        const auto number = numbers.find(param.unsafeGetTensorImpl());
+        if (number == numbers.end()) continue;  // frozen
+        const at::Tensor master = on_params ? param : core.states().local_view(number->second, engine::Quantity::Master);
+        if (!master.defined() || master.numel() == 0) continue;
+        taken.push_back(on_params ? param : master.detach().requires_grad_(true));
+        targets_.push_back({number->second, taken.back()});
+      }
+      group.params() = std::move(taken);
+    }
+  });
+}
+
+void ClientOptimizer::release() {
+  for (size_t number = 0; number < originals_.size(); ++number)
+    optimizer_->param_groups()[number].params() = originals_[number];
+  if (!on_params_) optimizer_->state().clear();
+  targets_.clear();
+}
+
+void ClientOptimizer::publish(engine::Engine& core) const {
+  for (size_t number = 0; number < originals_.size(); ++number)
+    core.groups()[number].lr = rate_of(optimizer_->param_groups()[number]);
+}
+
+void ClientOptimizer::set_rate(size_t group, double rate) {
+  optimizer_->param_groups()[group].options().set_lr(rate);
+}
+
+void ClientOptimizer::run(engine::Engine& core) {
+  for (const Target& target : targets_)
+    target.tensor.mutable_grad() = core.states().local_view(target.param, engine::Quantity::Gradient);
+  optimizer_->step();
+  for (const Target& target : targets_)
+    if (!on_params_) target.tensor.mutable_grad().reset();
+}
+
+ClientOptimizer::State ClientOptimizer::state_of(const at::Tensor& target) const {
+  const auto found = optimizer_->state().find(target.unsafeGetTensorImpl());
+  if (found == optimizer_->state().end()) return {};
+  OutputArchive out;
+  found->second->serialize(out);
+  InputArchive in = archive_from(text_of(out));
+  State state;
+  for (const std::string& key : in.keys()) {
+    c10::IValue value;
+    in.read(key, value);
+    if (!value.isTensor() || value.toTensor().defined()) state.emplace(key, std::move(value));
+  }
+  return state;
+}
+
+std::vector<engine::ClientState> ClientOptimizer::states(const engine::Engine& core) const {
+  std::vector<engine::ClientState> states;
+  for (const Target& target : targets_) {
+    for (const auto& [key, value] : state_of(target.tensor)) {
+      if (!value.isTensor() || value.toTensor().dim() == 0) continue;
+      const std::string& name = core.params()[target.param].name;
+      TESSERA_CHECK_VALUE(!is_own_kind(key), "engine.save_checkpoint", "an optimizer state cannot be named '", key, "'");
+      TESSERA_CHECK_BUILT(value.toTensor().sizes() == target.tensor.sizes(), "engine.save_checkpoint", "'", key,
+                          "' of '", name, "' is neither a number nor one value for each element: it has shape ",
+                          value.toTensor().sizes(), ", and the optimizer was given ", target.tensor.sizes());
+      states.push_back({target.param, key, value.toTensor()});
+    }
+  }
+  return states;
+}
+
+c10::IValue ClientOptimizer::numbers(const engine::Engine& core) const {
+  c10::impl::GenericDict all(c10::StringType::get(), c10::AnyType::get());
+  for (const Target& target : targets_) {
+    c10::impl::GenericDict numbers(c10::StringType::get(), c10::AnyType::get());
+    for (const auto& [key, value] : state_of(target.tensor))
+      if (!value.isTensor() || value.toTensor().dim() == 0) numbers.insert(key, value);
+    if (!numbers.empty()) all.insert(core.params()[target.param].name, numbers);
+  }
+  return all;
+}
+
+// As torch::optim::serialize() writes it; the classes of states and options do not matter.
+std::string ClientOptimizer::archive_of(const std::map<const void*, State>& states) const {
+  OutputArchive root, all_states(root.compilation_unit()), groups(root.compilation_unit());
+  const auto key_of = [](const void* param) { return std::to_string(reinterpret_cast<size_t>(param)); };
+  for (const auto& [param, state] : states) {
+    OutputArchive one(root.compilation_unit());
+    for (const auto& [key, value] : state)
+      one.write(key, value);
+    all_states.write(key_of(param), one);
+  }
+  const auto& present = optimizer_->param_groups();
+  groups.write("param_groups/size", at::scalar_tensor(static_cast<int64_t>(present.size()), at::kLong));
+  for (size_t number = 0; number < present.size(); ++number) {
+    const auto& params = present[number].params();
+    OutputArchive group(root.compilation_unit()), options(root.compilation_unit());
+    group.write("params/size", at::scalar_tensor(static_cast<int64_t>(params.size()), at::kLong));
+    for (size_t i = 0; i < params.size(); ++i)
+      group.write("params/" + std::to_string(i), c10::IValue(key_of(params[i].unsafeGetTensorImpl())));
+    present[number].options().serialize(options);
+    group.write("options", options);
+    groups.write("param_groups/" + std::to_string(number), group);
+  }
+  root.write("pytorch_version", c10::IValue("1.5.0"));
+  root.write("state", all_states);
+  root.write("param_groups", groups);
+  return text_of(root);
+}
+
+std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Restore& found) const {
+  std::set<std::string> kinds;
+  for (const auto& tensor : found.reader().manifest().tensors)
+    if (!is_own_kind(tensor.kind)) kinds.insert(tensor.kind);
+  std::map<std::string, State> numbers;
+  for (const auto& [name, file] : found.reader().manifest().blobs)
+    if (name.starts_with("optimizer-")) add_numbers(found.reader().blob(name), "'" + name + "'", numbers);
+  std::map<const void*, State> states;
+  for (const Target& target : targets_) {
+    State state = numbers[core.params()[target.param].name];
+    for (const std::string& kind : kinds) {
+      const at::Tensor part = found.client_state(target.param, kind);
+      if (part.defined())
+        state[kind] = part.to(target.tensor.device()).as_strided(target.tensor.sizes(), target.tensor.strides());
+    }
+    if (!state.empty()) states.emplace(target.tensor.unsafeGetTensorImpl(), std::move(state));
+  }
+  return archive_of(states);
+}
+
+std::string ClientOptimizer::present() const {
+  std::map<const void*, State> states;
+  for (const Target& target : targets_)
+    if (State state = state_of(target.tensor); !state.empty())
+      states.emplace(target.tensor.unsafeGetTensorImpl(), std::move(state));
+  return archive_of(states);
+}
+
+void ClientOptimizer::load(const std::string& archive) try {
+  InputArchive in = archive_from(archive);
+  optimizer_->state().clear();
+  optimizer_->load(in);
+} catch (const c10::Error& error) {
+  TESSERA_FAIL(IoError, "[checkpoint] the optimizer's states are damaged, or of another class than ",
+               class_of(*optimizer_), ": ", error.what_without_backtrace());
+}
+
+void ClientOptimizer::try_load(const std::string& archive, const std::string& present) try {
+  load(archive);
+  load(present);
+} catch (const IoError&) {
+  load(present);
+  throw;
+}
+
+}  // namespace tessera::nn

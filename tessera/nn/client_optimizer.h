@@ -1,0 +1,68 @@
+// ClientOptimizer: an optimizer of torch::optim, or of the program's own, that updates the master weights of an engine.
+//
+// Note [Parameters of a client's optimizer]
+//   Its groups hold the module's parameters until the engine is built. Where these are not the masters, or are cut, fp32 masters
+//   take their places: this rank's slices, 1-D; a parameter of which this rank has nothing is left out. release() puts the parameters
+//   back. So it must update element by element where states are cut: a norm of its own would be that of a slice.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/engine/checkpoint.h"
+#include "tessera/engine/engine.h"
+
+namespace tessera::nn {
+
+class ClientOptimizer {
+ public:
+  // Marks in `specs` the groups of what it has. Value error: none of its tensors is in `specs`, one is not, a parameter is in two
+  // groups, it has states already. Not-implemented error for LBFGS, which needs a closure. Local.
+  ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer, std::vector<engine::ParamSpec>& specs);
+  // Value error where states are cut (`stage`, and tensor parallelism where `is_cut`) and it is not known to update element by
+  // element, unless `allow`.
+  void check_cut(const std::string& stage, bool is_cut, bool allow) const;
+
+  // Class and rates, for ranks to compare.
+  std::string description() const;
+  std::vector<optim::GroupOptions> groups() const;
+  // From here on it updates the masters. `on_params`: they are the parameters. What fails on one rank is an error on all. Collective.
+  void take(engine::Engine& core, bool on_params);
+  void release();
+
+  // Before an update: the core has the present rates.
+  void publish(engine::Engine& core) const;
+  void set_rate(size_t group, double rate);
+  // The update.
+  void run(engine::Engine& core);
+
+  // ---- checkpoints, with the files of Python's engines
+  // Values of this rank's elements, and the others by parameter name and key: a dict of dicts.
+  std::vector<engine::ClientState> states(const engine::Engine& core) const;
+  c10::IValue numbers(const engine::Engine& core) const;
+  // What load() takes. IoError where a state cannot be read, or does not fit. try_load() leaves the `present` state. Local.
+  std::string saved(const engine::Engine& core, const engine::Restore& found) const;
+  std::string present() const;
+  void load(const std::string& archive);
+  void try_load(const std::string& archive, const std::string& present);
+
+ private:
+  struct Target {
+    int param;
+    at::Tensor tensor;
+  };
+  using State = std::map<std::string, c10::IValue>;
+  State state_of(const at::Tensor& target) const;
+  std::string archive_of(const std::map<const void*, State>& states) const;
+
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;
+  std::vector<std::vector<at::Tensor>> originals_;  // by group
+  std::vector<Target> targets_;
+  bool on_params_ = true;
+};
+
+}  // namespace tessera::nn

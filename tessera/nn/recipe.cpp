@@ -1,0 +1,82 @@
+#include "tessera/nn/recipe.h"
+
+#include <unordered_map>
+#include <utility>
+
+#include "tessera/base/error.h"
+
+namespace tessera::nn {
+namespace {
+
+class ScaledBy final : public Schedule {
+ public:
+  explicit ScaledBy(std::function<double(int64_t)> factor) : factor_(std::move(factor)) {}
+  std::vector<double> rates(int64_t updates, const std::vector<double>& initial) override {
+    const double factor = factor_(updates);
+    std::vector<double> rates = initial;
+    for (double& rate : rates)
+      rate *= factor;
+    return rates;
+  }
+
+ private:
+  const std::function<double(int64_t)> factor_;
+};
+
+using Numbers = std::unordered_map<const void*, size_t>;
+
+// By tensor: the group that lists it.
+Numbers listed_in(const std::vector<ParamGroup>& groups, const std::vector<engine::ParamSpec>& specs) {
+  Numbers params, listed;
+  for (size_t i = 0; i < specs.size(); ++i)
+    params.emplace(specs[i].tensor.unsafeGetTensorImpl(), i);
+  for (size_t number = 0; number < groups.size(); ++number) {
+    for (const at::Tensor& tensor : groups[number].params) {
+      const auto known = params.find(tensor.unsafeGetTensorImpl());
+      TESSERA_CHECK_VALUE(known != params.end(), "initialize", "param group ", number, " lists a tensor of shape ",
+                          tensor.sizes(), " that is no parameter of the module");
+      const auto [found, is_new] = listed.emplace(known->first, number);
+      TESSERA_CHECK_VALUE(is_new || found->second == number, "initialize", "param groups ", found->second, " and ",
+                          number, " both list '", specs[known->second].name, "'");
+    }
+  }
+  return listed;
+}
+
+}  // namespace
+
+std::shared_ptr<Schedule> scaled_by(std::function<double(int64_t)> factor) {
+  return std::make_shared<ScaledBy>(std::move(factor));
+}
+
+std::vector<optim::GroupOptions> group_params(const std::vector<ParamGroup>& groups,
+                                              const optim::GroupOptions& defaults, bool whole,
+                                              std::vector<engine::ParamSpec>& specs) {
+  if (groups.empty()) return {defaults};
+  const Numbers listed = listed_in(groups, specs);
+  std::vector<size_t> taken(groups.size() + 1);
+  for (engine::ParamSpec& spec : specs) {
+    size_t number = 0;
+    for (; number < groups.size(); ++number) {
+      const auto in_list = listed.find(spec.tensor.unsafeGetTensorImpl());
+      if (in_list != listed.end() && in_list->second == number) break;
+      if (groups[number].takes && groups[number].takes(spec.name, spec.tensor)) break;
+    }
+    ++taken[number];
+    if (number < groups.size() && groups[number].frozen) {
+      spec.tensor.requires_grad_(false);
+      spec.group = -1;
+    }
+    spec.joins = static_cast<int>(number);
+    if (spec.group >= 0) spec.group = spec.joins;
+  }
+  std::vector<optim::GroupOptions> options(groups.size() + 1, defaults);
+  for (size_t number = 0; number < groups.size(); ++number) {
+    TESSERA_CHECK_VALUE(taken[number] > 0 || !whole, "initialize", "param group ", number,
+                        " takes no parameter of the module; those before it may have taken what it is for");
+    if (groups[number].set) groups[number].set(options[number]);
+  }
+  return options;
+}
+
+}  // namespace tessera::nn

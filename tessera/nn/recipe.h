@@ -1,0 +1,69 @@
+// Recipe: what a training needs that no configuration can say: units, parameter groups, an optimizer or a schedule of one's own.
+//
+//   tessera::nn::Recipe recipe;
+//   recipe.groups = {{.takes = [](const std::string&, const at::Tensor& p) { return p.dim() < 2; },
+//                     .set = [](tessera::optim::GroupOptions& group) { group.weight_decay = 0; }},
+//                    {.params = model->tokens->parameters(), .frozen = true}};
+//   auto engine = tessera::initialize(model, config, recipe);
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/engine/engine.h"
+#include "tessera/nn/units.h"
+#include "tessera/optim/optimizer.h"
+
+namespace tessera::nn {
+
+// Parameters with hyper-parameters of their own: those of the list, and those that the function takes, by their (first) name in
+// named_parameters().
+struct ParamGroup {
+  std::function<bool(const std::string& name, const at::Tensor& param)> takes = {};
+  std::vector<at::Tensor> params = {};
+  // Changes what optimizer.params of the configuration say; empty: nothing.
+  std::function<void(optim::GroupOptions& options)> set = {};
+  // Not trained: requires_grad goes, until the program sets it again.
+  bool frozen = false;
+};
+
+// A schedule of one's own. After each update it gives the learning rates of the next one.
+class Schedule {
+ public:
+  virtual ~Schedule() = default;
+  // By group, after so many updates. `initial`: the rates that the groups were given. As many, finite and not negative, the same on
+  // all ranks; value error for others.
+  virtual std::vector<double> rates(int64_t updates, const std::vector<double>& initial) = 0;
+  // What it is to have after a resume beside `updates`, for checkpoints; rank 0's is kept.
+  virtual std::string state() const { return {}; }
+  virtual void load_state(const std::string& /*state*/) {}
+};
+// Of all groups: the initial rate times factor(updates).
+std::shared_ptr<Schedule> scaled_by(std::function<double(int64_t updates)> factor);
+
+struct Recipe {
+  UnitPolicy units = default_unit_policy;  // which parameters are gathered, reduced and freed together
+  // The first that takes a parameter has it. What none takes is of one more group, behind these, with the configuration's own
+  // hyper-parameters: engine.lr() has its rate last.
+  std::vector<ParamGroup> groups = {};
+  // Built over the module's parameters, with groups of its own; it takes the place of the configuration's. It updates fp32 masters,
+  // in stages 1 to 3 those of this rank's slices, which take the parameters' places in its groups until destroy(). What it does not
+  // have is not trained.
+  std::shared_ptr<torch::optim::Optimizer> optimizer = nullptr;
+  std::shared_ptr<Schedule> schedule = nullptr;  // in the place of the configuration's
+};
+
+// ---- for sessions
+// Marks in `specs` (param_specs() of the module) their groups, whose options it returns. Value errors, which name group and
+// parameter: a group that takes nothing (of the `whole` model; a stage of one may have none), a tensor that is no parameter of it,
+// one that two groups list.
+std::vector<optim::GroupOptions> group_params(const std::vector<ParamGroup>& groups,
+                                              const optim::GroupOptions& defaults, bool whole,
+                                              std::vector<engine::ParamSpec>& specs);
+
+}  // namespace tessera::nn

@@ -1,0 +1,85 @@
+#include "tessera/nn/saved_values.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include "tessera/base/error.h"
+#include "tessera/checkpoint/reader.h"
+#include "tessera/checkpoint/torch_file.h"
+
+namespace tessera::nn {
+namespace {
+
+at::Generator generator_of(c10::Device device) {
+  return at::globalContext().defaultGenerator(device);
+}
+
+at::Tensor state_of(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void put(at::Generator generator, const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+}  // namespace
+
+c10::impl::GenericDict dict_of(const ClientValues& values) {
+  c10::impl::GenericDict dict(c10::StringType::get(), c10::AnyType::get());
+  for (const auto& [name, value] : values)
+    dict.insert(name, value);
+  return dict;
+}
+
+c10::impl::GenericDict random_states(c10::Device device) {
+  c10::impl::GenericDict states(c10::StringType::get(), c10::AnyType::get());
+  states.insert("torch", state_of(generator_of(at::kCPU)));
+  if (!device.is_cpu()) states.insert("device", state_of(generator_of(device)));
+  return states;
+}
+
+c10::IValue SavedValues::blob(const std::string& name) const {
+  if (!reader_.manifest().blobs.contains(name)) return {};
+  const c10::IValue value = checkpoint::from_torch_file(reader_.blob(name), "'" + name + "'");
+  TESSERA_CHECK_IO(value.isGenericDict(), "checkpoint", "'", name, "' is damaged: no dict");
+  return value;
+}
+
+ClientValues SavedValues::client() const {
+  ClientValues values;
+  const c10::IValue found = blob("client_state");
+  if (!found.isNone())
+    for (const auto& item : found.toGenericDict())
+      if (item.key().isString()) values.emplace(item.key().toStringRef(), item.value());
+  return values;
+}
+
+at::Tensor SavedValues::random_of(const char* generator) const {
+  const c10::IValue found = blob("random-" + std::to_string(place_));
+  if (found.isNone() || !found.toGenericDict().contains(generator)) return {};
+  const c10::IValue state = found.toGenericDict().at(generator);
+  TESSERA_CHECK_IO(state.isTensor(), "checkpoint", "'random-", place_, "' is damaged: no state of the generators");
+  return state.toTensor();
+}
+
+void SavedValues::try_random(c10::Device device) const {
+  for (const auto& [name, where] : {std::pair{"torch", c10::Device(at::kCPU)}, std::pair{"device", device}}) {
+    const at::Tensor state = random_of(name);
+    if (!state.defined() || (where.is_cpu() && std::string(name) == "device")) continue;
+    try {
+      put(generator_of(where).clone(), state);
+    } catch (const c10::Error& error) {
+      TESSERA_FAIL(IoError, "[checkpoint] 'random-", place_, "' is damaged: no state of the generators: ",
+                   error.what_without_backtrace());
+    }
+  }
+}
+
+void SavedValues::put_random(c10::Device device) const {
+  if (const at::Tensor state = random_of("torch"); state.defined()) put(generator_of(at::kCPU), state);
+  if (const at::Tensor state = random_of("device"); state.defined() && !device.is_cpu()) put(generator_of(device), state);
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,252 @@
+#include "tessera/nn/recipe.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim.h>
+
+#include <cmath>
+
+#include "tessera/nn/engine.h"
+#include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
+#include "tests/support/ranks.h"
+
+namespace tessera::nn {
+namespace {
+
+using torch::optim::Optimizer;
+using torch::optim::OptimizerParamGroup;
+
+torch::nn::Sequential net() {
+  torch::manual_seed(1);
+  return torch::nn::Sequential(torch::nn::Linear(5, 7), torch::nn::LayerNorm(torch::nn::LayerNormOptions({7})),
+                               torch::nn::Linear(7, 3));
+}
+
+bool is_vector(const std::string&, const at::Tensor& param) {
+  return param.dim() < 2;
+}
+
+Config config(int stage, const std::string& more = "") {
+  return Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {"stage": )" +
+                           std::to_string(stage) + "}, \"checkpoint\": {\"random_state\": true}" + more + "}");
+}
+const char* const kAdamW = R"(, "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}})";
+
+// Matrices, and vectors by a rate of their own and without decay, as torch's optimizers have them.
+template <class Class, class Options>
+std::shared_ptr<Optimizer> of_torch(torch::nn::Module& module, const Options& options) {
+  std::vector<at::Tensor> matrices, vectors;
+  for (const at::Tensor& param : module.parameters())
+    (param.dim() < 2 ? vectors : matrices).push_back(param);
+  std::vector<OptimizerParamGroup> groups;
+  groups.emplace_back(vectors, std::make_unique<Options>(Options(options).lr(0.02).weight_decay(0)));
+  groups.emplace_back(matrices, std::make_unique<Options>(options));
+  return std::make_shared<Class>(std::move(groups), options);
+}
+
+struct Case {
+  const char* name;
+  std::function<std::shared_ptr<Optimizer>(torch::nn::Module&)> plain;
+  bool native;  // groups of the recipe over the configuration's AdamW; else the optimizer itself
+};
+
+std::vector<Case> cases() {
+  using namespace torch::optim;
+  const auto adamw = [](auto& m) { return of_torch<AdamW>(m, AdamWOptions(0.01).weight_decay(0.1)); };
+  return {{"groups", adamw, true},
+          {"AdamW", adamw, false},
+          {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }, false},
+          {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }, false}};
+}
+
+double factor(int64_t updates) {
+  return 1 / std::sqrt(1.0 + static_cast<double>(updates));
+}
+
+Recipe recipe_of(const Case& test, torch::nn::Module& module) {
+  Recipe recipe;
+  recipe.schedule = scaled_by(factor);
+  if (test.native) {
+    recipe.groups = {{.takes = is_vector, .set = [](optim::GroupOptions& group) { group.lr = 0.02, group.weight_decay = 0; }}};
+  } else {
+    recipe.optimizer = test.plain(module);
+  }
+  return recipe;
+}
+
+at::Tensor batch(int64_t step) {
+  return at::arange(20, at::kFloat).view({4, 5}).add(static_cast<double>(step)).sin();
+}
+
+std::vector<at::Tensor> values_of(torch::nn::Module& module) {
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& param : module.parameters())
+    values.push_back(param.detach().clone());
+  return values;
+}
+
+std::vector<at::Tensor> plain_loop(const Case& test, int64_t steps) {
+  auto model = net();
+  const auto optimizer = test.plain(*model);
+  const std::vector<double> rates{0.02, 0.01};
+  for (int64_t step = 0; step < steps; ++step) {
+    for (size_t i = 0; i < rates.size(); ++i)
+      optimizer->param_groups()[i].options().set_lr(rates[i] * factor(step));
+    optimizer->zero_grad();
+    model->forward(batch(step)).square().mean().backward();
+    optimizer->step();
+  }
+  return values_of(*model);
+}
+
+// From a checkpoint in `from`, or the beginning, to step `to`; saves in `folder`.
+std::vector<at::Tensor> train(const Case& test, int stage, const comm::GroupPtr& group, int64_t to,
+                              const std::string& from, const std::string& folder) {
+  auto model = net();
+  auto engine = initialize(model, config(stage, test.native ? kAdamW : ""), comm::Mesh(group), recipe_of(test, *model));
+  if (!from.empty()) {
+    const Loaded loaded = engine.load_checkpoint(from);
+    EXPECT_TRUE(loaded);
+    EXPECT_EQ(loaded.client.at("epoch").toInt(), 7);
+    EXPECT_TRUE(loaded.client.at("losses").toTensor().equal(at::ones({2})));
+  }
+  for (int64_t step = engine.core().global_steps(); step < to; ++step) {
+    EXPECT_NEAR(engine.lr()[0], 0.02 * factor(step), 1e-12);
+    EXPECT_NEAR(engine.lr()[1], 0.01 * factor(step), 1e-12);
+    engine.forward(batch(step)).square().mean().backward();
+    EXPECT_TRUE(engine.step());
+  }
+  if (!folder.empty()) {
+    engine.save_checkpoint(folder, {}, {{"epoch", int64_t{7}}, {"losses", at::ones({2})}});
+  }
+  const GatheredParameters whole(engine.core(), model->parameters());
+  return values_of(*model);
+}
+
+void expect_close(const std::vector<at::Tensor>& values, const std::vector<at::Tensor>& expected, double bound,
+                  const std::string& what) {
+  for (size_t i = 0; i < expected.size(); ++i)
+    EXPECT_LE((values[i] - expected[i]).abs().max().item<double>(), bound) << what << ", parameter " << i;
+}
+
+// The bound: a few roundings of fp32 values near 1. A client's optimizer does what it does alone, so its bits are the same where
+// no rank cuts a vector of eight elements.
+TEST(Recipe, TrainsAsThePlainLoopAndGoesOnAnywhere) {
+  for (const Case& test : cases()) {
+    const auto expected = plain_loop(test, 4);
+    for (int stage = 0; stage <= 3; ++stage) {
+      const io::TempFolder folder;
+      for (const int ranks : {1, 2}) {
+        const std::string what = std::string(test.name) + ", stage " + std::to_string(stage);
+        testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+          const std::string mine = folder / std::to_string(ranks);
+          expect_close(train(test, stage, group, 4, "", ""), expected, 1e-6, what);
+          train(test, stage, group, 2, "", mine);
+          expect_close(train(test, stage, group, 4, mine, ""), expected, 1e-6, what + ", resumed");
+        });
+      }
+      for (const int ranks : {1, 2})
+        testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+          expect_close(train(test, 3 - stage, group, 4, folder / std::to_string(3 - ranks), ""), expected, 1e-6,
+                       std::string(test.name) + ", saved by other ranks and stage");
+        });
+    }
+  }
+}
+
+TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
+  const auto built = [](std::vector<ParamGroup> groups, const std::shared_ptr<Optimizer>& optimizer = nullptr) {
+    auto model = net();
+    return initialize(model, config(0, kAdamW), comm::Mesh(), Recipe{.groups = std::move(groups), .optimizer = optimizer});
+  };
+  auto model = net();
+  const auto params = model->parameters();
+  auto engine = initialize(model, config(0, kAdamW), comm::Mesh(),
+                           Recipe{.groups = {{.params = {params[0]}, .frozen = true}, {.takes = is_vector}}});
+  EXPECT_FALSE(params[0].requires_grad());
+  EXPECT_EQ(engine.lr().size(), 3U);
+  const std::vector<int> expected{-1, 1, 1, 1, 2, 1};
+  for (size_t i = 0; i < expected.size(); ++i)
+    EXPECT_EQ(engine.core().params()[i].group, expected[i]) << i;
+
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { built({{.takes = is_vector}, {.takes = is_vector}}); }),
+             "[initialize] param group 1 takes no parameter");
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { built({{.params = {at::ones({2})}}}); }),
+             "param group 0 lists a tensor of shape [2] that is no parameter of the module");
+  const at::Tensor first = model->parameters()[1];
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] {
+               auto other = net();
+               const at::Tensor bias = other->parameters()[1];
+               initialize(other, config(0, kAdamW), comm::Mesh(), Recipe{.groups = {{.params = {bias}}, {.params = {bias}}}});
+             }),
+             "param groups 0 and 1 both list '0.bias'");
+  EXPECT_HAS(testing::error_of<c10::ValueError>(
+                 [&] { built({{.takes = is_vector}}, std::make_shared<torch::optim::SGD>(net()->parameters(), 0.1)); }),
+             "has its groups already");
+}
+
+// Its step() would need what an engine has not: a closure, whole parameters, states.
+class Norms : public Optimizer {
+ public:
+  using Optimizer::Optimizer;
+  at::Tensor step(LossClosure) override { return {}; }
+};
+
+TEST(Recipe, OptimizersThatCannotBeRunAreRefused) {
+  const auto error = [](int stage, const auto& make, const std::string& more = "") {
+    auto model = net();
+    const std::shared_ptr<Optimizer> optimizer = make(*model);
+    return testing::error_of([&] {
+      initialize(model, config(stage, more), comm::Mesh(), Recipe{.optimizer = optimizer}).destroy();
+      EXPECT_EQ(optimizer->param_groups()[0].params().size(), 6U);  // they are back
+    });
+  };
+  const auto norms = [](auto& model) {
+    return std::make_shared<Norms>(model.parameters(), std::make_unique<torch::optim::SGDOptions>(0.1));
+  };
+  EXPECT_EQ(error(0, norms), "");
+  EXPECT_HAS(error(1, norms), "is not known to work on slices of parameters, as stage 1 gives them");
+  EXPECT_EQ(error(1, norms, R"(, "zero_allow_untested_optimizer": true)"), "");
+  EXPECT_HAS(error(0, [](auto& m) { return std::make_shared<torch::optim::LBFGS>(m.parameters()); }), "needs a closure");
+  EXPECT_HAS(error(0, [](auto&) { return std::make_shared<torch::optim::SGD>(net()->parameters(), 0.1); }),
+             "that is no parameter of the module");
+  EXPECT_HAS(error(0,
+                   [](auto& model) {
+                     auto adam = std::make_shared<torch::optim::Adam>(model.parameters());
+                     model.parameters()[0].mutable_grad() = at::ones({7, 5});
+                     adam->step();
+                     return adam;
+                   }),
+             "has states already");
+}
+
+class Broken : public Schedule {
+ public:
+  explicit Broken(std::vector<double> rates) : rates_(std::move(rates)) {}
+  std::vector<double> rates(int64_t, const std::vector<double>&) override { return rates_; }
+
+ private:
+  const std::vector<double> rates_;
+};
+
+TEST(Recipe, RatesOfAScheduleAreChecked) {
+  for (const auto& rates : {std::vector<double>{}, {0.1, 0.2}, {-0.1}, {std::nan("")}})
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] {
+                 initialize(net(), config(0, kAdamW), comm::Mesh(), Recipe{.schedule = std::make_shared<Broken>(rates)});
+               }),
+               "[schedule] the schedule gives");
+}
+
+// What dropout draws after a resume is what it would have drawn.
+TEST(Recipe, GeneratorsGoOnWhereTheyWereSaved) {
+  const io::TempFolder folder;
+  auto engine = initialize(net(), config(0, kAdamW), comm::Mesh());
+  engine.save_checkpoint(folder.path());
+  const at::Tensor next = at::rand({4});
+  EXPECT_TRUE(engine.load_checkpoint(folder.path()));
+  EXPECT_TRUE(at::rand({4}).equal(next));
+}
+
+}  // namespace
+}  // namespace tessera::nn
