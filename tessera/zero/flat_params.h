@@ -1,5 +1,6 @@
 // FlatParams: the compute parameters of one unit in one flat space: whole on every rank, or sharded and gathered into a
-// bucket while they are used.
+// bucket while they are used. What it is made of: the module's tensors (ModuleParams), the buffer that this rank keeps, memory that
+// all ranks share (SharedSpace), the gathered space (GatheredSpace) and the way there of a slice that is elsewhere (AwaySlice).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,11 +10,10 @@
 #include <vector>
 
 #include "tessera/comm/group.h"
+#include "tessera/shard/buffer.h"
 #include "tessera/shard/layout.h"
-#include "tessera/shard/side_stream.h"
-#include "tessera/shard/storage.h"
-#include "tessera/zero/away_slice.h"
-#include "tessera/zero/hooks/write_count.h"
+#include "tessera/zero/gathered_space.h"
+#include "tessera/zero/module_params.h"
 #include "tessera/zero/options.h"
 #include "tessera/zero/ranks.h"
 #include "tessera/zero/shared_space.h"
@@ -35,12 +35,7 @@ struct ParamPartition {
 
 class FlatParams {
  public:
-  struct Item {
-    std::string name;
-    at::Tensor tensor;  // the module's own leaf
-    shard::Range range{};
-    shard::Form form{};
-  };
+  using Item = ModuleParams::Item;
 
   // Takes over the storage of the items' tensors, whose values it keeps, rounded to `dtype`. Local: all ranks bring the
   // same values. `shard_rank` of `shards` ranks; whole on every rank unless `sharded` and shards > 1. `space`: zeroed memory
@@ -53,8 +48,8 @@ class FlatParams {
   FlatParams& operator=(const FlatParams&) = delete;
 
   const std::string& name() const { return name_; }
-  const std::vector<Item>& items() const { return items_; }
-  const shard::Layout& layout() const { return layout_; }
+  const std::vector<Item>& items() const { return params_.items(); }
+  const shard::Layout& layout() const { return params_.layout(); }
   ParamState state() const { return state_; }
   bool sharded() const { return sharded_; }
   at::ScalarType dtype() const { return buffer_.dtype(); }
@@ -77,14 +72,14 @@ class FlatParams {
   const at::Tensor& whole() const;
 
   // Gathered values travel in `dtype` and are cast back: rounded, except in a gather that asks for exact ones.
-  void gather_in(at::ScalarType dtype) { gather_dtype_ = dtype; }
-  bool gathers_rounded() const { return gather_dtype_ != dtype(); }
-  at::ScalarType gather_dtype() const { return gather_dtype_; }
+  void gather_in(at::ScalarType dtype) { gathered_.travel_in(dtype); }
+  bool gathers_rounded() const { return gathered_.travels_rounded(); }
+  at::ScalarType gather_dtype() const { return gathered_.travels_in(); }
   // Of a slice on a disk: up to `elements` from its first on are on their way to the next gather afterwards. How many they are;
   // 0 elsewhere. Local.
   int64_t read_ahead(int64_t elements);
   // Writes nothing where nothing was read: an update may run on beside it.
-  void forget_ahead() { away_.forget_ahead(); }
+  void forget_ahead() { gathered_.away().forget_ahead(); }
   // Sharded -> Gathering: collective. `bucket`: at least layout().size() elements of dtype(). `staging`: as many of
   // gather_dtype(), for rounded values, or undefined. Undone when it throws. Shared parameters: local; without a bucket
   // the parameters will point into the shared space; a staging buffer may have any size.
@@ -92,11 +87,11 @@ class FlatParams {
   // Ready with rounded values -> with exact ones, in place. Collective (shared parameters: local).
   void make_exact(comm::Group& group);
   // Shared and Ready in the shared space -> in `bucket`, with a copy of the values.
-  bool is_in_space() const { return shares() && bucket_.is_same(space_.memory()); }
+  bool is_in_space() const { return shares() && gathered_.bucket().is_same(space_.memory()); }
   void make_private(const at::Tensor& bucket);
-  bool is_rounded() const { return rounded_; }
+  bool is_rounded() const { return gathered_.is_rounded(); }
   // The staging buffer of the last gather, once it is over; undefined without one.
-  at::Tensor take_staging() { return std::move(staging_); }
+  at::Tensor take_staging() { return gathered_.take_staging(); }
   // Undefined where the parameters were in the shared space; so for release().
   at::Tensor take_bucket();
   // Gathering -> Ready. When it throws (a lost peer, a disk, a replaced parameter) the state is Sharded; take_bucket() and
@@ -106,7 +101,7 @@ class FlatParams {
   // of a parameter that was written to since it was gathered and not kept by keep_write.
   at::Tensor release(std::string* edited = nullptr);
   // Ready already, and used again, maybe under another stream.
-  void use() { order_.read(options().device()); }
+  void use() { gathered_.use(); }
   // Ready: where the user gave item `index` other data (p.data = ...), its values come to where the item lies, and it lies
   // there again; who holds what was there keeps it (Note [Memory that somebody else holds]). State error for another shape
   // or dtype.
@@ -114,12 +109,12 @@ class FlatParams {
   // Item `index` was written to on purpose: this rank's slice follows.
   void keep_write(int index);
   // Forgets that item `index` was written to.
-  void mark(int index) { writes_[index].forget(items_[index].tensor); }
+  void mark(int index) { params_.mark(index); }
   // Of a sharded space: the user gave the parameter other data (p.data = ...), or its own in another order.
-  bool is_replaced(int item) const;
-  bool was_written(int item) const { return writes_[item].any(items_[item].tensor); }
+  bool is_replaced(int item) const { return params_.is_replaced(item); }
+  bool was_written(int item) const { return params_.was_written(item); }
   // Nobody else holds the parameter's tensor.
-  bool is_alone(int item) const { return items_[item].tensor.use_count() == (writes_[item].holds() ? 2 : 1); }
+  bool is_alone(int item) const { return params_.is_alone(item); }
 
   ParamPartition partition_of(int index) const;
   // Elements `part` of the flattened item, which this rank holds, 1-D: a view where they live on the device, else a copy.
@@ -151,34 +146,18 @@ class FlatParams {
   void abandon(const std::string& message);
 
  private:
-  // The item has the storage that we gave it.
-  bool has_storage(size_t item) const {
-    return shard::storage_of(items_[item].tensor) == storages_[item]._unsafe_get_target();
-  }
-  void note_storage(size_t item) { storages_[item] = shard::weak_storage_of(items_[item].tensor); }
-  void point_items();
-  void release_items();
-  std::string message(const Item& item) const;
+  OwnSlice own() const { return {buffer_, slice_, layout().size()}; }
   shard::Range there(int index, shard::Range part) const;
   void leave_space();
 
-  std::string name_;
-  std::vector<Item> items_;
-  std::vector<shard::WeakStorage> storages_;  // that they have, unless somebody replaced them
-  std::vector<WriteCount> writes_;            // since the last gather
-  shard::Layout layout_;
-  shard::Range slice_;
+  const std::string name_;
+  ModuleParams params_;
+  const shard::Range slice_;
   bool sharded_ = false;
   ParamState state_ = ParamState::Ready;
-  shard::Buffer buffer_;  // the whole space, or this rank's slice where sharded
-  at::Tensor bucket_;     // sharded: the gathered space, exactly layout().size() elements; the shared one or private
-  SharedSpace space_;     // buffer_ is part of it
-  at::Tensor staging_;
-  at::ScalarType gather_dtype_;
-  bool rounded_ = false;      // the bucket holds values that were cast on the way
-  shard::StreamOrder order_;  // of the bucket
-  comm::Pending pending_;
-  AwaySlice away_;  // where buffer_ is not here
+  shard::Buffer buffer_;    // the whole space, or this rank's slice where sharded
+  SharedSpace space_;       // buffer_ is part of it
+  GatheredSpace gathered_;  // where sharded
 };
 
 }  // namespace tessera::zero
