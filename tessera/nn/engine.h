@@ -120,9 +120,20 @@ nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const 
   return nn::Engine<M>(std::move(module), config, building.mesh(), &building, recipe);
 }
 // Module holders (TORCH_MODULE), torch::nn::Sequential among them; the arguments of the others.
-template <class M, class... A>
-nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config, A&&... more) {
-  return initialize(module.ptr(), config, std::forward<A>(more)...);
+template <class M>
+nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config, comm::Mesh mesh,
+                         const nn::Recipe& recipe = {}) {
+  return initialize(module.ptr(), config, std::move(mesh), recipe);
+}
+template <class M>
+nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config,
+                         const nn::Recipe& recipe = {}) {
+  return initialize(module.ptr(), config, recipe);
+}
+template <class M>
+nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config,
+                         const nn::Construction& building, const nn::Recipe& recipe = {}) {
+  return initialize(module.ptr(), config, building, recipe);
 }
 
 }  // namespace tessera

@@ -138,6 +138,7 @@ class Session {
   // ---- what happened
   int64_t global_steps() const { return core_->global_steps(); }
   int64_t skipped_steps() const { return core_->skipped_steps(); }
+  bool was_step_applied() const { return core_->was_step_applied(); }  // by the last step()
   // Of the last step that was not skipped, before clipping, over all parameters and ranks.
   std::optional<double> grad_norm() const { return core_->global_grad_norm(); }
 
