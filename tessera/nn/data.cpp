@@ -1,0 +1,64 @@
+#include "tessera/nn/data.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/randperm.h>
+#include <torch/serialize/archive.h>
+
+#include <algorithm>
+
+namespace tessera::nn {
+
+RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPlace place) {
+  TESSERA_CHECK_VALUE(size > 0, "data", "the dataset is empty");
+  TESSERA_CHECK_VALUE(0 <= rank && rank < ranks, "data", "rank ", rank, " of ", ranks, " ranks");
+  TESSERA_CHECK_VALUE(place.epoch >= 0 && place.samples >= 0, "data", "pass ", place.epoch, ", example ", place.samples);
+  at::Tensor order = at::arange(size, at::kLong);
+  if (options.shuffle) {
+    const auto generator = at::detail::createCPUGenerator(options.seed + static_cast<uint64_t>(place.epoch));
+    order = at::randperm(size, generator, at::kLong);
+  }
+  const int64_t left = std::max<int64_t>(0, size - place.samples);
+  const int64_t each = options.drop_last ? left / ranks : (left + ranks - 1) / ranks;
+  const auto* const examples = order.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < each; ++i)
+    mine_.push_back(static_cast<size_t>(examples[(place.samples + i * ranks + rank) % size]));
+}
+
+std::optional<std::vector<size_t>> RankSampler::next(size_t batch_size) {
+  if (next_ == mine_.size()) return {};
+  const size_t end = std::min(mine_.size(), next_ + batch_size);
+  std::vector<size_t> batch(mine_.begin() + static_cast<std::ptrdiff_t>(next_),
+                            mine_.begin() + static_cast<std::ptrdiff_t>(end));
+  next_ = end;
+  return batch;
+}
+
+void RankSampler::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("next", c10::IValue(static_cast<int64_t>(next_)));
+}
+
+void RankSampler::load(torch::serialize::InputArchive& archive) {
+  c10::IValue next;
+  archive.read("next", next);
+  next_ = std::min(mine_.size(), static_cast<size_t>(std::max<int64_t>(0, next.toInt())));
+}
+
+c10::IValue to_value(DataPlace place) {
+  c10::impl::GenericDict value(c10::StringType::get(), c10::AnyType::get());
+  value.insert("epoch", place.epoch);
+  value.insert("samples", place.samples);
+  return value;
+}
+
+DataPlace data_place(const c10::IValue& value) {
+  const auto count = [&](const char* key) {
+    TESSERA_CHECK_IO(value.isGenericDict() && value.toGenericDict().contains(key) &&
+                         value.toGenericDict().at(key).isInt() && value.toGenericDict().at(key).toInt() >= 0,
+                     "data", "the state of a loader has no '", key, "' that can be");
+    return value.toGenericDict().at(key).toInt();
+  };
+  return {count("epoch"), count("samples")};
+}
+
+}  // namespace tessera::nn

@@ -1,0 +1,83 @@
+#include "tessera/nn/data.h"
+
+#include <gtest/gtest.h>
+#include <torch/data.h>
+
+#include <algorithm>
+
+#include "tests/support/errors.h"
+
+namespace tessera::nn {
+namespace {
+
+// Examples are their own numbers.
+struct Numbers : torch::data::Dataset<Numbers, int64_t> {
+  explicit Numbers(size_t size) : count(size) {}
+  int64_t get(size_t index) override { return static_cast<int64_t>(index); }
+  std::optional<size_t> size() const override { return count; }
+  size_t count;
+};
+
+std::vector<int64_t> take(Loader<Numbers>& loader, int64_t batches) {
+  std::vector<int64_t> taken;
+  for (auto batch = loader.begin(); batches-- > 0 && !(batch == loader.end()); ++batch) {
+    taken.insert(taken.end(), batch->begin(), batch->end());
+    if (batches == 0) break;
+  }
+  return taken;
+}
+
+// As Python's DistributedSampler deals them out: torch.randperm(7) of a generator with seed 3 + 1, one more of the first.
+TEST(RankSampler, HasTheOrderOfPython) {
+  const LoaderOptions options{.seed = 3};
+  const auto generator = at::detail::createCPUGenerator(4);
+  const at::Tensor order = at::randperm(7, generator, at::kLong);
+  for (int rank = 0; rank < 2; ++rank) {
+    RankSampler sampler(7, rank, 2, options, {.epoch = 1});
+    const auto mine = *sampler.next(9);
+    ASSERT_EQ(mine.size(), 4U);
+    for (int64_t i = 0; i < 4; ++i)
+      EXPECT_EQ(static_cast<int64_t>(mine[static_cast<size_t>(i)]), order[(2 * i + rank) % 7].item<int64_t>());
+    EXPECT_FALSE(sampler.next(1));
+  }
+  EXPECT_EQ(RankSampler(7, 1, 2, {.drop_last = true}, {}).size(), 3);
+}
+
+// A run that is saved after some batches goes on, with as many ranks or others, with what was not given yet: each once.
+TEST(Loader, GoesOnWhereItWasWithAnyNumberOfRanks) {
+  constexpr int64_t kSize = 24;
+  for (const size_t workers : {0, 2})
+    for (const int ranks : {1, 2, 3})
+      for (const int later : {1, 2, 4}) {
+        std::vector<int64_t> given;
+        c10::IValue state;
+        for (int rank = 0; rank < ranks; ++rank) {
+          Loader<Numbers> loader(Numbers(kSize), rank, ranks, 2, {.workers = workers});
+          EXPECT_EQ(static_cast<int64_t>(take(loader, 100).size()), kSize / ranks);  // a whole pass before it
+          for (const int64_t each : take(loader, 2))
+            given.push_back(each);
+          EXPECT_EQ(loader.epoch(), 1);
+          state = loader.state();
+        }
+        for (int rank = 0; rank < later; ++rank) {
+          Loader<Numbers> loader(Numbers(kSize), rank, later, 2, {.workers = workers});
+          loader.load_state(state);
+          for (const int64_t each : take(loader, 100))
+            given.push_back(each);
+          EXPECT_EQ(loader.epoch(), 2);
+        }
+        std::sort(given.begin(), given.end());
+        const auto last = std::unique(given.begin(), given.end());
+        EXPECT_EQ(last - given.begin(), kSize);  // all of them
+        EXPECT_LT(given.end() - last, later);    // but those that fill the last round
+      }
+}
+
+TEST(Loader, StatesThatAreNoneAreRefused) {
+  Loader<Numbers> loader(Numbers(4), 0, 1, 2);
+  EXPECT_HAS(testing::error_of<IoError>([&] { loader.load_state(c10::IValue("x")); }), "has no 'epoch' that can be");
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { Loader<Numbers>(Numbers(0), 0, 1, 2).begin(); }), "is empty");
+}
+
+}  // namespace
+}  // namespace tessera::nn
