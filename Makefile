@@ -34,7 +34,7 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package
+.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package archive
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
@@ -52,6 +52,7 @@ help:
 	@echo "make cuda    the CUDA kernels by a compiler from PyPI: warnings, registers, machine code, the library without a driver"
 	@echo "make sanitize  C++ tests of the layers with threads under the address, undefined-behaviour and thread sanitizers"
 	@echo "make format  rewrite the sources in the house format"
+	@echo "make archive  library, headers, CMake package and commands for C++ as one file in dist/, tested where it is unpacked"
 	@echo "make clean   remove build/ and demo-out/ (the environment .venv stays)"
 
 # ---- environment. One stamp per requirements file; a changed file installs again.
@@ -105,6 +106,15 @@ demo: $(VENV)/stamp-demo $(VENV)/stamp-package
 # A report on any machine, quiet or not. DeepSpeed takes part where `make bench` has installed it.
 tables: $(VENV)/stamp-demo $(VENV)/stamp-package
 	$(PY) bench/run.py tables --noisy $(ARGS)
+
+# As the C++ tests find an installed Tessera, but in a folder that this build has never seen.
+ARCHIVE := tessera-$(shell sed -n 's/.*TESSERA_VERSION "\(.*\)".*/\1/p' tessera/base/version.h)-torch-$(or $(TORCH),$(shell sed -n 's/torch==//p' requirements/torch.txt))-$(shell uname -m)
+archive: $(BUILD)/stamp-configure
+	$(CMAKE) $(RELEASE) -DTESSERA_RELOCATABLE=ON
+	$(CMAKE) --build $(BUILD) -j $(JOBS)
+	$(CMAKE) -DBUILD=$(BUILD) -DOUT=dist -DNAME=$(ARCHIVE) "-DFOLDERS=$(ROOT);$(VENV)" -P cmake/archive.cmake
+	$(CMAKE) -DARCHIVE=$(ROOT)/dist/$(ARCHIVE).tar.gz -DSOURCE=$(ROOT)/tests/consumer -DWORK=$(ROOT)/$(BUILD)/archive \
+	  -DTORCH=$$($(PY) -c "import torch; print(torch.__path__[0])") -DCXX=$${CXX:-c++} -DNINJA=$(VENV)/bin/ninja -P tests/consumer/run.cmake
 
 test: test-cpp test-python
 

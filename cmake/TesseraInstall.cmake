@@ -3,7 +3,8 @@
 #   component `python` the same below tessera/, beside the Python package; what `pip install` puts into site-packages.
 #                      A program then finds it with -DCMAKE_PREFIX_PATH=$(python -c
 #                      "import tessera; print(tessera.cmake_prefix_path)")
-# Both give find_package(Tessera) and the target tessera::tessera.
+# Both give find_package(Tessera) and the target tessera::tessera. The public headers are include/tessera/*.h; those that they include
+# are in include/tessera/detail/.
 include(CMakePackageConfigHelpers)
 
 option(TESSERA_RELOCATABLE "What is installed names no folder of this machine" OFF)
@@ -20,17 +21,23 @@ set_target_properties(tessera PROPERTIES VERSION ${_interface} SOVERSION ${_inte
 
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake COMPATIBILITY SameMinorVersion)
 configure_file(${CMAKE_CURRENT_LIST_DIR}/TesseraConfig.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake @ONLY)
+set(TESSERA_PC_TORCH "${TESSERA_TORCH_DIR}")
+if(TESSERA_RELOCATABLE)
+  set(TESSERA_PC_TORCH "/set/it/by/--define-variable=torch=FOLDER")
+endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/tessera.pc.in ${CMAKE_CURRENT_BINARY_DIR}/tessera.pc @ONLY)
 
 # tessera_install(<root> <export> <NAMELINK_SKIP, or nothing> <component arguments>...): headers, library and CMake package below <root>.
 function(tessera_install root export link)
   install(TARGETS tessera EXPORT ${export}
-    LIBRARY DESTINATION ${root}lib ${ARGN} ${link} INCLUDES DESTINATION ${root}include)
+    LIBRARY DESTINATION ${root}lib ${ARGN} ${link} INCLUDES DESTINATION ${root}include ${root}include/tessera/detail)
   if(TARGET tessera_cuda)  # loaded, never linked
     install(TARGETS tessera_cuda LIBRARY DESTINATION ${root}lib ${ARGN})
   endif()
-  install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/tessera DESTINATION ${root}include ${ARGN}
-    FILES_MATCHING PATTERN "*.h" PATTERN "*.inc.h" EXCLUDE PATTERN "kernels/cuda" EXCLUDE)
+  file(GLOB public CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/tessera/*.h)
+  install(FILES ${public} DESTINATION ${root}include/tessera ${ARGN})
+  install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/tessera DESTINATION ${root}include/tessera/detail ${ARGN}
+    FILES_MATCHING PATTERN "*.h" PATTERN "*.inc.h" EXCLUDE PATTERN "kernels/cuda" EXCLUDE REGEX "/tessera/[^/]*[.]h$" EXCLUDE)
   install(EXPORT ${export} NAMESPACE tessera:: FILE TesseraTargets.cmake DESTINATION ${root}lib/cmake/Tessera ${ARGN})
   install(FILES
     ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake

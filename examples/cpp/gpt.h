@@ -7,12 +7,9 @@
 #include <cmath>
 #include <string>
 
-#include "tessera/comm/backends.h"
-#include "tessera/nn/layers.h"
-#include "tessera/nn/parallel.h"
-#include "tessera/parallel/attention.h"
-#include "tessera/parallel/functions.h"
-#include "tessera/parallel/vocabulary.h"
+#include "tessera/comm.h"
+#include "tessera/parallel.h"
+#include "tessera/pipeline.h"
 
 namespace example {
 

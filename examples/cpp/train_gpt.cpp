@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "gpt.h"
-#include "tessera/nn/engine.h"
-#include "tessera/nn/pipeline.h"
+#include "tessera/engine.h"
+#include "tessera/pipeline.h"
 #include "text.h"
 
 namespace {

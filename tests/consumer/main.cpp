@@ -3,7 +3,7 @@
 
 #include <cstdio>
 
-#include "tessera/nn/engine.h"
+#include "tessera/engine.h"
 
 int main() {
   try {

@@ -1,5 +1,6 @@
-# ctest's `consumer`: install Tessera, find it in all ways, configure and build this folder against it, run on one rank and on two.
-# Input: BUILD (Tessera's build tree), SOURCE (this folder), WORK (scratch folder), TORCH, CXX, NINJA.
+# ctest's `consumer`, and the test of an archive: install Tessera, find it in all ways, compile each public header alone, configure and
+# build this folder against it, run on one rank and on two.
+# Input: BUILD (Tessera's build tree) or ARCHIVE (a file of `make archive`), SOURCE (this folder), WORK (scratch folder), TORCH, CXX, NINJA.
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   message("${output}")
@@ -9,7 +10,15 @@ function(run)
 endfunction()
 
 file(REMOVE_RECURSE ${WORK}/prefix)
-run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix --component devel)
+if(ARCHIVE)
+  file(REMOVE_RECURSE ${WORK}/unpacked)
+  file(MAKE_DIRECTORY ${WORK}/unpacked)
+  run(${CMAKE_COMMAND} -E chdir ${WORK}/unpacked ${CMAKE_COMMAND} -E tar xzf ${ARCHIVE})
+  file(GLOB unpacked ${WORK}/unpacked/*)
+  file(RENAME ${unpacked} ${WORK}/prefix)
+else()
+  run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix --component devel)
+endif()
 if(EXISTS ${BUILD}/libtessera_cuda.so AND NOT EXISTS ${WORK}/prefix/lib/libtessera_cuda.so)  # where nvcc was found
   message(FATAL_ERROR "the CUDA kernels, which the library loads from beside itself, are not installed")
 endif()
@@ -54,13 +63,23 @@ finds("not found" works -DHOW=QUIET -DVERSION=99.1 -DTESSERA_TORCH_DIR=${TORCH})
 find_program(pkg_config pkg-config)
 if(pkg_config)
   set(ENV{PKG_CONFIG_PATH} ${WORK}/prefix/lib/pkgconfig)
-  execute_process(COMMAND ${pkg_config} --cflags --libs tessera OUTPUT_VARIABLE flags OUTPUT_STRIP_TRAILING_WHITESPACE
+  execute_process(COMMAND ${pkg_config} --define-variable=torch=${TORCH} --cflags --libs tessera OUTPUT_VARIABLE flags OUTPUT_STRIP_TRAILING_WHITESPACE
     COMMAND_ERROR_IS_FATAL ANY)
   separate_arguments(flags UNIX_COMMAND "${flags}")
-  file(WRITE ${WORK}/version.cpp "#include \"tessera/base/version.h\"\n#include <cstdio>\nint main() { std::puts(tessera::version()); }\n")
+  file(WRITE ${WORK}/version.cpp "#include \"tessera/version.h\"\n#include <cstdio>\nint main() { std::puts(tessera::version()); }\n")
   run(${CXX} ${WORK}/version.cpp -o ${WORK}/version ${flags})
   run(${WORK}/version)
 endif()
+
+# Warnings as a careful program has them: Tessera's headers are its own here, torch's the system's.
+file(GLOB headers ${WORK}/prefix/include/tessera/*.h)
+foreach(header IN LISTS headers)
+  get_filename_component(name ${header} NAME)
+  file(WRITE ${WORK}/header.cpp "#include \"tessera/${name}\"\n")
+  run(${CXX} -std=c++20 -fsyntax-only -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror ${WORK}/header.cpp
+    -I${WORK}/prefix/include -I${WORK}/prefix/include/tessera/detail -DUSE_DISTRIBUTED -DUSE_C10D_GLOO
+    -isystem ${TORCH}/include -isystem ${TORCH}/include/torch/csrc/api/include)
+endforeach()
 
 # The blocks of docs/cpp.md are one program: those that begin with an #include outside of main(), the others in it.
 file(READ ${SOURCE}/../../docs/cpp.md page)

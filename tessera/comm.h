@@ -1,0 +1,8 @@
+// Public: ranks and meshes.
+#pragma once
+
+#include "tessera/comm/backends.h"
+#include "tessera/comm/group.h"
+#include "tessera/comm/mesh.h"
+#include "tessera/comm/parts.h"
+#include "tessera/comm/timed_group.h"

@@ -1,0 +1,4 @@
+// Public: the configuration.
+#pragma once
+
+#include "tessera/config/config.h"

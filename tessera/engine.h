@@ -1,0 +1,10 @@
+// Public: an engine of a torch::nn module, and what goes with it.
+#pragma once
+
+#include "tessera/nn/construction.h"
+#include "tessera/nn/data.h"
+#include "tessera/nn/engine.h"
+#include "tessera/nn/hooked.h"
+#include "tessera/nn/recipe.h"
+#include "tessera/nn/recompute.h"
+#include "tessera/nn/scope.h"

@@ -1,0 +1,4 @@
+// Public: states that are elsewhere.
+#pragma once
+
+#include "tessera/offload/states.h"

@@ -1,0 +1,10 @@
+// Public: models and sequences that ranks share.
+#pragma once
+
+#include "tessera/nn/parallel.h"
+#include "tessera/parallel/attention.h"
+#include "tessera/parallel/cost.h"
+#include "tessera/parallel/functions.h"
+#include "tessera/parallel/layers.h"
+#include "tessera/parallel/plan.h"
+#include "tessera/parallel/vocabulary.h"
