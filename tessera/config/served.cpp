@@ -154,7 +154,6 @@ const std::vector<Refusal>& python_reads() {
        [](C c) { return c.activation_checkpointing.synchronize_checkpoint_boundary; }},
       {"activation_checkpointing.profile", "true", [](C c) { return c.activation_checkpointing.profile; }},
       {"dataloader_drop_last", "true", [](C c) { return c.dataloader_drop_last; }},
-      {"checkpoint.random_state", "true", [](C c) { return c.checkpoint.random_state; }},
       {"tensor_parallel.dtype", "any", [](C c) { return c.given.contains("tensor_parallel.dtype"); }},
       {"tensor_parallel.tp.tp_grain_size", "> 1", [](C c) { return c.tensor_parallel.tp.tp_grain_size > 1; }},
       {"tensor_parallel.tp_overlap_comm", "false: parallel::Region::overlap says it",

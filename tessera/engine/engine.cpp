@@ -98,52 +98,6 @@ void Engine::broadcast_buffers(const std::vector<at::Tensor>& buffers) {
   }
 }
 
-// ---------------------------------------------------------------- forward
-
-bool Engine::pre_forward() {
-  zero::ShardedModel& model = impl_->live("forward");
-  model.units.check_not_away("forward");
-  if (impl_->needs_the_host()) check_not_captured("forward");
-  if (!c10::GradMode::is_enabled()) finish_update();
-  Phases& phases = model.units.phases();
-  {
-    const transforms::Suspended plain;
-    model.driver.follow_params();
-  }
-  if (!model.driver.hooks().in_forward()) {
-    model.modules.end_stray();
-    model.driver.forget_dropped();
-    phases.drop(Phase::Forward);
-  }
-  model.driver.hooks().enter_forward();
-  if (c10::GradMode::is_enabled()) model.driver.forward_begun();
-  impl_->regions.emplace_back(impl_->options.autocast, impl_->device);
-  const bool first = impl_->regions.back().switched_off() && !impl_->warned_of_region;
-  impl_->warned_of_region = impl_->warned_of_region || first;
-  phases.begin(Phase::Forward);
-  return first;
-}
-
-void Engine::post_forward(const std::vector<at::Tensor>& outputs) {
-  zero::ShardedModel& model = impl_->live("forward");
-  model.units.lane().gather_rest();  // what no module has used
-  impl_->leave_region();
-  model.driver.hooks().leave_forward();
-  model.driver.hooks().watch_outputs(outputs);
-  model.units.phases().end(Phase::Forward);
-}
-
-void Engine::abort_forward() {
-  impl_->leave_region();
-  if (!impl_->model) return;
-  impl_->model->driver.hooks().leave_forward();
-  try {
-    impl_->model->units.phases().end(Phase::Forward);
-  } catch (const std::exception&) {
-    // A device that fails: the error that ends the forward says it.
-  }
-}
-
 // ---------------------------------------------------------------- parts
 
 zero::Modules& Engine::modules() {
@@ -171,42 +125,12 @@ Scaling& Engine::scaling() {
   return impl_->scaling;
 }
 
-// ---------------------------------------------------------------- backward
-
-at::Tensor Engine::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
-  impl_->here("backward").units.check_not_captured("backward");
-  TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.grad_fn(), "engine.backward",
-                      "loss must be a scalar tensor with a graph (one element and a grad_fn); call forward with "
-                      "gradients enabled, or use out.backward(gradient) for other shapes");
-  at::Tensor scaled = impl_->scaling.scaled(loss);
-  // From here on end_backward() will come: what is refused above leaves nothing behind.
-  impl_->scale_by_accumulation = scale_wrt_gas;
-  return scaled;
-}
-
-at::Tensor Engine::end_backward(const at::Tensor& loss) {
-  const double scale = 1.0 / static_cast<double>(impl_->options.gradient_accumulation_steps);
-  const bool scaled = std::exchange(impl_->scale_by_accumulation, true);
-  const at::Tensor value = loss.detach();
-  return scaled && scale != 1.0 ? value * scale : value;
-}
-
-at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
-  const at::Tensor scaled = begin_backward(loss, scale_wrt_gas);
-  try {
-    scaled.backward({}, retain_graph);
-  } catch (...) {
-    end_backward(loss);
-    throw;
-  }
-  return end_backward(loss);
-}
-
 // ---------------------------------------------------------------- step
 
 bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm, const std::string& fault) {
   Impl& m = *impl_;
   check_not_captured("step");
+  const OneThread::Call call(m.thread, "step");
   const PhaseScope scope(m.model->units.phases(), Phase::Step);
   const bool boundary = !m.options.managed_accumulation || m.boundary();
   if (boundary && !m.model->early.on()) finish_update();

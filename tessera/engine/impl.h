@@ -16,6 +16,7 @@
 #include "tessera/engine/engine.h"
 #include "tessera/engine/last_norm.h"
 #include "tessera/engine/notices.h"
+#include "tessera/engine/one_thread.h"
 
 namespace tessera::engine {
 
@@ -48,6 +49,7 @@ struct Engine::Impl {
   c10::DeviceType device = at::kCPU;
   std::vector<amp::AutocastRegion> regions;  // of the forwards under way
   bool warned_of_region = false;
+  OneThread thread;
   Notices notices;
   std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned
 

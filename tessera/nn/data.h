@@ -39,7 +39,7 @@ struct DataPlace {
 class RankSampler : public torch::data::samplers::Sampler<> {
  public:
   RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPlace place);
-  void reset(std::optional<size_t> /*new_size*/) override { next_ = 0; }
+  void reset(std::optional<size_t> /*new_size*/ = std::nullopt) override { next_ = 0; }
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;

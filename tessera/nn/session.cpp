@@ -82,12 +82,12 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   checks_sequence_ = mesh.size(comm::Axis::Sp) > 1;
   if (building != nullptr) building->hand_over(specs);
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups_);
-  core_->broadcast_buffers(module_->buffers());
+  live().broadcast_buffers(module_->buffers());
   if (client_ != nullptr)
-    client_->take(*core_, !config::placements(config).shards_states() && core_->options().zero.precision.master_is_param());
+    client_->take(*core_, !config::placements(config).shards_states() && live().options().zero.precision.master_is_param());
   rest_ = connect_scopes(*module_, core_, leaves);
   contents_ = std::make_unique<Contents>(module_);
-  const bool is_16bit = core_->options().zero.precision.param != at::kFloat;
+  const bool is_16bit = live().options().zero.precision.param != at::kFloat;
   const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
   cast_buffers(*module_, config.data_types.buffer_dtype, is_16bit ? kept : std::vector<std::string>());
   apply_schedule();
@@ -142,9 +142,9 @@ void Session::warn_of_region() const {
 }
 
 void Session::warn_of_cuts() const {
-  const int ranks = core_->mesh().size(comm::Axis::Tp);
+  const int ranks = live().mesh().size(comm::Axis::Tp);
   const auto cut = [](const engine::ParamSpec& spec) { return spec.varies.has(comm::Axis::Tp); };
-  if (ranks == 1 || std::ranges::any_of(core_->params(), cut)) return;
+  if (ranks == 1 || std::ranges::any_of(live().params(), cut)) return;
   warn({c10::str(
       "[initialize] the mesh has ", ranks,
       " ranks along 'tp' (tensor_parallel.autotp_size), and no module of the model is cut over them: all train "
@@ -154,31 +154,31 @@ void Session::warn_of_cuts() const {
 
 void Session::warn_of_frozen() const {
   const auto trains = [](const engine::ParamSpec& spec) { return spec.group >= 0; };
-  if (std::ranges::any_of(core_->params(), trains)) return;
+  if (std::ranges::any_of(live().params(), trains)) return;
   warn({c10::str("[initialize] nothing is trained: ",
-                 core_->params().empty() ? "the model has no parameters" : "all parameters of the model are frozen",
+                 live().params().empty() ? "the model has no parameters" : "all parameters of the model are frozen",
                  ": until something is, this engine only evaluates")});
 }
 
 at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
-  return core_->backward(loss, retain_graph, scale_wrt_gas);
+  return live().backward(loss, retain_graph, scale_wrt_gas);
 }
 
 bool Session::step(std::optional<double> global_norm) {
-  const int64_t steps = core_->global_steps();
-  const bool boundary = !core_->options().managed_accumulation || core_->is_gradient_accumulation_boundary();
+  const int64_t steps = live().global_steps();
+  const bool boundary = !live().options().managed_accumulation || live().is_gradient_accumulation_boundary();
   std::function<void()> update;
   if (client_ != nullptr) {
     client_->publish(*core_);
     update = [this] { client_->run(*core_); };
   }
-  const bool applied = core_->step(update, global_norm, boundary ? fault() : "");
+  const bool applied = live().step(update, global_norm, boundary ? fault() : "");
   warn_of_step();
   if (applied) {
     ++schedule_steps_;
     apply_schedule();
   }
-  if (core_->global_steps() != steps) log_progress();
+  if (live().global_steps() != steps) log_progress();
   return applied;
 }
 
@@ -201,7 +201,7 @@ Session::Held::~Held() noexcept(false) {
 
 at::Tensor Session::sum(const at::Tensor& value) const {
   const at::Tensor result = value.detach().clone(at::MemoryFormat::Contiguous);
-  core_->mesh().group(comm::kBatchAxes)->all_reduce(result, comm::ReduceOp::Sum, "sum of the batch ranks").wait();
+  live().mesh().group(comm::kBatchAxes)->all_reduce(result, comm::ReduceOp::Sum, "sum of the batch ranks").wait();
   return result;
 }
 
@@ -217,11 +217,11 @@ at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) c
 }
 
 void Session::warn_of_step() {
-  for (const std::string& line : core_->take_notices())
+  for (const std::string& line : live().take_notices())
     TORCH_WARN(line);
-  if (!checks_sequence_ || !core_->was_step_applied()) return;
+  if (!checks_sequence_ || !live().was_step_applied()) return;
   checks_sequence_ = false;
-  const comm::GroupPtr sequence = core_->mesh().group(comm::Axis::Sp);
+  const comm::GroupPtr sequence = live().mesh().group(comm::Axis::Sp);
   if (sequence->rank() != 0 || sequence->stats().all_to_all.calls > 0) return;
   warn({c10::str(
       "[engine.step] the mesh has ", sequence->size(),
@@ -231,8 +231,8 @@ void Session::warn_of_step() {
 }
 
 void Session::log_progress() const {
-  if (!logs_ || steps_per_print_ == 0 || core_->global_steps() % steps_per_print_ != 0) return;
-  const std::string line = c10::str("[tessera] step=", core_->global_steps(), ", skipped=", core_->skipped_steps(),
+  if (!logs_ || steps_per_print_ == 0 || live().global_steps() % steps_per_print_ != 0) return;
+  const std::string line = c10::str("[tessera] step=", live().global_steps(), ", skipped=", live().skipped_steps(),
                                     ", lr=", at::ArrayRef<double>(lr()), "\n");
   std::fputs(line.c_str(), stderr);
 }
@@ -240,7 +240,7 @@ void Session::log_progress() const {
 // Names of a tied parameter besides the one that the engine has for it, by that one.
 std::map<std::string, std::vector<std::string>> Session::aliases() const {
   std::map<const void*, std::string> own;
-  for (const auto& spec : core_->params())
+  for (const auto& spec : live().params())
     own[spec.tensor.unsafeGetTensorImpl()] = spec.name;
   std::map<std::string, std::vector<std::string>> aliases;
   for (const auto& item : module_->named_parameters())
@@ -254,8 +254,8 @@ bool Session::save_16bit_model(const std::string& dir, const std::string& name, 
   check_contents("save_16bit_model");
   const auto aliases = this->aliases();
   std::vector<engine::LiveTensor> tensors;
-  for (int id = 0; id < static_cast<int>(core_->params().size()); ++id) {
-    const engine::ParamSpec& spec = core_->params()[id];
+  for (int id = 0; id < static_cast<int>(live().params().size()); ++id) {
+    const engine::ParamSpec& spec = live().params()[id];
     if (spec.group < 0 && !options.frozen) continue;
     tensors.push_back({{spec.name}, id});
     if (const auto found = aliases.find(spec.name); found != aliases.end())
@@ -268,11 +268,11 @@ bool Session::save_16bit_model(const std::string& dir, const std::string& name, 
 }
 
 void Session::look_before_update() {
-  if (core_->options().zero.update_in_backward && c10::GradMode::is_enabled()) core_->set_fault(fault());
+  if (live().options().zero.update_in_backward && c10::GradMode::is_enabled()) live().set_fault(fault());
 }
 
 std::string Session::fault() {
-  const engine::ContentsReport report = contents_->report(core_->params());
+  const engine::ContentsReport report = contents_->report(live().params());
   if (!report.warning.empty() && !std::exchange(warned_of_frozen_, true)) warn({report.warning});
   return report.fault;
 }
@@ -280,7 +280,7 @@ std::string Session::fault() {
 // On all ranks alike.
 void Session::check_contents(const char* call) {
   const std::string wrong = fault();
-  core_->checkpoints().on_all([&] {
+  live().checkpoints().on_all([&] {
     if (!wrong.empty()) TESSERA_FAIL(UsageError, "[engine.", call, "] ", wrong);
   });
 }
@@ -289,14 +289,14 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
                                      const ClientValues& client) {
   check_contents("save_checkpoint");
   engine::ClientPart part;
-  core_->checkpoints().on_all([&] { part = client_part(client); });
+  live().checkpoints().on_all([&] { part = client_part(client); });
   engine::SaveOptions chosen = options.value_or(save_options_);
   if (chosen.tags == engine::SaveOptions::Tags::Ignore) chosen.tags = save_options_.tags;
-  return core_->checkpoints().save(dir, chosen, std::move(part));
+  return live().checkpoints().save(dir, chosen, std::move(part));
 }
 
 engine::ClientPart Session::client_part(const ClientValues& client) const {
-  const std::string place = std::to_string(core_->checkpoints().place());
+  const std::string place = std::to_string(live().checkpoints().place());
   engine::ClientPart part;
   part.aliases = aliases();
   nlohmann::json run{{"schedule_steps", schedule_steps_}};
@@ -334,15 +334,15 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag,
   check_contents("load_checkpoint");
   engine::Restore::Options options = given;
   options.from_master = options.from_master && loads_masters_;
-  std::optional<engine::Restore> found = core_->checkpoints().open(dir, tag, options, load_from_);
+  std::optional<engine::Restore> found = live().checkpoints().open(dir, tag, options, load_from_);
   if (!found) return {};
   Loaded loaded{found->folder(), found->tag(), found->missing(), found->unexpected()};
-  const SavedValues saved(*found, core_->checkpoints().place());
+  const SavedValues saved(*found, live().checkpoints().place());
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
   nlohmann::json run;
   std::string states, present;
   // All that can be refused is looked at before anything changes, on any rank.
-  core_->checkpoints().on_all([&] {
+  live().checkpoints().on_all([&] {
     buffers = buffers_of(*found, options.strict);
     run = nlohmann::json::parse(found->client_run());
     loaded.client = saved.client();
@@ -368,20 +368,20 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag,
 }
 
 void Session::destroy() {
-  core_->destroy();
+  live().destroy();
   if (client_ != nullptr) client_->release();
 }
 
 std::vector<double> Session::lr() const {
   std::vector<double> rates;
-  for (const auto& group : core_->groups())
+  for (const auto& group : live().groups())
     rates.push_back(group.lr);
   return rates;
 }
 
 void Session::put_rates(const std::vector<double>& rates) {
   for (size_t i = 0; i < rates.size(); ++i) {  // one that was added later keeps its rate
-    core_->groups()[i].lr = rates[i];
+    live().groups()[i].lr = rates[i];
     if (client_ != nullptr) client_->set_rate(i, rates[i]);
   }
 }
@@ -399,10 +399,10 @@ void Session::apply_schedule() {
   if (!schedule_) return;
   const auto values = optim::evaluate(*schedule_, schedule_steps_, base_lrs_);
   put_rates(values.lr);
-  const auto rule = core_->options().rule;
+  const auto rule = live().options().rule;
   if ((rule != optim::Rule::Adam && rule != optim::Rule::Lion) || values.momentum.empty()) return;
   for (size_t i = 0; i < values.lr.size(); ++i)
-    core_->groups()[i].beta1 = values.momentum[i];
+    live().groups()[i].beta1 = values.momentum[i];
 }
 
 }  // namespace tessera::nn

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/comm/timed_group.h"
@@ -73,9 +74,9 @@ class Session {
 
   // For a direct backward where the mode scales losses (fp16): engine.scale(loss).backward(), once for each backward;
   // also outputs: engine.scale(output).backward(gradient). The tensor itself in other modes.
-  at::Tensor scale(const at::Tensor& loss) { return core_->scaling().scale(loss); }
+  at::Tensor scale(const at::Tensor& loss) { return live().scaling().scale(loss); }
   // What step() divides gradients by; 1 in modes without loss scaling.
-  double loss_scale() const { return core_->scaling().scaler().scale(); }
+  double loss_scale() const { return live().scaling().scaler().scale(); }
 
   // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
   // `global_norm`: see engine::Engine::step. Error, on all ranks and with nothing updated, for a module whose
@@ -101,7 +102,7 @@ class Session {
   [[nodiscard]] bool save_16bit_model(const std::string& dir, const std::string& name = "pytorch_model.bin") {
     return save_16bit_model(dir, name, {});
   }
-  void wait_for_checkpoint() { core_->checkpoints().wait(); }
+  void wait_for_checkpoint() { live().checkpoints().wait(); }
 
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
@@ -110,10 +111,10 @@ class Session {
 
   // Where the parameters are, and inputs belong.
   c10::Device device() const {
-    return core_->params().empty() ? c10::Device(c10::kCPU) : core_->params().front().tensor.device();
+    return live().params().empty() ? c10::Device(c10::kCPU) : live().params().front().tensor.device();
   }
-  int rank() const { return core_->mesh().rank(comm::kBatchAxes); }
-  int size() const { return core_->mesh().size(comm::kBatchAxes); }
+  int rank() const { return live().mesh().rank(comm::kBatchAxes); }
+  int size() const { return live().mesh().size(comm::kBatchAxes); }
 
   // ---- accumulation
   // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
@@ -129,18 +130,18 @@ class Session {
     void (engine::Engine::*const end_)();
     const int passing_ = std::uncaught_exceptions();
   };
-  Held no_sync() { return {*core_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }
-  Held coalesce() { return {*core_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce}; }
-  void zero_grad() { core_->zero_grad(); }
+  Held no_sync() { return {live(), &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }
+  Held coalesce() { return {live(), &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce}; }
+  void zero_grad() { live().zero_grad(); }
   // The next backward completes an update.
-  bool is_gradient_accumulation_boundary() const { return core_->is_gradient_accumulation_boundary(); }
+  bool is_gradient_accumulation_boundary() const { return live().is_gradient_accumulation_boundary(); }
 
   // ---- what happened
-  int64_t global_steps() const { return core_->global_steps(); }
-  int64_t skipped_steps() const { return core_->skipped_steps(); }
-  bool was_step_applied() const { return core_->was_step_applied(); }  // by the last step()
+  int64_t global_steps() const { return live().global_steps(); }
+  int64_t skipped_steps() const { return live().skipped_steps(); }
+  bool was_step_applied() const { return live().was_step_applied(); }  // by the last step()
   // Of the last step that was not skipped, before clipping, over all parameters and ranks.
-  std::optional<double> grad_norm() const { return core_->global_grad_norm(); }
+  std::optional<double> grad_norm() const { return live().global_grad_norm(); }
 
   // ---- over the ranks that share a batch's work (rank(), size()). Collective.
   at::Tensor mean(const at::Tensor& value) const;
@@ -151,8 +152,8 @@ class Session {
   at::Tensor token_mean(const at::Tensor& sum, const at::Tensor& count) const;
 
   // Everything else an engine can do: norms before a step, state access, phases, memory.
-  engine::Engine& core() { return *core_; }
-  const engine::Engine& core() const { return *core_; }
+  engine::Engine& core() { return live(); }
+  const engine::Engine& core() const { return live(); }
 
   // What is wrong with the module's parameters, without an origin (nn::Contents); empty where nothing is. Local.
   std::string fault();
@@ -170,6 +171,10 @@ class Session {
   const ScopeHandle& rest() const { return rest_; }
 
  private:
+  engine::Engine& live() const {
+    TESSERA_CHECK(core_ != nullptr, "engine", "this object was moved from; use the one that it was moved to");
+    return *core_;
+  }
   void prepare_optimizer(const Config& config, const Recipe& recipe, bool whole, std::vector<engine::ParamSpec>& specs);
   void put_rates(const std::vector<double>& rates);
   void apply_schedule();

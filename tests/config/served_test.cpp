@@ -192,7 +192,6 @@ TEST(Served, CppWarnsOfAllThatHasNoEffectThere) {
       {R"({"steps_per_print": 5, "checkpoint": {"tag_validation": "fail", "load_universal": true}})", {}},
       {R"({"log_level": "info"})", {"log_level (any): has no effect in C++"}},
       {R"({"dataloader_drop_last": true})", {"dataloader_drop_last (true): has no effect in C++"}},
-      {R"({"checkpoint": {"random_state": true}})", {"checkpoint.random_state (true): has no effect in C++"}},
       {R"({"activation_checkpointing": {"profile": true}})",
        {"activation_checkpointing.profile (true): has no effect in C++"}},
       {R"({"tensor_parallel": {"dtype": "fp32", "vocab_parallel_lm_head": true, "tp_overlap_comm": true}})",

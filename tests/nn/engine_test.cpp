@@ -7,10 +7,12 @@
 #include <torch/optim/sgd.h>
 
 #include <cmath>
+#include <functional>
 #include <numeric>
 #include <thread>
 
 #include "tests/io/temp_folder.h"
+#include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
 namespace tessera::nn {
@@ -254,6 +256,45 @@ TEST(Engine, AForwardThatThrowsLeavesTheEngineUsable) {
 }
 
 // Both ranks have the same batch, in values whose gradients' mean needs no rounding: a plain loop has the same bits.
+// Calls inside a forward, from another thread. Those of its own thread are as they were, and so is all afterwards.
+TEST(Engine, CallsComeFromOneThreadAtATime) {
+  struct Calls : torch::nn::Module {
+    Calls() : layer(register_module("layer", torch::nn::Linear(2, 2))) {}
+    at::Tensor forward(const at::Tensor& x) {
+      if (inside) inside();
+      return layer(x).sum();
+    }
+    torch::nn::Linear layer;
+    std::function<void()> inside;
+  };
+  const auto model = std::make_shared<Calls>();
+  auto engine = initialize(model, adamw_config(1, 1), comm::Mesh());
+  const at::Tensor x = at::ones({4, 2}), loss = engine.forward(x);
+  const std::vector<std::function<void()>> calls{[&] { engine.forward(x); }, [&] { engine.backward(loss); },
+                                                 [&] { engine.step(); }};
+  for (const auto& call : calls) {
+    std::string other;
+    model->inside = [&] { std::thread([&] { other = testing::error_of<UsageError>(call); }).join(); };
+    engine.forward(x);
+    EXPECT_HAS(other, ": another thread is in forward of this engine; calls come from one thread at a time");
+  }
+  model->inside = [&] { engine.zero_grad(); };
+  engine.forward(x);
+  std::thread([&] { engine.backward(loss);
+    EXPECT_TRUE(engine.step());
+  }).join();
+}
+
+TEST(Engine, WhatWasMovedFromSaysSo) {
+  auto engine = initialize(torch::nn::Linear(2, 2), adamw_config(1, 1), comm::Mesh());
+  auto other = std::move(engine);
+  other.forward(at::ones({4, 2})).sum().backward();
+  EXPECT_TRUE(other.step());
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { engine.forward(at::ones({4, 2})); }, [&] { engine.step(); }, [&] { engine.core(); }})  // NOLINT
+    EXPECT_HAS(testing::error_of<UsageError>(call), "[engine] this object was moved from");
+}
+
 TEST(Engine, AutocastAsByHand) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     for (int stage = 0; stage <= 3; ++stage) {

@@ -5,6 +5,7 @@
 #include <torch/optim.h>
 
 #include <cmath>
+#include <mutex>
 
 #include "tessera/nn/engine.h"
 #include "tests/io/temp_folder.h"
@@ -17,7 +18,10 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
+// The generator is the program's, ranks are threads.
 torch::nn::Sequential net() {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   torch::manual_seed(1);
   return torch::nn::Sequential(torch::nn::Linear(5, 7), torch::nn::LayerNorm(torch::nn::LayerNormOptions({7})),
                                torch::nn::Linear(7, 3));

@@ -1,0 +1,49 @@
+// OneThread: calls that change an engine come from one thread at a time. Hooks of a backward may run on others.
+#pragma once
+
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "tessera/base/error.h"
+
+namespace tessera::engine {
+
+class OneThread {
+ public:
+  // A call begins, maybe inside another one of the same thread. UsageError where another thread is in one.
+  void enter(const char* call) {
+    const std::lock_guard lock(mutex_);
+    TESSERA_CHECK(depth_ == 0 || thread_ == std::this_thread::get_id(), "engine", call, ": another thread is in ", call_,
+                  " of this engine; calls come from one thread at a time");
+    if (depth_++ == 0) call_ = call;
+    thread_ = std::this_thread::get_id();
+  }
+  void leave() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (depth_ > 0) --depth_;
+  }
+
+  // A call that lasts as long as this, unless it goes on.
+  class Call {
+   public:
+    Call(OneThread& of, const char* call) : of_(&of) { of.enter(call); }
+    ~Call() {
+      if (of_ != nullptr) of_->leave();
+    }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+    void go_on() { of_ = nullptr; }  // leave() follows
+
+   private:
+    OneThread* of_;
+  };
+
+ private:
+  std::mutex mutex_;
+  std::thread::id thread_;
+  int depth_ = 0;
+  const char* call_ = "";
+};
+
+}  // namespace tessera::engine

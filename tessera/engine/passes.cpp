@@ -1,0 +1,101 @@
+#include "tessera/engine/engine.h"
+
+#include <c10/core/GradMode.h>
+
+#include <exception>
+#include <utility>
+#include <vector>
+
+#include "tessera/base/error.h"
+#include "tessera/base/phases.h"
+#include "tessera/base/transforms.h"
+#include "tessera/engine/impl.h"
+#include "tessera/zero/update_lane.h"
+
+namespace tessera::engine {
+
+// ---------------------------------------------------------------- forward
+
+bool Engine::pre_forward() {
+  zero::ShardedModel& model = impl_->live("forward");
+  OneThread::Call call(impl_->thread, "forward");
+  model.units.check_not_away("forward");
+  if (impl_->needs_the_host()) check_not_captured("forward");
+  if (!c10::GradMode::is_enabled()) finish_update();
+  Phases& phases = model.units.phases();
+  {
+    const transforms::Suspended plain;
+    model.driver.follow_params();
+  }
+  if (!model.driver.hooks().in_forward()) {
+    model.modules.end_stray();
+    model.driver.forget_dropped();
+    phases.drop(Phase::Forward);
+  }
+  model.driver.hooks().enter_forward();
+  if (c10::GradMode::is_enabled()) model.driver.forward_begun();
+  impl_->regions.emplace_back(impl_->options.autocast, impl_->device);
+  const bool first = impl_->regions.back().switched_off() && !impl_->warned_of_region;
+  impl_->warned_of_region = impl_->warned_of_region || first;
+  phases.begin(Phase::Forward);
+  call.go_on();
+  return first;
+}
+
+void Engine::post_forward(const std::vector<at::Tensor>& outputs) {
+  impl_->thread.leave();
+  zero::ShardedModel& model = impl_->live("forward");
+  model.units.lane().gather_rest();  // what no module has used
+  impl_->leave_region();
+  model.driver.hooks().leave_forward();
+  model.driver.hooks().watch_outputs(outputs);
+  model.units.phases().end(Phase::Forward);
+}
+
+void Engine::abort_forward() {
+  impl_->thread.leave();
+  impl_->leave_region();
+  if (!impl_->model) return;
+  impl_->model->driver.hooks().leave_forward();
+  try {
+    impl_->model->units.phases().end(Phase::Forward);
+  } catch (const std::exception&) {
+    // A device that fails: the error that ends the forward says it.
+  }
+}
+
+// ---------------------------------------------------------------- backward
+
+at::Tensor Engine::begin_backward(const at::Tensor& loss, bool scale_wrt_gas) {
+  impl_->here("backward").units.check_not_captured("backward");
+  TESSERA_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.grad_fn(), "engine.backward",
+                      "loss must be a scalar tensor with a graph (one element and a grad_fn); call forward with "
+                      "gradients enabled, or use out.backward(gradient) for other shapes");
+  OneThread::Call call(impl_->thread, "backward");
+  at::Tensor scaled = impl_->scaling.scaled(loss);
+  // From here on end_backward() will come: what is refused above leaves nothing behind.
+  impl_->scale_by_accumulation = scale_wrt_gas;
+  call.go_on();
+  return scaled;
+}
+
+at::Tensor Engine::end_backward(const at::Tensor& loss) {
+  impl_->thread.leave();
+  const double scale = 1.0 / static_cast<double>(impl_->options.gradient_accumulation_steps);
+  const bool scaled = std::exchange(impl_->scale_by_accumulation, true);
+  const at::Tensor value = loss.detach();
+  return scaled && scale != 1.0 ? value * scale : value;
+}
+
+at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
+  const at::Tensor scaled = begin_backward(loss, scale_wrt_gas);
+  try {
+    scaled.backward({}, retain_graph);
+  } catch (...) {
+    end_backward(loss);
+    throw;
+  }
+  return end_backward(loss);
+}
+
+}  // namespace tessera::engine
