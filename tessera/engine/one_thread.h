@@ -14,8 +14,8 @@ class OneThread {
   // A call begins, maybe inside another one of the same thread. UsageError where another thread is in one.
   void enter(const char* call) {
     const std::lock_guard lock(mutex_);
-    TESSERA_CHECK(depth_ == 0 || thread_ == std::this_thread::get_id(), "engine", call, ": another thread is in ", call_,
-                  " of this engine; calls come from one thread at a time");
+    TESSERA_CHECK(depth_ == 0 || thread_ == std::this_thread::get_id(), "engine", call, ": another thread is in ",
+                  call_, " of this engine; calls come from one thread at a time");
     if (depth_++ == 0) call_ = call;
     thread_ = std::this_thread::get_id();
   }

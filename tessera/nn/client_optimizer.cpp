@@ -49,8 +49,7 @@ InputArchive archive_from(const std::string& text) {
 
 // Names of tensors that a checkpoint has besides those of a client's optimizer.
 bool is_own_kind(const std::string& kind) {
-  static const std::set<std::string> own{"weight",      "master",   "buffer",
-                                         "rank_buffer", "gradient", "partial_gradient"};
+  static const std::set<std::string> own{"weight", "master", "buffer", "rank_buffer", "gradient", "partial_gradient"};
   return own.contains(kind);
 }
 
@@ -90,10 +89,12 @@ ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimi
     originals_.push_back(optimizer_->param_groups()[number].params());
     for (const at::Tensor& param : originals_.back()) {
       const auto found = known.find(param.unsafeGetTensorImpl());
-      TESSERA_CHECK_VALUE(found != known.end(), "initialize", "the optimizer's param group ", number,
-                          " has a tensor of shape ", param.sizes(),
-                          " that is no parameter of the module: build it over the parameters of the module that is given");
-      TESSERA_CHECK_VALUE(found->second->group < 0, "initialize", "the optimizer has '", found->second->name, "' twice");
+      TESSERA_CHECK_VALUE(
+          found != known.end(), "initialize", "the optimizer's param group ", number, " has a tensor of shape ",
+          param.sizes(),
+          " that is no parameter of the module: build it over the parameters of the module that is given");
+      TESSERA_CHECK_VALUE(found->second->group < 0, "initialize", "the optimizer has '", found->second->name,
+                          "' twice");
       if (param.requires_grad()) found->second->group = static_cast<int>(number);
     }
   }
@@ -107,11 +108,12 @@ void ClientOptimizer::check_cut(const std::string& stage, bool is_cut, bool allo
                      type == typeid(torch::optim::RMSprop);
   if (known || allow || (stage.empty() && !is_cut)) return;
   const char* const cut = "tensor_parallel.autotp_size";
-  TESSERA_CHECK_VALUE(false, "initialize", class_of(o), " is not known to work on slices of parameters, as ",
-                      stage.empty() ? cut
-                      : is_cut      ? stage + " and " + cut + " give"
-                                    : stage + " gives",
-                      " them; set \"zero_allow_untested_optimizer\": true if it updates element by element, or use stage 0");
+  TESSERA_CHECK_VALUE(
+      false, "initialize", class_of(o), " is not known to work on slices of parameters, as ",
+      stage.empty() ? cut
+      : is_cut      ? stage + " and " + cut + " give"
+                    : stage + " gives",
+      " them; set \"zero_allow_untested_optimizer\": true if it updates element by element, or use stage 0");
 }
 
 std::string ClientOptimizer::description() const {
@@ -135,14 +137,16 @@ void ClientOptimizer::take(engine::Engine& core, bool on_params) {
   on_params_ = on_params;
   std::unordered_map<const void*, int> numbers;
   for (size_t i = 0; i < core.params().size(); ++i)
-    if (core.params()[i].group >= 0) numbers.emplace(core.params()[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
+    if (core.params()[i].group >= 0)
+      numbers.emplace(core.params()[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
   core.checkpoints().on_all([&] {
     for (auto& group : optimizer_->param_groups()) {
       std::vector<at::Tensor> taken;
       for (const at::Tensor& param : group.params()) {
         const auto number = numbers.find(param.unsafeGetTensorImpl());
         if (number == numbers.end()) continue;  // frozen
-        const at::Tensor master = on_params ? param : core.states().local_view(number->second, engine::Quantity::Master);
+        const at::Tensor master =
+            on_params ? param : core.states().local_view(number->second, engine::Quantity::Master);
         if (!master.defined() || master.numel() == 0) continue;
         taken.push_back(on_params ? param : master.detach().requires_grad_(true));
         targets_.push_back({number->second, taken.back()});
@@ -197,7 +201,8 @@ std::vector<engine::ClientState> ClientOptimizer::states(const engine::Engine& c
     for (const auto& [key, value] : state_of(target.tensor)) {
       if (!value.isTensor() || value.toTensor().dim() == 0) continue;
       const std::string& name = core.params()[target.param].name;
-      TESSERA_CHECK_VALUE(!is_own_kind(key), "engine.save_checkpoint", "an optimizer state cannot be named '", key, "'");
+      TESSERA_CHECK_VALUE(!is_own_kind(key), "engine.save_checkpoint", "an optimizer state cannot be named '", key,
+                          "'");
       TESSERA_CHECK_BUILT(value.toTensor().sizes() == target.tensor.sizes(), "engine.save_checkpoint", "'", key,
                           "' of '", name, "' is neither a number nor one value for each element: it has shape ",
                           value.toTensor().sizes(), ", and the optimizer was given ", target.tensor.sizes());

@@ -12,7 +12,8 @@ namespace tessera::nn {
 RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPlace place) {
   TESSERA_CHECK_VALUE(size > 0, "data", "the dataset is empty");
   TESSERA_CHECK_VALUE(0 <= rank && rank < ranks, "data", "rank ", rank, " of ", ranks, " ranks");
-  TESSERA_CHECK_VALUE(place.epoch >= 0 && place.samples >= 0, "data", "pass ", place.epoch, ", example ", place.samples);
+  TESSERA_CHECK_VALUE(place.epoch >= 0 && place.samples >= 0, "data", "pass ", place.epoch, ", example ",
+                      place.samples);
   at::Tensor order = at::arange(size, at::kLong);
   if (options.shuffle) {
     const auto generator = at::detail::createCPUGenerator(options.seed + static_cast<uint64_t>(place.epoch));

@@ -109,8 +109,7 @@ nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::
   return nn::Engine<M>(std::move(module), config, std::move(mesh), nullptr, recipe);
 }
 template <class M>
-nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config,
-                         const nn::Recipe& recipe = {}) {
+nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const nn::Recipe& recipe = {}) {
   return initialize(std::move(module), config, nn::environment_mesh(config), recipe);
 }
 // A module that was built in partitions; over the ranks of `building`.

@@ -134,7 +134,8 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
                    std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool agreed) try
-    : Session(module, config, parts.mesh, nullptr, Recipe{units_of_layers, options.groups, nullptr, options.schedule}, parts.part == 0 ? Part::First : Part::Other),
+    : Session(module, config, parts.mesh, nullptr, Recipe{units_of_layers, options.groups, nullptr, options.schedule},
+              parts.part == 0 ? Part::First : Part::Other),
       parts_(parts),
       options_(options),
       module_(std::move(module)),

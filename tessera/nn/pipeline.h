@@ -38,7 +38,8 @@ struct PipelineOptions {
   std::string partition = "parameters";  // see bounds_of()
   int chunks = 1;                        // parts of the model on each stage, for the interleaved schedule
   std::optional<uint64_t> seed = {};     // see StageLayers: the same weights for any number of stages
-  std::vector<ParamGroup> groups = {};   // as Recipe has them, by the names of the whole list; a stage may have none of one
+  std::vector<ParamGroup> groups =
+      {};  // as Recipe has them, by the names of the whole list; a stage may have none of one
   std::shared_ptr<Schedule> schedule = nullptr;
 };
 

@@ -71,15 +71,16 @@ void SavedValues::try_random(c10::Device device) const {
     try {
       put(generator_of(where).clone(), state);
     } catch (const c10::Error& error) {
-      TESSERA_FAIL(IoError, "[checkpoint] 'random-", place_, "' is damaged: no state of the generators: ",
-                   error.what_without_backtrace());
+      TESSERA_FAIL(IoError, "[checkpoint] 'random-", place_,
+                   "' is damaged: no state of the generators: ", error.what_without_backtrace());
     }
   }
 }
 
 void SavedValues::put_random(c10::Device device) const {
   if (const at::Tensor state = random_of("torch"); state.defined()) put(generator_of(at::kCPU), state);
-  if (const at::Tensor state = random_of("device"); state.defined() && !device.is_cpu()) put(generator_of(device), state);
+  if (const at::Tensor state = random_of("device"); state.defined() && !device.is_cpu())
+    put(generator_of(device), state);
 }
 
 }  // namespace tessera::nn

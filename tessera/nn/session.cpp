@@ -84,7 +84,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups_);
   live().broadcast_buffers(module_->buffers());
   if (client_ != nullptr)
-    client_->take(*core_, !config::placements(config).shards_states() && live().options().zero.precision.master_is_param());
+    client_->take(*core_,
+                  !config::placements(config).shards_states() && live().options().zero.precision.master_is_param());
   rest_ = connect_scopes(*module_, core_, leaves);
   contents_ = std::make_unique<Contents>(module_);
   const bool is_16bit = live().options().zero.precision.param != at::kFloat;
@@ -329,8 +330,7 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine:
   return buffers;
 }
 
-Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag,
-                                const engine::Restore::Options& given) {
+Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, const engine::Restore::Options& given) {
   check_contents("load_checkpoint");
   engine::Restore::Options options = given;
   options.from_master = options.from_master && loads_masters_;
@@ -389,8 +389,8 @@ void Session::put_rates(const std::vector<double>& rates) {
 void Session::apply_schedule() {
   if (own_schedule_ != nullptr) {
     const std::vector<double> rates = own_schedule_->rates(schedule_steps_, base_lrs_);
-    TESSERA_CHECK_VALUE(rates.size() == base_lrs_.size(), "schedule", "the schedule gives ", rates.size(), " rates for ",
-                        base_lrs_.size(), " param groups");
+    TESSERA_CHECK_VALUE(rates.size() == base_lrs_.size(), "schedule", "the schedule gives ", rates.size(),
+                        " rates for ", base_lrs_.size(), " param groups");
     for (const double rate : rates)
       TESSERA_CHECK_VALUE(std::isfinite(rate) && rate >= 0, "schedule", "the schedule gives the rate ", rate, " after ",
                           schedule_steps_, " updates");

@@ -127,7 +127,7 @@ class Session {
 
    private:
     engine::Engine& core_;
-    void (engine::Engine::*const end_)();
+    void (engine::Engine::* const end_)();
     const int passing_ = std::uncaught_exceptions();
   };
   Held no_sync() { return {live(), &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }

@@ -15,8 +15,7 @@ void GatheredSpace::begin(comm::Group& group, OwnSlice slice, at::Tensor bucket,
   bucket_ = bucket.numel() == slice.size ? std::move(bucket) : bucket.narrow(0, 0, slice.size);
   const std::string label = "parameters of unit '" + unit_ + "'";
   if (!slice.values.is_here()) {
-    pending_ =
-        away_.gather_beside(group, slice.values, slice.range, rounded_ ? staging : bucket_, rounded_, label);
+    pending_ = away_.gather_beside(group, slice.values, slice.range, rounded_ ? staging : bucket_, rounded_, label);
   } else if (rounded_) {
     const at::Tensor mine = staging.narrow(0, slice.range.begin, slice.range.size());
     shard::scaled_copy(mine, slice.values.tensor());

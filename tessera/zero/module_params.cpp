@@ -32,8 +32,7 @@ void ModuleParams::copy_to(const at::Tensor& to, shard::Range held, int64_t orig
     const shard::Range part = shard::intersect(item.range, held);
     if (part.empty()) continue;
     const at::Tensor values = shard::flatten_like_param(item.tensor, item.form);
-    to.narrow(0, part.begin - origin, part.size())
-        .copy_(values.narrow(0, part.begin - item.range.begin, part.size()));
+    to.narrow(0, part.begin - origin, part.size()).copy_(values.narrow(0, part.begin - item.range.begin, part.size()));
   }
 }
 
@@ -48,9 +47,12 @@ c10::StorageImpl* ModuleParams::release_first(Item& item, const at::TensorOption
   return shard::make_released(
       item.tensor, item.form, options,
       "[zero] parameter '" + item.name +
-          "' is partitioned over the ranks and not gathered now; read or edit it inside GatheredParameters, or use it in "
-          "the forward of the module that owns it (register_external_parameter for another module; a module that zero.Init "
-          "built after the engine: optimizer.add_param_group makes it whole). In a backward: the forward must return what "
+          "' is partitioned over the ranks and not gathered now; read or edit it inside GatheredParameters, or use it "
+          "in "
+          "the forward of the module that owns it (register_external_parameter for another module; a module that "
+          "zero.Init "
+          "built after the engine: optimizer.add_param_group makes it whole). In a backward: the forward must return "
+          "what "
           "its gradients come from; a tensor kept elsewhere (on self, in a closure) cannot be seen");
 }
 

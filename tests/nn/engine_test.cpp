@@ -280,7 +280,8 @@ TEST(Engine, CallsComeFromOneThreadAtATime) {
   }
   model->inside = [&] { engine.zero_grad(); };
   engine.forward(x);
-  std::thread([&] { engine.backward(loss);
+  std::thread([&] {
+    engine.backward(loss);
     EXPECT_TRUE(engine.step());
   }).join();
 }
@@ -290,8 +291,8 @@ TEST(Engine, WhatWasMovedFromSaysSo) {
   auto other = std::move(engine);
   other.forward(at::ones({4, 2})).sum().backward();
   EXPECT_TRUE(other.step());
-  for (const auto& call : std::vector<std::function<void()>>{
-           [&] { engine.forward(at::ones({4, 2})); }, [&] { engine.step(); }, [&] { engine.core(); }})  // NOLINT
+  for (const auto& call : std::vector<std::function<void()>>{[&] { engine.forward(at::ones({4, 2})); },
+                                                             [&] { engine.step(); }, [&] { engine.core(); }})  // NOLINT
     EXPECT_HAS(testing::error_of<UsageError>(call), "[engine] this object was moved from");
 }
 

@@ -32,8 +32,9 @@ bool is_vector(const std::string&, const at::Tensor& param) {
 }
 
 Config config(int stage, const std::string& more = "") {
-  return Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {"stage": )" +
-                           std::to_string(stage) + "}, \"checkpoint\": {\"random_state\": true}" + more + "}");
+  return Config::from_json(
+      R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {"stage": )" +
+      std::to_string(stage) + "}, \"checkpoint\": {\"random_state\": true}" + more + "}");
 }
 const char* const kAdamW = R"(, "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}})";
 
@@ -72,7 +73,8 @@ Recipe recipe_of(const Case& test, torch::nn::Module& module) {
   Recipe recipe;
   recipe.schedule = scaled_by(factor);
   if (test.native) {
-    recipe.groups = {{.takes = is_vector, .set = [](optim::GroupOptions& group) { group.lr = 0.02, group.weight_decay = 0; }}};
+    recipe.groups = {
+        {.takes = is_vector, .set = [](optim::GroupOptions& group) { group.lr = 0.02, group.weight_decay = 0; }}};
   } else {
     recipe.optimizer = test.plain(module);
   }
@@ -162,7 +164,8 @@ TEST(Recipe, TrainsAsThePlainLoopAndGoesOnAnywhere) {
 TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
   const auto built = [](std::vector<ParamGroup> groups, const std::shared_ptr<Optimizer>& optimizer = nullptr) {
     auto model = net();
-    return initialize(model, config(0, kAdamW), comm::Mesh(), Recipe{.groups = std::move(groups), .optimizer = optimizer});
+    return initialize(model, config(0, kAdamW), comm::Mesh(),
+                      Recipe{.groups = std::move(groups), .optimizer = optimizer});
   };
   auto model = net();
   const auto params = model->parameters();
@@ -182,7 +185,8 @@ TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
   EXPECT_HAS(testing::error_of<c10::ValueError>([&] {
                auto other = net();
                const at::Tensor bias = other->parameters()[1];
-               initialize(other, config(0, kAdamW), comm::Mesh(), Recipe{.groups = {{.params = {bias}}, {.params = {bias}}}});
+               initialize(other, config(0, kAdamW), comm::Mesh(),
+                          Recipe{.groups = {{.params = {bias}}, {.params = {bias}}}});
              }),
              "param groups 0 and 1 both list '0.bias'");
   EXPECT_HAS(testing::error_of<c10::ValueError>(
@@ -212,7 +216,8 @@ TEST(Recipe, OptimizersThatCannotBeRunAreRefused) {
   EXPECT_EQ(error(0, norms), "");
   EXPECT_HAS(error(1, norms), "is not known to work on slices of parameters, as stage 1 gives them");
   EXPECT_EQ(error(1, norms, R"(, "zero_allow_untested_optimizer": true)"), "");
-  EXPECT_HAS(error(0, [](auto& m) { return std::make_shared<torch::optim::LBFGS>(m.parameters()); }), "needs a closure");
+  EXPECT_HAS(error(0, [](auto& m) { return std::make_shared<torch::optim::LBFGS>(m.parameters()); }),
+             "needs a closure");
   EXPECT_HAS(error(0, [](auto&) { return std::make_shared<torch::optim::SGD>(net()->parameters(), 0.1); }),
              "that is no parameter of the module");
   EXPECT_HAS(error(0,
@@ -237,7 +242,8 @@ class Broken : public Schedule {
 TEST(Recipe, RatesOfAScheduleAreChecked) {
   for (const auto& rates : {std::vector<double>{}, {0.1, 0.2}, {-0.1}, {std::nan("")}})
     EXPECT_HAS(testing::error_of<c10::ValueError>([&] {
-                 initialize(net(), config(0, kAdamW), comm::Mesh(), Recipe{.schedule = std::make_shared<Broken>(rates)});
+                 initialize(net(), config(0, kAdamW), comm::Mesh(),
+                            Recipe{.schedule = std::make_shared<Broken>(rates)});
                }),
                "[schedule] the schedule gives");
 }

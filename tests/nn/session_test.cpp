@@ -255,7 +255,8 @@ TEST(Session, CheckpointsAreAsTheConfigurationSays) {
   EXPECT_EQ(master(R"("zero_optimization": {"stage": 1, "load_from_fp32_weights": false})"), 1.0F);
 
   auto universal = of(R"("checkpoint": {"load_universal": true})");
-  EXPECT_HAS(testing::error_of([&] { static_cast<void>(universal.load_checkpoint(folder.path())); }), "'latest_universal'");
+  EXPECT_HAS(testing::error_of([&] { static_cast<void>(universal.load_checkpoint(folder.path())); }),
+             "'latest_universal'");
 
   for (const bool fails : {true, false})
     testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {

@@ -231,7 +231,8 @@ inline Trained train_whole(const Case& c, int steps, const std::function<void(to
     auto module = std::make_shared<Whole>(list, std::vector{0, list.size()}, 1, 0, std::nullopt);
     Case whole = c;
     whole.tp = 1;
-    nn::Engine<Whole> engine(module, whole.config(), comm::Mesh(group), nullptr, nn::Recipe{.units = nn::units_of_layers});
+    nn::Engine<Whole> engine(module, whole.config(), comm::Mesh(group), nullptr,
+                             nn::Recipe{.units = nn::units_of_layers});
     for (int step = 0; step < steps; ++step) {
       if (before) before(*module, step);
       at::Tensor total = at::zeros({});
