@@ -220,7 +220,7 @@ lint: $(VENV)/stamp-lint
 
 # The wheel of clang-tidy has no omp.h: the compiler's serves.
 tidy: $(VENV)/stamp-tidy $(BUILD)/stamp-configure-tests
-	git ls-files "tessera/*.cpp" "python/src/*.cpp" | xargs -P $(JOBS) -n 1 $(VENV)/bin/clang-tidy -p $(BUILD) --quiet \
+	git ls-files "tessera/*.cpp" "commands/*.cpp" "python/src/*.cpp" | xargs -P $(JOBS) -n 1 $(VENV)/bin/clang-tidy -p $(BUILD) --quiet \
 	  --extra-arg=-idirafter$$($(CXX) -print-file-name=include)
 
 # The CUDA kernels where neither toolkit nor device is: nvcc is PyPI's, in an environment of its own.

@@ -1,5 +1,5 @@
 # Installs Tessera for C++ users in two layouts made from one build:
-#   default            include/, lib/, lib/cmake/Tessera/ under the prefix: cmake --install BUILD --prefix P
+#   default            bin/, include/, lib/, lib/cmake/Tessera/ under the prefix: cmake --install BUILD --prefix P
 #   component `python` the same below tessera/, beside the Python package; what `pip install` puts into site-packages.
 #                      A program then finds it with -DCMAKE_PREFIX_PATH=$(python -c
 #                      "import tessera; print(tessera.cmake_prefix_path)")
@@ -47,5 +47,9 @@ endfunction()
 
 tessera_install("" TesseraTargets "" COMPONENT devel)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/tessera.pc DESTINATION lib/pkgconfig COMPONENT devel)
+install(TARGETS tessera-run RUNTIME DESTINATION bin COMPONENT devel)
 # A wheel has files only, so that a link would be the library once more.
 tessera_install(tessera/ TesseraPythonTargets NAMELINK_SKIP COMPONENT python EXCLUDE_FROM_ALL)
+if(SKBUILD)  # beside the command `tessera`
+  install(TARGETS tessera-run RUNTIME DESTINATION ${SKBUILD_SCRIPTS_DIR} COMPONENT python EXCLUDE_FROM_ALL)
+endif()

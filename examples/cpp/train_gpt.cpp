@@ -1,6 +1,6 @@
 // Trains the byte-level GPT of gpt.h with Tessera. One process a rank:
-//   torchrun --no-python --nproc-per-node 2 train_gpt --config config.json --data text.txt
-// or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by hand; without them on one rank. --tp: ranks that share every
+//   tessera-run -n 2 train_gpt --config config.json --data text.txt
+// or by any other launcher (docs/launch.md); without one on one rank. --tp: ranks that share every
 // layer, --sp: ranks that share every sequence; the others have batches of their own. --pp: stages of a pipeline (then no --sp, --tp).
 #include <torch/serialize.h>
 

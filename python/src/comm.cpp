@@ -10,11 +10,13 @@
 
 #include "bindings.h"
 #include "tessera/base/error.h"
+#include "tessera/base/free_port.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/point_to_point.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
 #include "tessera/comm/hosts/hosts.h"
+#include "tessera/comm/launch.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/comm/timed_group.h"
 #include "tessera/comm/torch_backend/tessera_backend.h"
@@ -183,6 +185,22 @@ void bind_comm(py::module_& m) {
 
   py::class_<PointToPoint, PointToPointPtr>(m, "PointToPoint");
   m.def("point_to_point", &point_to_point, py::arg("name"), py::arg("device"), NoGil());
+
+  py::class_<Launch>(m, "Launch")
+      .def_readonly("rank", &Launch::rank)
+      .def_readonly("size", &Launch::size)
+      .def_readonly("local_rank", &Launch::local_rank)
+      .def_readonly("local_size", &Launch::local_size)
+      .def_readonly("address", &Launch::address)
+      .def_readonly("port", &Launch::port);
+  m.def(
+      "read_launch",
+      [](int rank, int size, bool discover, bool meets, int port) {
+        return read_launch({rank, size, discover, meets, port});
+      },
+      py::arg("rank"), py::arg("size"), py::arg("discover"), py::arg("meets"), py::arg("port"));
+  m.def("launched_local_rank", [] { return launched_local_rank(); });
+  m.def("free_port", [] { return hold_free_port().port; });  // its socket stays open until the process ends
 
   m.def("host_id", &host_id);
   m.def("start_of_process", &start_of_process, py::arg("pid"));

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import socket
 import warnings
 from collections.abc import Callable
@@ -54,10 +53,11 @@ def init_distributed(
 ) -> None:
     """Creates the default process group of torch.distributed; does nothing when there is one.
 
-    Ranks come from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, or from the arguments. Without
-    either the process is a world of its own and opens no port. `dist_backend` None: nccl where CUDA runs, else gloo;
-    "tessera" is that of register_backend(). `verbose` and `config` are not read: they are there for callers that pass
-    them.
+    Ranks come from the arguments or from the environment: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
+    `tessera launch`, tessera-run and torchrun set them; with `auto_mpi_discovery` also what mpirun, mpiexec and srun
+    set. Without any the process is a world of its own and opens no port. `distributed_port`, unless 29500, wins over
+    the port of a job, and MASTER_PORT over it. `dist_backend` None: nccl where CUDA runs, else gloo; "tessera" is that
+    of register_backend(). `verbose` and `config` are not read: they are there for callers that pass them.
 
     Where the back end is an accelerator's own, as NCCL, this rank's device (own_device()) is the current one from here
     on, and the group is bound to it. ConfigError on all ranks where one of them has none, or that of another.
@@ -71,26 +71,29 @@ def init_distributed(
             "[init_distributed] dist_init_required is False, but there is no process group yet; call "
             "torch.distributed.init_process_group first"
         )
-    rank, world_size = _place(rank, world_size, _environment(auto_mpi_discovery))
+    place: tuple[str, int] | None = None
+    if init_method is not None and init_method.startswith("tcp://"):
+        rank, world_size, place = _given_by(init_method, rank, world_size)
+    launch = launched(rank, world_size, auto_mpi_discovery, distributed_port, meets=init_method in (None, "env://"))
+    rank, world_size = launch.rank, launch.size
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "tessera" in backend:
         register_backend()
     timeout = timeout or DEFAULT_TIMEOUT
-    alone = init_method is None and world_size == 1 and "MASTER_ADDR" not in os.environ
+    alone = init_method is None and not launch.address
     if alone:
         store: Any = torch._C._distributed_c10d.HashStore()
     elif init_method is None or init_method == "env://":
-        store = _job_store(rank, world_size, *_master(world_size, distributed_port), timeout)
-    elif init_method.startswith("tcp://"):
-        rank, world_size, address, port = _given_by(init_method, rank, world_size)
-        store = _job_store(rank, world_size, address, port, timeout, init_method)
+        store = _job_store(rank, world_size, launch.address or "127.0.0.1", launch.port, timeout)
+    elif place is not None:
+        store = _job_store(rank, world_size, *place, timeout, init_method)
     else:
         store, rank, world_size = next(rendezvous(init_method, rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
     store = torch._C._distributed_c10d.PrefixStore("default_pg", store)
 
     back_ends = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
-    device = own_device(back_ends)
+    device = own_device(back_ends, launch.local_rank)
     announced = _Announced(back_ends, device, "" if device else _why_none(back_ends, chosen=dist_backend is not None))
     announced.check("init_distributed", lambda text: _core.exchange_all(store, rank, world_size, "devices", text))
     bound = device if "nccl" in backend else None
@@ -100,44 +103,22 @@ def init_distributed(
         _core.show_process(dist.group.WORLD.group_name)
 
 
-def _place(rank: int, world_size: int, environment: dict[str, int]) -> tuple[int, int]:
-    """This rank and the number of ranks, from the arguments or else the environment."""
-    if environment.get("LOCAL_RANK", 0) < 0:
-        raise ConfigError(
-            f"[init_distributed] LOCAL_RANK is {environment['LOCAL_RANK']}; it numbers the ranks of a host, from 0"
-        )
-    ranks = "world_size" if world_size > 0 else "WORLD_SIZE"
-    if world_size <= 0:
-        world_size = environment.get("WORLD_SIZE", 0 if environment.get("RANK", 0) > 0 else 1)
-        if world_size < 1:
-            found = f"is {os.environ['WORLD_SIZE']}" if os.environ.get("WORLD_SIZE") else "is not set"
-            raise ConfigError(f"[init_distributed] WORLD_SIZE {found}; it must be the number of ranks, 1 at least")
-    name = "rank" if rank >= 0 else "RANK"
-    if rank < 0:
-        if world_size > 1 and "RANK" not in environment:
-            raise ConfigError(f"[init_distributed] {ranks} is {world_size}, but RANK is not set")
-        rank = environment.get("RANK", 0)
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"[init_distributed] {name} is {rank}, but {ranks} is {world_size}: ranks are 0 to {world_size - 1}"
-        )
-    return rank, world_size
+def launched(
+    rank: int = -1,
+    world_size: int = -1,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    meets: bool = True,
+) -> _core.Launch:
+    """How this process was started; arguments win. Not `meets`: its ranks meet elsewhere, so no address is needed."""
+    try:
+        port = 0 if distributed_port == 29500 else distributed_port
+        return _core.read_launch(rank, world_size, auto_mpi_discovery, meets, port)
+    except ConfigError as error:
+        raise ConfigError(f"[init_distributed] {str(error).partition('] ')[2]}") from None
 
 
-def _master(world_size: int, distributed_port: int) -> tuple[str, int]:
-    """Where the ranks' store is, from the environment."""
-    address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else None)
-    if address is None:
-        raise ConfigError(
-            f"[init_distributed] there are {world_size} ranks, but MASTER_ADDR, where rank 0 is, is not set"
-        )
-    text = os.environ.get("MASTER_PORT") or str(distributed_port)
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise ConfigError(f"[init_distributed] MASTER_PORT is {text!r}; it must be a port, 1 to 65535")
-    return address, int(text)
-
-
-def _given_by(init_method: str, rank: int, world_size: int) -> tuple[int, int, str, int]:
+def _given_by(init_method: str, rank: int, world_size: int) -> tuple[int, int, tuple[str, int]]:
     """Rank, number of ranks, address and port of tcp://ADDRESS:PORT?rank=..&world_size=.."""
     try:
         url = urlsplit(init_method)
@@ -146,7 +127,7 @@ def _given_by(init_method: str, rank: int, world_size: int) -> tuple[int, int, s
         raise ConfigError(f"[init_distributed] init_method {init_method!r}: {error}") from None
     if not url.hostname or not port:
         raise ConfigError(f"[init_distributed] init_method {init_method!r} must be tcp://ADDRESS:PORT")
-    return *_place(query.get("rank", rank), query.get("world_size", world_size), {}), url.hostname, port
+    return query.get("rank", rank), query.get("world_size", world_size), (url.hostname, port)
 
 
 def _job_store(
@@ -163,57 +144,34 @@ def _job_store(
         ) from None
 
 
-def _environment(auto_mpi_discovery: bool) -> dict[str, int]:
-    names = {"RANK": ["RANK"], "WORLD_SIZE": ["WORLD_SIZE"], "LOCAL_RANK": ["LOCAL_RANK"]}
-    if auto_mpi_discovery:
-        names["RANK"].append("OMPI_COMM_WORLD_RANK")
-        names["WORLD_SIZE"].append("OMPI_COMM_WORLD_SIZE")
-        names["LOCAL_RANK"].append("OMPI_COMM_WORLD_LOCAL_RANK")
-    found: dict[str, int] = {}
-    for name, spellings in names.items():
-        for spelling in spellings:
-            text = os.environ.get(spelling)
-            if text:
-                try:
-                    found.setdefault(name, int(text))
-                except ValueError:
-                    raise ConfigError(f"[init_distributed] {spelling} must be an integer, got {text!r}") from None
-    return found
-
-
 def free_port() -> int:
     """A TCP port of this host where a store of this process or another may listen. It stays this process's until that
     ends: its socket stays open, on every address, so that the system gives the port to nothing else; stores reuse
     addresses. Local."""
-    dual = socket.has_dualstack_ipv6()
-    with socket.socket(socket.AF_INET6 if dual else socket.AF_INET) as held:
-        if dual:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        os.dup(held.fileno())
-        return int(held.getsockname()[1])
+    return _core.free_port()
 
 
 def local_rank() -> int:
-    """LOCAL_RANK, or 0 where no launcher set it."""
-    return _environment(True).get("LOCAL_RANK", 0)
+    """LOCAL_RANK, or what another launcher has for it; 0 where none set it."""
+    return _core.launched_local_rank()
 
 
 # ---- the devices of ranks
 
 
-def own_device(back_ends: str) -> torch.device | None:
+def own_device(back_ends: str, local: int | None = None) -> torch.device | None:
     """The accelerator that one of `back_ends` ("cpu:gloo,cuda:nccl") is for alone, as NCCL for CUDA; None where there
     is none (Gloo is the CPU's, whatever else it serves).
 
     Of several devices it is the one that the program made the current one, else (that is still the first) that of
-    LOCAL_RANK, which then is the current one. Where there are several, but not that one, a warning says so.
+    local_rank() (or `local`), which then is the current one. Where there are several, but not that one, a warning says
+    so.
     """
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type not in _of_accelerators(back_ends):
         return None
-    index, local, count = torch.accelerator.current_device_index(), local_rank(), torch.accelerator.device_count()
+    local = local_rank() if local is None else local
+    index, count = torch.accelerator.current_device_index(), torch.accelerator.device_count()
     if index == 0 and local < count:
         torch.accelerator.set_device_index(index := local)
     elif index == 0 and count > 1:
@@ -310,6 +268,6 @@ def prepare(dist_init_required: bool | None, distributed_port: int) -> None:
     """What initialize() does about the default process group: nothing for a lone process nobody asked a group for."""
     if dist.is_available() and dist.is_initialized():
         return
-    several = _place(-1, -1, _environment(True))[1] > 1
+    several = launched(meets=False).size > 1
     if dist_init_required is False or dist_init_required or several:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

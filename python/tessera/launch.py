@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tessera import _core
 from tessera.errors import ConfigError
 
 __all__ = ["add_option", "add_options", "check", "exit_code", "main", "own_devices", "run_here"]
@@ -45,15 +46,15 @@ def add_options(made: argparse.ArgumentParser) -> None:
         add_option(made, *names, **options)
 
     add("--num_nodes", type=int, default=-1, help="hosts of the job; default: this one")
-    add("--num_gpus", "--num_accelerators", "--nproc_per_node", dest="num_gpus", type=int, default=-1,
+    add("-n", "--num_gpus", "--num_accelerators", "--nproc_per_node", dest="num_gpus", type=int, default=-1,
         help="processes on each host; default: its devices, on the CPU 1")  # fmt: skip
     add("--master_addr", default="", help="where rank 0 is")
-    add("--master_port", type=int, default=PORT)
+    add("--master_port", type=int, default=0, help=f"default: a free port on one host, {PORT} on several")
     add("--node_rank", type=int, default=-1, help="this host's number, where each is started by hand")
     add("--module", action="store_true", help="the program is the name of a module")
     add("--no_python", action="store_true", help="the program is not Python")
     add("--with_local_rank", action="store_true", help="the program gets an argument --local_rank=N")
-    add("--enable_each_rank_log", default="", metavar="DIR", help="what each rank prints, into files")
+    add("--enable_each_rank_log", "--log_dir", default="", metavar="DIR", help="what each rank prints, into files")
     add("--log_level", choices=("debug", "info", "warning", "error", "critical"), default=None,
         help="of the messages of torch's agent; default: torch's, which is warning")  # fmt: skip
     add("-q", "--quiet", action="store_true", help="--log_level error")
@@ -93,6 +94,9 @@ def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nod
         command.append(f"--local_rank={macros.local_rank}")
     command += options.arguments
     os.environ.update(LOCAL_SIZE=str(len(slots)), CROSS_RANK=str(node), CROSS_SIZE=str(nodes))
+    if len(slots) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(slots))))
+    port = options.master_port or (_core.free_port() if nodes == 1 else PORT)
     if named:
         os.environ[VISIBLE] = ",".join(map(str, slots))
     _set_level(options)
@@ -105,7 +109,7 @@ def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nod
             nproc_per_node=len(slots),
             run_id="tessera",
             rdzv_backend="static",
-            rdzv_endpoint=f"{options.master_addr or '127.0.0.1'}:{options.master_port}",
+            rdzv_endpoint=f"{options.master_addr or '127.0.0.1'}:{port}",
             rdzv_configs={"rank": node, "timeout": 900},
             max_restarts=0,
             monitor_interval=0.1,
@@ -116,7 +120,7 @@ def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nod
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as failure:
             rank, first = failure.get_first_failure()
-            _show_last(rank, first.exitcode, logs, options.enable_each_rank_log != "")
+            _show_last(rank, first.exitcode, logs)
             return exit_code(first.exitcode)
         except (KeyboardInterrupt, SystemExit):
             return 128 + signal.SIGINT
@@ -139,9 +143,9 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code  # as a shell has it for a signal
 
 
-def _show_last(rank: int, code: int, logs: str, named: bool) -> None:
-    files = sorted(Path(logs).glob(f"**/{rank}/stderr.log"))
-    text = files[-1].read_text(errors="replace").splitlines()[-_TAIL:] if files and not named else []
+def _show_last(rank: int, code: int, logs: str) -> None:
+    files = sorted(Path(logs).glob(f"**/{rank}/stderr.log"), key=lambda file: file.stat().st_mtime)
+    text = files[-1].read_text(errors="replace").splitlines()[-_TAIL:] if files else []
     meant = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     print(f"[launch] rank {rank} failed first ({meant}):", *text, sep="\n", file=sys.stderr, flush=True)
 

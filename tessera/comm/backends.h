@@ -37,15 +37,15 @@ using HoldProcessGroup =
 // The same, for a process group at hand; `hold` is for those of siblings too.
 GroupPtr c10d_group(const HoldProcessGroup& hold, c10d::ProcessGroup& group);
 
-// The world group of this process from the usual environment: RANK, WORLD_SIZE, MASTER_ADDR,
-// MASTER_PORT (set by torchrun --no-python or by hand). WORLD_SIZE unset or 1: single_group(). Else
-// shared memory or Gloo over TCPStore, see Note [Choice of transport] in c10d/transport.h. Collective:
-// returns when all ranks have met, or throws DistBackendError after `timeout`. With several ranks
-// SIGPIPE is ignored from here on, unless the program handles it.
+// The world group of this process from the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as tessera-run and torchrun
+// set them, or what mpirun, mpiexec and srun set, see Note [Who started this process] in launch.h. One rank: single_group().
+// Else shared memory or Gloo over TCPStore, see Note [Choice of transport] in c10d/transport.h. Collective: returns when all
+// ranks have met, or throws DistBackendError after `timeout`. Value error where the environment is impossible. With several
+// ranks SIGPIPE is ignored from here on, unless the program handles it.
 GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 // The same ranks on the axes of a mesh, see mesh_shape(). Collective. Value error where the numbers do not divide
-// WORLD_SIZE.
+// the number of ranks.
 Mesh environment_mesh(int shards, int sp = 1, int tp = 1, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 // The same ranks on any axes, with so many along each; dp_shard has the rest where it is not named. Neighbours along the last

@@ -31,7 +31,7 @@ Parts environment_parts(const std::vector<MeshShape>& shapes,
 std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes,
                                               std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
-// WORLD_SIZE; 1 where it is not set.
+// How many ranks the environment has.
 int environment_size();
 
 // Value error where the parts of `shapes` do not have all `world` ranks each.

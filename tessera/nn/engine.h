@@ -100,9 +100,9 @@ class Engine : public Session {
 namespace tessera {
 
 // Collective. Takes over the storage of the module's parameters; `mesh` defaults to the ranks of the environment
-// (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them; one rank without them) on the axes that
-// zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size ask for. `recipe`: what no configuration
-// can say, as parameter groups.
+// (as tessera-run, torchrun, mpirun or srun started them; one rank without any) on the axes that
+// zero_optimization.mics_shard_size, sequence_parallel_size and tensor_parallel.autotp_size ask for. `recipe`: what no
+// configuration can say, as parameter groups.
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, comm::Mesh mesh,
                          const nn::Recipe& recipe = {}) {

@@ -381,6 +381,12 @@ IMPOSSIBLE: list[tuple[dict[str, str], str]] = [
     ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": ""}, "MASTER_ADDR.*is not set"),
     ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
     ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+    ({"RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "RANK is 1, but WORLD_SIZE is not set; OMPI_COMM_WORLD_SIZE is 2"),
+    (
+        {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": ""},
+        "MASTER_ADDR.*is not set; set it for all ranks",
+    ),
+    ({"SLURM_PROCID": "2", "SLURM_NTASKS": "2"}, "SLURM_PROCID is 2, but SLURM_NTASKS is 2"),
 ]
 
 
@@ -394,6 +400,42 @@ def test_an_impossible_environment_is_refused_at_once(
         tessera.init_distributed("gloo")
     with pytest.raises(tessera.ConfigError, match=message):
         tessera.initialize(model=make(), config=config())
+
+
+# What the launchers of one host set beside rank and number of ranks, and under which names they set these.
+STARTED_BY: list[tuple[list[str], dict[str, str]]] = [
+    (
+        ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"],
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    ),
+    (["PMI_RANK", "MPI_LOCALRANKID"], {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}),
+    (
+        ["SLURM_PROCID", "SLURM_LOCALID"],
+        {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "node[07]", "SLURM_JOB_ID": "17"},
+    ),
+]
+
+
+def started(rank: int, port: int, names: list[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment, MASTER_PORT=str(port), **dict.fromkeys(names, str(rank)))
+    engine = tessera.initialize(model=make(), config=config(2))[0]
+    assert (engine.world_size, engine.global_rank, engine.local_rank) == (2, rank, rank)
+    run(engine, rank, 1)
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("names", "environment"), STARTED_BY)
+def test_ranks_of_another_launcher_are_one_world(names: list[str], environment: dict[str, str]) -> None:
+    run_processes(2, started, free_port(), names, environment)
+
+
+def test_another_launcher_is_not_asked_where_torchruns_names_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    tessera.init_distributed("gloo", auto_mpi_discovery=False)
+    assert torch.distributed.get_world_size() == 1
+    torch.distributed.destroy_process_group()
 
 
 def twice(number: int, port: int) -> None:

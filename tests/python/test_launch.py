@@ -1,19 +1,25 @@
-"""tessera launch: ranks of one host, of one of several, exit codes."""
+"""tessera launch and tessera-run: ranks of one host, of one of several, exit codes, texts."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from support import free_port
 from tessera.errors import ConfigError
 
 from tessera import launch
+
+ROOT = Path(__file__).parents[2]
+RUN = Path(os.environ.get("TESSERA_BUILD_DIR", ROOT / "build" / "release")) / "commands" / "tessera-run"
+# What starts the launcher, and what it needs before a program that is Python.
+LAUNCHERS = {"launch": ([sys.executable, "-m", "tessera.launch"], []), "run": ([str(RUN)], [sys.executable])}
 
 ROUTES = [
     (["--num_gpus", "2"], ([0, 1], False, 1, 0, "")),
@@ -44,48 +50,84 @@ def test_which_ranks_a_host_starts(arguments: list[str], expected: Any, monkeypa
         assert launch.main([*arguments, "program.py"]) == 3 and found == [expected]
 
 
-def start(*command: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tessera.launch", *map(str, command)], stderr=subprocess.PIPE, text=True
-    )
+class Start(Protocol):
+    def __call__(self, options: list[Any], program: Any, *arguments: Any, python: bool = True) -> Any: ...
 
 
-def test_ranks_of_one_host(launched_program: Path, tmp_path: Path) -> None:
+@pytest.fixture(params=LAUNCHERS)
+def start(request: pytest.FixtureRequest) -> Start:
+    """A launcher with a program, which is Python or else any."""
+    command, before = LAUNCHERS[request.param]
+    if request.param == "run" and not RUN.exists():
+        pytest.skip("tessera-run is built with the library (make test-cpp)")
+
+    def started(options: list[Any], program: Any, *arguments: Any, python: bool = True) -> subprocess.Popen[str]:
+        words = [*options, *(before if python else ["--no_python"]), program, *arguments]
+        return subprocess.Popen([*command, *map(str, words)], stderr=subprocess.PIPE, text=True)
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(given, says) for given, says in ROUTES if isinstance(says, str) and "--module" not in given],
+)
+def test_both_refuse_alike(start: Start, arguments: list[str], says: str) -> None:
+    child = start(arguments, "program.py")
+    errors = child.communicate(timeout=120)[1]
+    assert child.returncode == 1 and says in errors
+
+
+def test_ranks_of_one_host(start: Start, launched_program: Path, tmp_path: Path) -> None:
     port = free_port()
-    child = start("--num_gpus", 2, "--master_port", port, launched_program, tmp_path, 'quoted "text"', "x=1")
+    child = start(["-n", 2, "--master_port", port], launched_program, tmp_path, 'quoted "text"', "x=1")
     assert child.wait(timeout=120) == 0
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f'{rank} 2 {rank} 2 0 1 {port}|quoted "text"|x=1'
 
 
-def test_ranks_of_two_hosts_that_are_started_by_hand(launched_program: Path, tmp_path: Path) -> None:
+def test_ranks_of_two_hosts_that_are_started_by_hand(start: Start, launched_program: Path, tmp_path: Path) -> None:
     port = free_port()
     job = ["--num_nodes", 2, "--num_gpus", 1, "--master_addr", "127.0.0.1", "--master_port", port]
-    children = [start(*job, "--node_rank", node, launched_program, tmp_path) for node in range(2)]
+    children = [start([*job, "--node_rank", node], launched_program, tmp_path) for node in range(2)]
     assert [child.wait(timeout=180) for child in children] == [0, 0]
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|"
 
 
-def test_the_first_failure_ends_all_and_is_shown_last(launched_program: Path, tmp_path: Path) -> None:
-    child = start("--num_gpus", 2, "--master_port", free_port(), launched_program, tmp_path, "fail")
+def test_the_first_failure_ends_all_and_is_shown_last(start: Start, launched_program: Path, tmp_path: Path) -> None:
+    child = start(["--nproc-per-node", 2, "--log-dir", tmp_path / "logs"], launched_program, tmp_path, "fail")
     _, errors = child.communicate(timeout=120)
     assert child.returncode == 1
     assert "[rank 1] the reason\n" in errors
     assert errors.rstrip().endswith("[launch] rank 1 failed first (exit code 1):\nthe reason")
+    assert [file.read_text() for file in (tmp_path / "logs").glob("**/1/stderr.log")] == ["the reason\n"]
 
 
-def test_programs_that_are_not_python_and_exit_codes(tmp_path: Path) -> None:
+SHOWN = ["MASTER_ADDR", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"]
+
+
+def test_what_else_ranks_find(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script = tmp_path / "program.sh"
+    script.write_text(f'#!/bin/sh\necho "{" ".join("$" + name for name in SHOWN)}" > "$1/$RANK"\n')
+    script.chmod(0o755)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert start(["-n", 2], script, tmp_path, python=False).wait(timeout=120) == 0
+    assert (tmp_path / "1").read_text() == f"127.0.0.1 {threads} 2 0 1\n"
+
+
+def test_programs_that_are_not_python_and_exit_codes(start: Start, tmp_path: Path) -> None:
     script = tmp_path / "program.sh"
     script.write_text('#!/bin/sh\necho "$RANK $*" > "$1/$RANK"\nexit 7\n')
     script.chmod(0o755)
-    child = start("--num-gpus", 1, "--no_python", "--master_port", free_port(), script, tmp_path, "b c")
+    child = start(["--num-gpus", 1], script, tmp_path, "b c", python=False)
     child.communicate(timeout=120)
     assert child.returncode == 7 and (tmp_path / "0").read_text() == f"0 {tmp_path} b c\n"
 
 
-def test_signals_reach_the_ranks(launched_program: Path, tmp_path: Path) -> None:
-    child = start("--num_gpus", 1, "--master_port", free_port(), launched_program, tmp_path, "wait")
+def test_signals_reach_the_ranks(start: Start, launched_program: Path, tmp_path: Path) -> None:
+    child = start(["--num_gpus", 1], launched_program, tmp_path, "wait")
     deadline = time.monotonic() + 60
     while not (tmp_path / "0").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import functools
 import inspect
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -131,20 +130,15 @@ def get_local_rank() -> int:
     return distributed.local_rank()
 
 
-def _of_launcher(*names: str) -> int:
-    return int(next((os.environ[name] for name in names[:-1] if name in os.environ), names[-1]))
-
-
-def get_local_rank_from_launcher() -> int:
-    return _of_launcher("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "0")
+get_local_rank_from_launcher = get_local_rank
 
 
 def get_world_rank_from_launcher() -> int:
-    return _of_launcher("RANK", "OMPI_COMM_WORLD_RANK", "0")
+    return distributed.launched(meets=False).rank
 
 
 def get_world_size_from_launcher() -> int:
-    return _of_launcher("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "1")
+    return distributed.launched(meets=False).size
 
 
 def get_world_group() -> Any:

@@ -292,7 +292,9 @@ MODULES: dict[str, Rows] = {
         **_refused("MiCS_Optimizer", "an optimizer of its own; zero_optimization.mics_shard_size"),
     },
     "deepspeed.comm": {
-        **_refused("mpi_discovery", "a search of its own; init_distributed() reads the variables of Open MPI"),
+        **_refused(
+            "mpi_discovery", "a search of its own; init_distributed() reads the variables of mpirun, mpiexec and srun"
+        ),
         "*": "._comm",
     },
     "deepspeed.comm.comm": {"=": "deepspeed.comm"},

@@ -12,7 +12,6 @@ Note [Building a partitioned model]
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -187,7 +186,7 @@ class Init:
     the configuration's offload_param; that of the configuration's offload_param if it says so. Then one rank
     partitions too.
     ConfigError for arguments that make no sense, NotImplementedError for what is not served, RuntimeError when
-    WORLD_SIZE says that there are more ranks than the process group has.
+    the environment says that there are more ranks than the process group has.
     """
 
     def __init__(
@@ -334,10 +333,10 @@ def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
     # Over the ranks of all slices of the model, too: what is to be cut is whole as yet.
     sizes = {} if config is None else {**mesh_sizes(config), "tp": 1}
     mesh, _ = core_mesh(group, **sizes, device=group_device(group))
-    expected = int(os.environ.get("WORLD_SIZE", "1"))
-    if group is None and mesh.batch_size() == 1 and expected > 1:
+    expected = distributed.launched(meets=False).size if group is None and mesh.batch_size() == 1 else 1
+    if expected > 1:
         raise RuntimeError(
-            f"[zero.Init] the process group has 1 rank, but WORLD_SIZE is {expected}: call init_distributed() (or "
+            f"[zero.Init] the process group has 1 rank, but {expected} were started: call init_distributed() (or "
             "torch.distributed.init_process_group) with all ranks first, or pass data_parallel_group"
         )
     return mesh

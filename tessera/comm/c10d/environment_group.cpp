@@ -6,7 +6,6 @@
 #include <map>
 #include <mutex>
 
-#include "tessera/base/env.h"
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/gloo.h"
@@ -14,36 +13,15 @@
 #include "tessera/comm/c10d/point_to_point.h"
 #include "tessera/comm/c10d/transport.h"
 #include "tessera/comm/c10d/watched_store.h"
+#include "tessera/comm/launch.h"
 #include "tessera/comm/parts.h"
 
 namespace tessera::comm {
 namespace {
 
-struct EnvRank {
-  int rank = 0, size = 1, port = 0;
-  std::string address;
-};
-
-EnvRank read_own() {
-  EnvRank own;
-  const auto size = env::get_int("WORLD_SIZE"), rank = env::get_int("RANK");
-  own.size = size.value_or(1);
-  TESSERA_CHECK_VALUE(own.size >= 1, "comm", "WORLD_SIZE must be at least 1, got ", own.size);
-  TESSERA_CHECK_VALUE(size || rank.value_or(0) == 0, "comm", "RANK is ", *rank, ", but WORLD_SIZE is not set");
-  TESSERA_CHECK_VALUE(rank.value_or(0) >= 0 && rank.value_or(0) < own.size, "comm", "RANK is ", *rank,
-                      ", but WORLD_SIZE is ", own.size, ": ranks are 0 to ", own.size - 1);
+Launch read_own() {
+  Launch own = read_launch();
   check_transport();
-  if (own.size == 1) return own;
-  const auto address = env::get("MASTER_ADDR");
-  const auto port = env::get_int("MASTER_PORT");
-  TESSERA_CHECK_VALUE(
-      rank && address && port, "comm", "WORLD_SIZE is ", own.size,
-      ", so RANK, MASTER_ADDR and MASTER_PORT must be set too (torchrun --no-python sets them); missing:",
-      rank ? "" : " RANK", address ? "" : " MASTER_ADDR", port ? "" : " MASTER_PORT");
-  TESSERA_CHECK_VALUE(*port > 0 && *port < 65536, "comm", "MASTER_PORT is ", *port, ", not a port");
-  own.rank = *rank;
-  own.address = *address;
-  own.port = *port;
   return own;
 }
 
@@ -64,7 +42,7 @@ void keep(int port, const c10::intrusive_ptr<c10d::Store>& store) {
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 // The group of `size` ranks that use `store`, of which this process is number `rank`.
-GroupPtr group_at(const EnvRank& own, const StorePtr& store, int rank, int size, const std::string& name,
+GroupPtr group_at(const Launch& own, const StorePtr& store, int rank, int size, const std::string& name,
                   std::chrono::milliseconds timeout) {
   using Group = c10d::ProcessGroup;
   if (size == 1) return single_group();
@@ -92,7 +70,7 @@ void survive_closed_sockets() {
 
 // body(store): finds the others there.
 template <class F>
-auto among_others(const EnvRank& own, std::chrono::milliseconds timeout, const F& body) {
+auto among_others(const Launch& own, std::chrono::milliseconds timeout, const F& body) {
   survive_closed_sockets();
   std::string text;
   StorePtr store;
@@ -117,7 +95,7 @@ auto among_others(const EnvRank& own, std::chrono::milliseconds timeout, const F
 }  // namespace
 
 GroupPtr environment_group(std::chrono::milliseconds timeout) {
-  const EnvRank own = read_own();
+  const Launch own = read_own();
   if (own.size == 1) return single_group();
   return among_others(own, timeout, [&](const StorePtr& store) {
     return group_at(own, store, own.rank, own.size, "tessera_world", timeout);
@@ -127,7 +105,7 @@ GroupPtr environment_group(std::chrono::milliseconds timeout) {
 namespace {
 
 // The groups of a mesh whose ranks are `first` and those behind it, of which this process is number `rank`.
-Mesh mesh_in(const EnvRank& own, const StorePtr& store, const MeshShape& shape, int rank, int first,
+Mesh mesh_in(const Launch& own, const StorePtr& store, const MeshShape& shape, int rank, int first,
              std::chrono::milliseconds timeout) {
   Mesh mesh;
   for (const Axes axes : shape.groups()) {
@@ -141,7 +119,7 @@ Mesh mesh_in(const EnvRank& own, const StorePtr& store, const MeshShape& shape, 
 }
 
 // check_asked() of what every rank writes into the store.
-void compare(const EnvRank& own, const StorePtr& store, const std::string& asked) {
+void compare(const Launch& own, const StorePtr& store, const std::string& asked) {
   const auto key = [](int rank) { return "asked_" + std::to_string(rank); };
   store->set(key(own.rank), asked);
   std::vector<std::string> of_all;
@@ -159,7 +137,7 @@ std::string text_of(const std::vector<MeshShape>& shapes) {
 }
 
 // The groups of `shape` that this process is in, once all ranks have `asked` for the same. Collective.
-Mesh mesh_along(const EnvRank& own, const std::string& asked, const MeshShape& shape,
+Mesh mesh_along(const Launch& own, const std::string& asked, const MeshShape& shape,
                 std::chrono::milliseconds timeout) {
   if (own.size == 1) return {};
   return among_others(own, timeout, [&](const StorePtr& store) {
@@ -172,12 +150,12 @@ Mesh mesh_along(const EnvRank& own, const std::string& asked, const MeshShape& s
 }  // namespace
 
 Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds timeout) {
-  const EnvRank own = read_own();
+  const Launch own = read_own();
   return mesh_along(own, asked_text(shards, sp, tp), mesh_shape(own.size, shards, sp, tp), timeout);
 }
 
 Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::milliseconds timeout) {
-  const EnvRank own = read_own();
+  const Launch own = read_own();
   MeshShape shape;
   std::string text;
   for (const auto& [axis, size] : sizes) {
@@ -198,7 +176,7 @@ int environment_size() {
 }
 
 Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
-  const EnvRank own = read_own();
+  const Launch own = read_own();
   Parts parts;
   parts.shapes = shapes;
   const int world = parts.rank_of(static_cast<int>(shapes.size()), 0);
@@ -223,7 +201,7 @@ Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milli
 }
 
 std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
-  const EnvRank own = read_own();
+  const Launch own = read_own();
   check_overlaid(shapes, own.size);
   std::vector<Parts> all;
   for (int part = 0; part < static_cast<int>(shapes.size()); ++part)

@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <future>
@@ -22,6 +23,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 constexpr auto kFirstWord = std::chrono::seconds(15);  // a store's thread answers at once, whatever its process does
 constexpr auto kBetweenLooks = std::chrono::milliseconds(500);
+constexpr auto kFirstPause = std::chrono::milliseconds(5), kLongestPause = std::chrono::milliseconds(200);
 constexpr int kConnectWithinMs = 1000;
 
 // What a connection says: 0, the error that refuses it, or ETIMEDOUT.
@@ -37,6 +39,22 @@ int knock(const addrinfo& to) {
   }
   close(fd);
   return error;
+}
+
+std::string place_of(const std::string& address, int port) {
+  return c10::str(address, ":", port);
+}
+
+// Returns once somebody listens there. torch's client waits, too, but prints what goes wrong meanwhile: names that are not
+// known yet, ends of its tries with their stacks.
+void await_listener(const std::string& address, int port, std::chrono::milliseconds timeout) {
+  const auto end = Clock::now() + timeout;
+  for (auto pause = kFirstPause; listens(address, port) != true; pause = std::min(2 * pause, kLongestPause)) {
+    if (Clock::now() >= end)
+      C10_THROW_ERROR(DistNetworkError, "nobody listens at " + place_of(address, port) + " after " +
+                                            std::to_string(timeout.count() / 1000) + " s");
+    std::this_thread::sleep_for(pause);
+  }
 }
 
 }  // namespace
@@ -57,6 +75,7 @@ std::optional<bool> listens(const std::string& address, int port) {
 }
 
 StorePtr reach_store(const std::string& address, const c10d::TCPStoreOptions& options) {
+  if (!options.isServer) await_listener(address, options.port, options.timeout);
   // On a thread, which is left behind where no word comes: nothing ends torch's wait.
   const auto attempt = std::make_shared<std::packaged_task<StorePtr()>>(
       [address, options]() -> StorePtr { return c10::make_intrusive<c10d::TCPStore>(address, options); });
@@ -75,7 +94,7 @@ StorePtr reach_store(const std::string& address, const c10d::TCPStoreOptions& op
     }
     const bool mute = reached && now - *reached > kFirstWord;
     if (!mute && now - begin < options.timeout + kFirstWord) continue;
-    const std::string there = c10::str(address, ":", options.port);
+    const std::string there = place_of(address, options.port);
     C10_THROW_ERROR(DistNetworkError, reached
                                           ? "who listens at " + there +
                                                 " does not answer as a store: another program has the port, or the "

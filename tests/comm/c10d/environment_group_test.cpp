@@ -38,16 +38,11 @@ TEST(EnvironmentGroup, IsSingleWithoutVariables) {
 }
 
 TEST(EnvironmentGroup, NamesWhatIsMissingOrWrong) {
-  {
-    const Environment env({{"WORLD_SIZE", "2"}, {"RANK", "0"}});
-    EXPECT_HAS(message_of<c10::ValueError>([] { environment_group(); }), "missing: MASTER_ADDR MASTER_PORT");
-  }
+  // All that there is to say: tests/comm/launch_test.cpp.
   const std::tuple<const char*, const char*, const char*, const char*> wrong[] = {
-      {"2", "2", "1", "RANK is 2, but WORLD_SIZE is 2"},    {"2", "-1", "1", "RANK is -1, but WORLD_SIZE is 2"},
-      {"1", "1", "1", "RANK is 1, but WORLD_SIZE is 1"},    {"2", "", "1", "missing: RANK"},
-      {"", "1", "1", "RANK is 1, but WORLD_SIZE is not"},   {"0", "0", "1", "WORLD_SIZE must be at least 1, got 0"},
-      {"two", "0", "1", "WORLD_SIZE must be an integer"},   {"2", "one", "1", "RANK must be an integer"},
-      {"2", "0", "http", "MASTER_PORT must be an integer"}, {"2", "0", "65536", "MASTER_PORT is 65536, not a port"},
+      {"2", "2", "1", "RANK is 2, but WORLD_SIZE is 2"},
+      {"", "1", "1", "WORLD_SIZE is not set"},
+      {"2", "0", "65536", "MASTER_PORT is '65536'; it must be a port"},
   };
   for (const auto& [size, rank, port, want] : wrong) {
     const Environment env({{"WORLD_SIZE", size}, {"RANK", rank}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
@@ -58,12 +53,33 @@ TEST(EnvironmentGroup, NamesWhatIsMissingOrWrong) {
   }
 }
 
-TEST(EnvironmentGroup, NobodyThereIsADistributedErrorWithinTheTimeout) {
+TEST(EnvironmentGroup, NobodyThereIsADistributedErrorWithinTheTimeoutAndNothingIsPrinted) {
   const auto port = std::to_string(testing::free_port());
-  const Environment env(
-      {{"WORLD_SIZE", "2"}, {"RANK", "1"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port.c_str()}});
-  const auto text = message_of<c10::DistBackendError>([] { environment_group(1500ms); });
-  EXPECT_HAS(text, "[comm] rank 1 of 2 could not meet the others at 127.0.0.1:" + port);
+  for (const std::string address : {"127.0.0.1", "localhost", "no-such-host.invalid"}) {
+    const Environment env(
+        {{"WORLD_SIZE", "2"}, {"RANK", "1"}, {"MASTER_ADDR", address.c_str()}, {"MASTER_PORT", port.c_str()}});
+    ::testing::internal::CaptureStderr();
+    const auto text = message_of<c10::DistBackendError>([] { environment_group(1500ms); });
+    EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+    EXPECT_HAS(text,
+               "[comm] rank 1 of 2 could not meet the others at " + address + ":" + port + ": nobody listens at ");
+  }
+}
+
+// Each in turn, also where it hosts the store.
+TEST(EnvironmentGroup, RanksThatWaitForALateOnePrintNothing) {
+  if (!testing::is_rank()) {
+    for (const char* late : {"0", "1"}) {
+      const auto results = run_processes(2, {{"TESSERA_TEST_LATE", late}});
+      expect_success(results);
+      for (const auto& result : results)
+        EXPECT_EQ(result.output.find("c10d"), std::string::npos) << result.output;
+    }
+    return;
+  }
+  const bool late = std::getenv("TESSERA_TEST_LATE") == std::string(std::getenv("RANK"));
+  if (late) std::this_thread::sleep_for(3s);
+  environment_group(60s)->barrier();
 }
 
 // Several processes have one rank, so another is missing; or one just does not come.

@@ -267,7 +267,8 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         zero.Init(remote_device="nvme", zero_quantized_weights=True)
     monkeypatch.setattr("tessera.distributed.prepare", lambda *_: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 2.*init_distributed"):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(RuntimeError, match=r"2 were started.*init_distributed"):
         zero.Init(dtype=torch.float32)
     zero.Init(dtype=torch.float32, data_parallel_group=tessera.thread_groups(1)[0])
 

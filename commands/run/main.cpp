@@ -1,0 +1,40 @@
+// tessera-run: the ranks of this host, as torchrun starts them, without Python.
+#include <cstdio>
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "commands/run/options.h"
+#include "commands/run/ranks.h"
+
+int main(int argc, char** argv) {
+  using namespace tessera::run;
+  constexpr int kWrongUsage = 2;
+  Options options;
+  try {
+    options = parse(std::vector<std::string>(argv + 1, argv + argc));
+  } catch (const UsageError& error) {
+    std::fprintf(stderr, "%s\n%s", error.what(), kUsage);
+    return kWrongUsage;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  if (options.help) {
+    std::fputs(kUsage, stdout);
+    return 0;
+  }
+  int code = 1;
+  try {
+    Ranks ranks(options);
+    try {
+      return ranks.run();
+    } catch (...) {
+      code = ranks.code_of_start();
+      throw;
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return code;
+  }
+}

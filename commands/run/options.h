@@ -1,0 +1,33 @@
+// What tessera-run is asked for.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace tessera::run {
+
+struct Options {
+  bool help = false;
+  int ranks = 0;  // of this host
+  int nodes = 1, node = -1;
+  std::string master_addr;
+  int master_port = 0;  // 0: a free one, which the launcher finds
+  std::string log_dir;
+  int grace_seconds = 10;
+  std::vector<std::string> command;
+};
+
+extern const char* const kUsage;
+
+// A command line that cannot be read, as against values that make no sense (std::invalid_argument).
+struct UsageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+Options parse(const std::vector<std::string>& arguments);
+
+// How many ranks a host has where nobody says it: its devices, else one.
+int own_devices();
+
+}  // namespace tessera::run

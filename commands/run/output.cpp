@@ -1,0 +1,76 @@
+#include "commands/run/output.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace tessera::run {
+namespace {
+
+constexpr size_t kBlock = 1 << 16, kLongest = 1 << 20;  // a longer line is passed on in pieces
+
+}  // namespace
+
+void write_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t written = ::write(fd, text.data(), text.size());
+    if (written < 0 && errno != EINTR) return;
+    if (written > 0) text.remove_prefix(static_cast<size_t>(written));
+  }
+}
+
+Output::Output(int from, int to, std::string prefix, const std::string& copy)
+    : from_(from), to_(to), prefix_(std::move(prefix)), copy_(nullptr, &std::fclose) {
+  fcntl(from_, F_SETFL, O_NONBLOCK);
+  if (copy.empty()) return;
+  copy_.reset(std::fopen(copy.c_str(), "we"));
+  if (!copy_) throw std::runtime_error("[launch] cannot write " + copy + ": " + std::strerror(errno));
+}
+
+Output::~Output() {
+  if (from_ >= 0) close(from_);
+}
+
+void Output::pass(std::string_view line, std::string& out) {
+  out.append(prefix_).append(line).append("\n");
+  tail_.emplace_back(line);
+  if (tail_.size() > kTail) tail_.pop_front();
+}
+
+void Output::read() {
+  char block[kBlock];
+  const ssize_t got = ::read(from_, block, sizeof(block));
+  if (got == 0) return finish();
+  if (got < 0) return;  // nothing there
+  const std::string_view text(block, static_cast<size_t>(got));
+  if (copy_) {
+    std::fwrite(text.data(), 1, text.size(), copy_.get());
+    std::fflush(copy_.get());
+  }
+  std::string out;
+  open_.append(text);
+  size_t begin = 0;
+  for (size_t end; (end = open_.find('\n', begin)) != std::string::npos; begin = end + 1)
+    pass(std::string_view(open_).substr(begin, end - begin), out);
+  open_.erase(0, begin);
+  if (open_.size() > kLongest) {
+    pass(open_, out);
+    open_.clear();
+  }
+  write_all(to_, out);
+}
+
+void Output::finish() {
+  std::string out;
+  if (!open_.empty()) pass(open_, out);
+  open_.clear();
+  write_all(to_, out);
+  if (from_ >= 0) close(from_);
+  from_ = -1;
+}
+
+}  // namespace tessera::run

@@ -1,0 +1,42 @@
+// What a rank prints, line by line.
+#pragma once
+
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <string>
+#include <string_view>
+
+namespace tessera::run {
+
+constexpr size_t kTail = 30;  // lines of a failed rank's errors that are shown again
+
+// Writes all of it, unless nobody reads there any more.
+void write_all(int fd, std::string_view text);
+
+// The read end of a pipe in which a rank prints to stdout or stderr.
+class Output {
+ public:
+  // `to`: 1 or 2, of this process. `copy`: a file that gets it without the prefix; or empty. std::runtime_error where that
+  // cannot be written.
+  Output(int from, int to, std::string prefix, const std::string& copy);
+  Output(Output&&) = delete;
+  ~Output();
+
+  int fd() const { return from_; }  // -1 at its end
+  void read();                      // some of what is there, without waiting; passes whole lines on
+  void finish();                    // passes on what is left of a line, and closes
+  const std::deque<std::string>& tail() const { return tail_; }
+
+ private:
+  void pass(std::string_view line, std::string& out);
+
+  int from_;
+  const int to_;
+  const std::string prefix_;
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> copy_;
+  std::string open_;  // the line that has not ended
+  std::deque<std::string> tail_;
+};
+
+}  // namespace tessera::run

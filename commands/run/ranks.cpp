@@ -1,0 +1,292 @@
+#include "commands/run/ranks.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "tessera/base/free_port.h"
+
+namespace tessera::run {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr auto kLook = milliseconds(20), kLeftBehind = milliseconds(2000), kEver = milliseconds(60'000);
+constexpr int kNotFound = 127, kNotStarted = 126;  // as a shell has it
+constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT}, kPassedOn[] = {SIGUSR1, SIGUSR2, SIGCONT};
+
+int cores() {
+  cpu_set_t own;
+  return sched_getaffinity(0, sizeof(own), &own) == 0 ? CPU_COUNT(&own) : 1;
+}
+
+void set(const char* name, const std::string& value) {
+  setenv(name, value.c_str(), 1);
+}
+void set(const char* name, int value) {
+  set(name, std::to_string(value));
+}
+
+// As torchrun's and `tessera launch`'s, whose agent is not there.
+void set_variables(const Options& options, int local, int number, int port) {
+  set("RANK", number);
+  set("WORLD_SIZE", options.nodes * options.ranks);
+  set("LOCAL_RANK", local);
+  for (const char* name : {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"})
+    set(name, options.ranks);
+  for (const char* name : {"GROUP_RANK", "CROSS_RANK"})
+    set(name, options.node);
+  for (const char* name : {"GROUP_WORLD_SIZE", "CROSS_SIZE"})
+    set(name, options.nodes);
+  set("MASTER_ADDR", options.master_addr);
+  set("MASTER_PORT", port);
+  unsetenv("TORCHELASTIC_USE_AGENT_STORE");
+  unsetenv("TORCHELASTIC_RESTART_COUNT");
+  if (options.ranks > 1 && std::getenv("OMP_NUM_THREADS") == nullptr)
+    set("OMP_NUM_THREADS", std::max(1, cores() / options.ranks));
+  setenv("PYTHONUNBUFFERED", "1", 0);  // lines of Python programs come as they are printed
+}
+
+std::string name_of(int signal) {
+  static constexpr std::pair<int, const char*> names[] = {
+      {SIGHUP, "SIGHUP"},   {SIGINT, "SIGINT"},   {SIGQUIT, "SIGQUIT"}, {SIGILL, "SIGILL"},   {SIGTRAP, "SIGTRAP"},
+      {SIGABRT, "SIGABRT"}, {SIGBUS, "SIGBUS"},   {SIGFPE, "SIGFPE"},   {SIGKILL, "SIGKILL"}, {SIGUSR1, "SIGUSR1"},
+      {SIGSEGV, "SIGSEGV"}, {SIGUSR2, "SIGUSR2"}, {SIGPIPE, "SIGPIPE"}, {SIGALRM, "SIGALRM"}, {SIGTERM, "SIGTERM"},
+      {SIGXCPU, "SIGXCPU"}, {SIGSYS, "SIGSYS"},
+  };
+  for (const auto& [number, name] : names)
+    if (number == signal) return name;
+  return std::to_string(signal);
+}
+
+}  // namespace
+
+Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), port_(options.master_port) {
+  prctl(PR_SET_CHILD_SUBREAPER, 1);
+  if (port_ == 0) {
+    const HeldPort free = hold_free_port();
+    port_ = free.port;
+    port_holder_ = free.socket;
+  }
+  ranks_.resize(static_cast<size_t>(options_.ranks));
+  // What is ignored, as SIGHUP under nohup, stays so, here and in the ranks.
+  sigemptyset(&read_);
+  const auto add = [&](int signal) {
+    struct sigaction now{};
+    if (sigaction(signal, nullptr, &now) != 0 || now.sa_handler != SIG_IGN) sigaddset(&read_, signal);
+  };
+  std::for_each(std::begin(kEnding), std::end(kEnding), add);
+  std::for_each(std::begin(kPassedOn), std::end(kPassedOn), add);
+  std::signal(SIGCHLD, SIG_DFL);
+  sigaddset(&read_, SIGCHLD);
+  sigset_t blocked = read_;
+  sigaddset(&blocked, SIGPIPE);  // an error of write()
+  sigprocmask(SIG_BLOCK, &blocked, &before_);
+  signals_ = signalfd(-1, &read_, SFD_CLOEXEC | SFD_NONBLOCK);
+  if (signals_ < 0) throw std::runtime_error(std::string("[launch] signalfd: ") + std::strerror(errno));
+}
+
+Ranks::~Ranks() {
+  close(signals_);
+  if (port_holder_ >= 0) close(port_holder_);
+  sigprocmask(SIG_SETMASK, &before_, nullptr);
+}
+
+// ---- starting
+
+void Ranks::become(int local, int number, const int (&out)[2], const int (&err)[2], int failed) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != own_pid_) _exit(kNotStarted);  // it died before that
+  setpgid(0, 0);
+  dup2(out[1], STDOUT_FILENO);
+  dup2(err[1], STDERR_FILENO);
+  if (local != 0 || isatty(STDIN_FILENO) == 1) {  // a terminal stops processes of other groups that read there
+    const int nothing = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    dup2(nothing, STDIN_FILENO);
+  }
+  set_variables(options_, local, number, port_);
+  std::vector<std::string> words = options_.command;
+  std::vector<char*> argv;
+  for (std::string& word : words)
+    argv.push_back(word.data());
+  argv.push_back(nullptr);
+  sigprocmask(SIG_SETMASK, &before_, nullptr);
+  execvp(argv[0], argv.data());
+  const int reason = errno;
+  [[maybe_unused]] const ssize_t told = write(failed, &reason, sizeof(reason));
+  _exit(kNotStarted);
+}
+
+void Ranks::start(int local) {
+  Rank& rank = ranks_[static_cast<size_t>(local)];
+  rank.number = options_.node * options_.ranks + local;
+  int out[2], err[2], failed[2];
+  if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0 || pipe2(failed, O_CLOEXEC) != 0)
+    throw std::runtime_error(std::string("[launch] no pipe: ") + std::strerror(errno));
+  const auto file = [&](const char* name) {
+    if (options_.log_dir.empty()) return std::string();
+    const auto folder = std::filesystem::path(options_.log_dir) / std::to_string(rank.number);
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    if (error) throw std::runtime_error("[launch] cannot write " + folder.string() + ": " + error.message());
+    return (folder / name).string();
+  };
+  const std::string prefix = "[rank " + std::to_string(rank.number) + "] ";
+  rank.out = std::make_unique<Output>(out[0], STDOUT_FILENO, prefix, file("stdout.log"));
+  rank.err = std::make_unique<Output>(err[0], STDERR_FILENO, prefix, file("stderr.log"));
+  rank.pid = fork();
+  if (rank.pid == 0) become(local, rank.number, out, err, failed[1]);
+  for (const int end : {out[1], err[1], failed[1]})
+    close(end);
+  if (rank.pid < 0) throw std::runtime_error(std::string("[launch] fork: ") + std::strerror(errno));
+  setpgid(rank.pid, rank.pid);  // both do it: whichever comes first
+  rank.running = true;
+  int reason = 0;
+  const bool started = read(failed[0], &reason, sizeof(reason)) != sizeof(reason);
+  close(failed[0]);
+  if (started) return;
+  code_of_start_ = reason == ENOENT ? kNotFound : kNotStarted;
+  throw std::runtime_error("[launch] cannot start " + options_.command.front() + ": " + std::strerror(reason));
+}
+
+// ---- while they run
+
+void Ranks::tell(int signal) {
+  for (const Rank& rank : ranks_)
+    if (rank.pid > 0) kill(-rank.pid, signal);
+}
+
+// A second signal is passed on, too; the grace goes on.
+void Ranks::end_all(int signal) {
+  tell(signal);
+  tell(SIGCONT);
+  if (!kill_at_) kill_at_ = Clock::now() + std::chrono::seconds(options_.grace_seconds);
+}
+
+bool Ranks::any_running() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.running; });
+}
+
+bool Ranks::any_left() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) {
+    while (rank.pid > 0 && waitpid(-rank.pid, nullptr, WNOHANG) > 0) {  // this process is the parent of orphans
+    }
+    return rank.pid > 0 && kill(-rank.pid, 0) == 0;
+  });
+}
+
+void Ranks::reap() {
+  for (Rank& rank : ranks_) {
+    int status = 0;
+    if (!rank.running || waitpid(rank.pid, &status, WNOHANG) != rank.pid) continue;
+    rank.running = false;
+    // Of several that end at a time, one that a signal ended is the cause.
+    const bool first = failed_ == nullptr || (!kill_at_ && WIFEXITED(status_) && WIFSIGNALED(status));
+    if (status == 0 || told_ != 0 || !first || kill_at_) continue;
+    failed_ = &rank;
+    status_ = status;
+  }
+  if (failed_ != nullptr && !kill_at_) end_all(SIGTERM);
+}
+
+void Ranks::read_signals() {
+  signalfd_siginfo info{};
+  while (read(signals_, &info, sizeof(info)) == sizeof(info)) {
+    const int signal = static_cast<int>(info.ssi_signo);
+    if (signal == SIGCHLD) continue;
+    if (std::find(std::begin(kEnding), std::end(kEnding), signal) == std::end(kEnding)) {
+      tell(signal);
+      continue;
+    }
+    if (failed_ == nullptr && told_ == 0) told_ = signal;
+    end_all(signal);
+  }
+  reap();
+}
+
+void Ranks::wait_and_pass(milliseconds longest) {
+  std::vector<pollfd> all{{signals_, POLLIN, 0}};
+  std::vector<Output*> outputs;
+  for (const Rank& rank : ranks_)
+    for (Output* output : {rank.out.get(), rank.err.get()})
+      if (output != nullptr && output->fd() >= 0) {
+        outputs.push_back(output);
+        all.push_back({output->fd(), POLLIN, 0});
+      }
+  if (poll(all.data(), all.size(), static_cast<int>(longest.count())) <= 0) return;
+  for (size_t at = 0; at < outputs.size(); ++at)
+    if (all[at + 1].revents != 0) outputs[at]->read();
+  if (all[0].revents != 0) read_signals();
+}
+
+// What ranks have left behind: it has a moment to end by itself, as Python's trackers of resources do.
+void Ranks::end_rest() {
+  const auto end = Clock::now() + kLeftBehind;
+  while (any_left() && Clock::now() < end)
+    wait_and_pass(kLook);
+  tell(SIGKILL);
+  while (any_left() && Clock::now() < end + kLeftBehind)
+    wait_and_pass(kLook);
+  for (const Rank& rank : ranks_)
+    for (Output* output : {rank.out.get(), rank.err.get()}) {
+      if (output == nullptr) continue;
+      pollfd ready{output->fd(), POLLIN, 0};
+      while (output->fd() >= 0 && poll(&ready, 1, 0) == 1)
+        output->read();
+      output->finish();
+    }
+}
+
+int Ranks::report() const {
+  if (told_ != 0) return 128 + told_;
+  if (failed_ == nullptr) return 0;
+  const bool killed = WIFSIGNALED(status_);
+  std::string text =
+      "[launch] rank " + std::to_string(failed_->number) + " failed first (" +
+      (killed ? "signal " + name_of(WTERMSIG(status_)) : "exit code " + std::to_string(WEXITSTATUS(status_))) + "):\n";
+  for (const std::string& line : failed_->err->tail())
+    text += line + "\n";
+  write_all(STDERR_FILENO, text);
+  return killed ? 128 + WTERMSIG(status_) : WEXITSTATUS(status_);
+}
+
+int Ranks::run() {
+  try {
+    for (int local = 0; local < options_.ranks; ++local)
+      start(local);
+  } catch (...) {
+    tell(SIGKILL);
+    for (const Rank& rank : ranks_)
+      if (rank.pid > 0) waitpid(rank.pid, nullptr, 0);
+    throw;
+  }
+  while (any_running()) {
+    auto longest = kEver;
+    if (kill_at_) {
+      longest = std::max(milliseconds(0), std::chrono::ceil<milliseconds>(*kill_at_ - Clock::now()));
+      if (longest == milliseconds(0)) {
+        tell(SIGKILL);
+        longest = kLook;
+      }
+    }
+    wait_and_pass(std::min(longest, kEver));
+  }
+  end_rest();
+  return report();
+}
+
+}  // namespace tessera::run

@@ -1,0 +1,174 @@
+#include "tessera/comm/launch.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string_view>
+
+#include "tessera/base/env.h"
+#include "tessera/base/error.h"
+#include "tessera/comm/slurm_lists.h"
+
+namespace tessera::comm {
+namespace {
+
+constexpr int kPort = 29500;                            // torchrun's
+constexpr uint64_t kFirstPort = 20000, kPorts = 12000;  // below those that systems give out themselves
+constexpr uint64_t kNoStep = 0xfffffff0;                // from here on: a job's script, its shell and the like
+constexpr uint64_t kOfStep = 1009;                      // has no factor in common with kPorts
+
+struct Names {
+  const char *rank, *size, *local_rank, *local_size;
+  bool slurm = false;
+};
+constexpr Names kTorchrun{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+constexpr Names kOpenMpi{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                         "OMPI_COMM_WORLD_LOCAL_SIZE"};
+constexpr Names kPmi{"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
+constexpr Names kSlurm{"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", true};
+constexpr Names kDiscovered[] = {kOpenMpi, kPmi, kSlurm};
+
+std::optional<std::string> first_of(std::initializer_list<const char*> names) {
+  for (const char* name : names)
+    if (auto text = env::get(name)) return text;
+  return std::nullopt;
+}
+
+// What it is called in a step of SLURM, as a batch script has kSlurm.size, too; nothing outside of one.
+std::optional<Names> slurm_step() {
+  const auto step = digits_as_number(first_of({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or(""));
+  const bool later = env::get_int(kSlurm.rank).value_or(0) > 0;  // the script's own process is number 0
+  if (!later && (!step || *step >= kNoStep)) return std::nullopt;
+  Names names = kSlurm;
+  if (env::get("SLURM_STEP_NUM_TASKS")) names.size = "SLURM_STEP_NUM_TASKS";
+  return names;
+}
+
+std::optional<Names> other_launcher() {
+  if (env::get(kOpenMpi.rank) || env::get(kOpenMpi.size)) return kOpenMpi;
+  const auto slurm = slurm_step();
+  const auto rank = env::get(kPmi.rank), size = env::get(kPmi.size);
+  // srun --mpi=pmi2 sets them beside its own, which say more.
+  const bool of_srun = slurm && rank == env::get(slurm->rank) && size == env::get(slurm->size);
+  if ((rank || size) && !of_srun) return kPmi;
+  return slurm;
+}
+
+struct Chosen {
+  Names names = kTorchrun;
+  bool other = false;  // not torchrun's
+};
+
+// Value error where RANK or WORLD_SIZE would have to be completed by another launcher's.
+Chosen choose(const LaunchRequest& request) {
+  const auto rank = env::get(kTorchrun.rank), size = env::get(kTorchrun.size);
+  const bool whole = (rank || request.rank >= 0) && (size || request.size > 0);
+  const auto other = request.discover && !(whole && (rank || size)) ? other_launcher() : std::nullopt;
+  const auto unknown = request.discover && !other && !whole && !rank && !size ? env::get("PMIX_RANK") : std::nullopt;
+  TESSERA_CHECK_VALUE(!unknown, "comm", "PMIX_RANK is ", *unknown,
+                      ", but nothing says how many ranks there are; set RANK and WORLD_SIZE");
+  if (!other) return {};
+  if (!rank && !size) return {*other, true};
+  const char* const missing = rank ? kTorchrun.size : kTorchrun.rank;
+  const char* const theirs = rank ? other->size : other->rank;
+  TESSERA_CHECK_VALUE(false, "comm", rank ? kTorchrun.rank : kTorchrun.size, " is ", rank ? *rank : *size, ", but ",
+                      missing, " is not set; ", theirs, " is ", env::get(theirs).value_or("not set"),
+                      ", which is another launcher's and not mixed with it: set both RANK and WORLD_SIZE, or neither");
+}
+
+void read_ranks(Launch& own, const LaunchRequest& request, const Chosen& by) {
+  const char *const rank = by.names.rank, *const size = by.names.size;
+  const char* const rank_name = request.rank >= 0 ? "rank" : rank;
+  const char* const size_name = request.size > 0 ? "world_size" : size;
+  own.size = request.size;
+  const auto given = env::get_int(rank);
+  if (own.size <= 0) {
+    const auto found = env::get_int(size);
+    own.size = found.value_or(by.other || given.value_or(0) > 0 ? 0 : 1);
+    TESSERA_CHECK_VALUE(own.size >= 1, "comm", size, found ? c10::str(" is ", *found) : " is not set",
+                        "; it must be the number of ranks, 1 at least");
+  }
+  TESSERA_CHECK_VALUE(request.rank >= 0 || given || (own.size == 1 && !by.other), "comm", size_name, " is ", own.size,
+                      ", but ", rank, " is not set");
+  own.rank = request.rank >= 0 ? request.rank : given.value_or(0);
+  TESSERA_CHECK_VALUE(own.rank >= 0 && own.rank < own.size, "comm", rank_name, " is ", own.rank, ", but ", size_name,
+                      " is ", own.size, ": ranks are 0 to ", own.size - 1);
+}
+
+int ranks_of_host(const Names& by) {
+  const auto counts = by.slurm ? first_of({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}) : std::nullopt;
+  if (counts) return tasks_of_host(*counts, env::get_int("SLURM_NODEID").value_or(0));
+  return env::get_int(by.local_size).value_or(0);
+}
+
+// FNV-1a: ranks of all hosts must agree.
+uint64_t hash_of_name(std::string_view text) {
+  uint64_t value = 0xcbf29ce484222325;
+  for (const unsigned char byte : text)
+    value = (value ^ byte) * 0x100000001b3;
+  return value;
+}
+
+// Jobs that run on one host at a time have numbers near each other.
+int port_of_job(const Names& by) {
+  std::optional<uint64_t> job;
+  if (by.slurm) {
+    job = digits_as_number(first_of({"SLURM_JOB_ID", "SLURM_JOBID"}).value_or(""));
+    if (job) *job += kOfStep * digits_as_number(first_of({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or("")).value_or(0);
+  } else if (const auto name = env::get("PMIX_NAMESPACE")) {
+    job = hash_of_name(*name);
+  }
+  return job ? static_cast<int>(kFirstPort + *job % kPorts) : kPort;
+}
+
+// Of a job that is as its launcher started it; empty where nothing says it.
+std::string address_of_job(const Launch& own, const Names& by) {
+  if (!by.slurm) return own.local_size == own.size ? "127.0.0.1" : "";
+  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"}) {
+    const auto list = env::get(name);
+    if (!list) continue;
+    const auto hosts = expand_hosts(*list, name);
+    return hosts.size() == 1 ? "127.0.0.1" : hosts.front();
+  }
+  return "";
+}
+
+}  // namespace
+
+Launch read_launch(const LaunchRequest& request) {
+  const Chosen by = choose(request);
+  Launch own;
+  own.local_rank = launched_local_rank(request.discover);
+  TESSERA_CHECK_VALUE(own.local_rank >= 0, "comm", "LOCAL_RANK is ", own.local_rank,
+                      "; it numbers the ranks of a host, from 0");
+  read_ranks(own, request, by);
+  own.local_size = ranks_of_host(by.names);
+  const bool as_launched = by.other && own.size == env::get_int(by.names.size);
+  own.address = env::get("MASTER_ADDR").value_or("");
+  if (own.address.empty() && own.size > 1 && as_launched && request.meets) own.address = address_of_job(own, by.names);
+  TESSERA_CHECK_VALUE(own.size == 1 || !request.meets || !own.address.empty(), "comm", "there are ", own.size,
+                      " ranks, but MASTER_ADDR, where rank 0 is, is not set",
+                      by.other
+                          ? "; set it for all ranks, as by mpirun -x MASTER_ADDR=HOST or mpiexec -genv MASTER_ADDR HOST"
+                          : "; torchrun and tessera-run set it");
+  const auto text = env::get("MASTER_PORT")
+                        .value_or(std::to_string(request.port != 0 ? request.port
+                                                 : as_launched     ? port_of_job(by.names)
+                                                                   : kPort));
+  const auto port = digits_as_number(text);
+  TESSERA_CHECK_VALUE(port && *port > 0 && *port < 65536, "comm", "MASTER_PORT is '", text,
+                      "'; it must be a port, 1 to 65535");
+  own.port = static_cast<int>(*port);
+  return own;
+}
+
+int launched_local_rank(bool discover) {
+  if (const auto own = env::get_int(kTorchrun.local_rank); own || !discover) return own.value_or(0);
+  for (const Names& names : kDiscovered)
+    if (const auto own = env::get_int(names.local_rank)) return *own;
+  return 0;
+}
+
+}  // namespace tessera::comm
