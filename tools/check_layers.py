@@ -3,8 +3,6 @@
 
 usage: check_layers.py [ROOT]     exit status 1 and one line per finding when a rule is broken
 
-DEBTS lists what circles and private imports there still are; an entry that is not needed any more is a finding.
-
 The rules, in the order of the functions below:
   layers     a file includes its own folder or a lower layer only
   imports    the same for the Python package
@@ -56,7 +54,7 @@ UMBRELLA_LAYER = 7
 # Sub-packages and modules of the Python package, all of them, the lowest first. Those of one row never see each other.
 PYTHON_ORDER = (
     "_core errors _copies _loans _outputs _random flops",
-    "_blobs _config _mesh _nested _version autocast data distributed elasticity launch loss_scale lr_schedules monitor"
+    "_blobs _config _mesh _nested _version autocast data distributed launch loss_scale lr_schedules monitor"
     " recompute units",
     "_device",
     "_deepspeed optim parallel sequence zero",
@@ -73,24 +71,19 @@ PYTHON_LAYERS = {name: layer for layer, names in enumerate(PYTHON_ORDER) for nam
 ALIAS, ALIAS_NAME = "python/deepspeed_alias/", "deepspeed"
 
 PYTHON_ROOTS = ("python/tessera/", f"{ALIAS}{ALIAS_NAME}/")
-DEBTS = "tools/import_debts.txt"
 PRIVATE = re.compile(r"_(?!_|core)")  # names of this form; _core, the compiled module, is everybody's
 
 # What tests name of the package's private modules, the alias's too. Nothing is added: a test goes through what users
 # call, or is one of the C++ that is bound.
 PRIVATE_IN_TESTS = {
-    "tests/python/_deepspeed/test_layouts.py": {"tessera._deepspeed"},  # fails a save's last step
+    "tests/python/_deepspeed/test_layouts.py": {"tessera._deepspeed"},  # writes values of another kind
     "tests/python/_deepspeed/test_pt.py": {"tessera._deepspeed"},  # its reader, with files that lie
-    "tests/python/deepspeed_alias/test_alias_names.py": {"deepspeed._lazy", "deepspeed._table"},  # its rows
     "tests/python/hybrid/conftest.py": {"tessera.hybrid._object_store"},
     "tests/python/parallel/test_classes.py": {
         "tessera.parallel._attention",
         "tessera.parallel._classes",
     },  # their names
     "tests/python/parallel/test_models.py": {"tessera.parallel._attention"},
-    "tests/python/pipeline/stages.py": {"tessera.pipeline._module"},
-    "tests/python/pipeline/test_parity_of_stages.py": {"tessera.pipeline._schedule"},
-    "tests/python/pipeline/test_schedule.py": {"tessera.pipeline._partition", "tessera.pipeline._schedule"},
     "tests/python/test_device.py": {"tessera._device"},  # of cards that no machine of the tests has
     "tests/python/test_nested.py": {"tessera._nested"},  # any value at all
     "tests/python/test_package.py": {"tessera._core"},  # what is compiled, against its types
@@ -226,38 +219,19 @@ def check_circles(files: dict[str, str]) -> Iterator[Finding]:
         found = [] if path.endswith(".pyi") else import_names(path, files[path])  # stubs are parts of one module
         imports = [(".".join(names), ".".join(names[:-1])) for names in found]
         graph[name] = {whole if whole in modules else module for whole, module in imports} & modules.keys() - {name}
-    allowed = {frozenset(names) for kind, *names in debts(files) if kind == "circle"}
-    for circle in circles_of(graph) - allowed:
+    for circle in circles_of(graph):
         yield modules[min(circle)], f"is in a circle of imports: {' '.join(sorted(circle))}"
-    for circle in allowed - circles_of(graph):
-        yield DEBTS, f"there is no such circle any more, mend the entry: {' '.join(sorted(circle))}"
 
 
 def check_private(files: dict[str, str]) -> Iterator[Finding]:
-    used: dict[tuple[str, str], str] = {}
     plain = [python_module(path) for path in python_files(files) if not path.endswith("/__init__.py")]
     for path, text in python_files(files).items():
-        package, here = python_package(path), python_module(path)
-        user = ".".join(here[: 2 if here[0] == "tessera" else 1])
+        package = python_package(path)
         for names in import_names(path, text):
             private = [names[:at] for at, name in enumerate(names) if PRIVATE.match(name)]
             owners = [owner[:-1] if owner in plain else owner for owner in private]
             if names[0] in ("tessera", ALIAS_NAME) and any(owner != package[: len(owner)] for owner in owners):
-                used.setdefault((user, ".".join(names)), path)
-    allowed = {
-        (user, f"{module}.{name}")
-        for kind, user, module, *names in (debt for debt in debts(files) if debt[0] == "private")
-        for name in names
-    }
-    for user, name in sorted(used.keys() - allowed):
-        yield used[user, name], f"imports {name}, which is private to its package"
-    for user, name in sorted(allowed - used.keys()):
-        yield DEBTS, f"{user} does not import {name} any more, take it out"
-
-
-def debts(files: dict[str, str]) -> list[list[str]]:
-    lines = (line.partition("#")[0].split() for line in files.get(DEBTS, "").splitlines())
-    return [line for line in lines if line]
+                yield path, f"imports {'.'.join(names)}, which is private to its package"
 
 
 def private_names(text: str) -> set[str]:

@@ -6,6 +6,7 @@
 
 #include "bindings.h"
 #include "json_values.h"
+#include "tessera/config/elastic.h"
 #include "tessera/config/json.h"
 #include "tessera/config/json_text.h"
 #include "tessera/config/lookup.h"
@@ -133,19 +134,17 @@ void bind_tree(py::module_& m) {
       .def(
           "get", [](const Config& config, const std::string& path) { return to_python(config.get(path)); },
           py::arg("path"))
-      .def("to_dict", [](const Config& config) { return to_python(config.to_dict()); })
+      .def(
+          "to_dict", [](const Config& config, bool all) { return to_python(config.to_dict(all)); },
+          py::arg("all") = true)
       .def_property_readonly("placements", &placements)
       .def("resolve_batch", &Config::resolve_batch, py::arg("data_parallel_size"))
-      .def(
-          "with_batch",
-          [](Config config, int64_t train_batch_size, int64_t micro_batch_size) {
-            config.train_batch_size = train_batch_size;
-            config.train_micro_batch_size_per_gpu = micro_batch_size;
-            config.gradient_accumulation_steps.reset();
-            config.elasticity.ignore_non_elastic_batch_info = true;  // its own batch is no contradiction
-            return config;
-          },
-          py::arg("train_batch_size"), py::arg("micro_batch_size"))
+      .def("elastic_batch",
+           [](const Config& config) {
+             ElasticBatch batch = elastic_batch(config);
+             return std::pair(batch.train_batch_size, std::move(batch.ranks));
+           })
+      .def("elastic_micro_batches", &elastic_micro_batches, py::arg("data_parallel_size"))
       .def("describe", &Config::describe, py::arg("all") = true)
       .def_readonly("warnings", &Config::warnings)
       .def_readonly("given", &Config::given);

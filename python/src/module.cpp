@@ -9,6 +9,21 @@
 
 namespace {
 
+const char* kind_of(const tessera::config::Problem& problem) {
+  using Kind = tessera::config::Problem::Kind;
+  switch (problem.kind) {
+    case Kind::Unknown:
+      return "unknown";
+    case Kind::Value:
+      return "value";
+    case Kind::Rule:
+      return "rule";
+    case Kind::Ranks:
+      return "ranks";
+  }
+  return "";
+}
+
 // Errors of the core arrive as those of the package; all else as torch translates it.
 void translate(std::exception_ptr error) {
   const auto raise = [](const char* name, const c10::Error& e) {
@@ -16,11 +31,11 @@ void translate(std::exception_ptr error) {
     PyErr_SetString(type.ptr(), e.what_without_backtrace());
   };
   const auto raise_config = [](const tessera::config::InvalidConfig& e) {
-    const pybind11::object error =
-        pybind11::module_::import("tessera.errors").attr("ConfigError")(e.what_without_backtrace());
+    const auto errors = pybind11::module_::import("tessera.errors");
+    const pybind11::object error = errors.attr("ConfigError")(e.what_without_backtrace());
     pybind11::list problems;
     for (const auto& problem : e.problems())
-      problems.append(pybind11::make_tuple(problem.path, problem.text));
+      problems.append(errors.attr("Problem")(problem.path, problem.text, kind_of(problem)));
     error.attr("problems") = pybind11::tuple(problems);
     PyErr_SetObject(pybind11::type::of(error).ptr(), error.ptr());
   };

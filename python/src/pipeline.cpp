@@ -1,10 +1,10 @@
-#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "bindings.h"
@@ -13,17 +13,11 @@
 #include "tessera/pipeline/partition.h"
 #include "tessera/pipeline/runner.h"
 #include "tessera/pipeline/schedule.h"
+#include "tessera/pipeline/together.h"
 
 namespace tessera::python {
 
 namespace {
-
-pipeline::Kind kind_of(const std::string& name) {
-  for (const auto kind : {pipeline::Kind::ReceiveActivations, pipeline::Kind::Forward, pipeline::Kind::SendActivations,
-                          pipeline::Kind::ReceiveGradients, pipeline::Kind::Backward, pipeline::Kind::SendGradients})
-    if (name == pipeline::kind_name(kind)) return kind;
-  TESSERA_CHECK_VALUE(false, "pipeline", "there is no kind of action '", name, "'");
-}
 
 // What others are to know of an exception of Python. The interpreter's lock is held.
 pipeline::Failure failure_of(const py::error_already_set& error) {
@@ -95,6 +89,46 @@ class Batch final : public pipeline::EngineStage<engine::Engine> {
   const py::object& batch_;
 };
 
+// An engine of Python that steps with others: _together.py. As Batch, it takes the interpreter's lock in each call.
+class Member final : public pipeline::Stepping {
+ public:
+  explicit Member(py::object member) : member_(std::move(member)) {}
+  bool at_boundary() override { return call<bool>("at_boundary"); }
+  void check(bool at_boundary) override { call<py::object>("check", at_boundary); }
+  void checked() override { call<py::object>("checked"); }
+  double square(bool whole) override { return call<double>("square", whole); }
+  bool step(std::optional<double> norm) override { return call<bool>("step", norm); }
+
+ private:
+  template <class R, class... A>
+  R call(const char* name, const A&... a) {
+    const py::gil_scoped_acquire locked;
+    try {
+      const py::object result = member_.attr(name)(a...);
+      if constexpr (!std::is_same_v<R, py::object>)
+        return result.template cast<R>();
+      else
+        return py::object();
+    } catch (const py::error_already_set& error) {
+      if (failure_of(error).lost && error.matches(PyExc_Exception))  // as the core has thrown it
+        throw c10::DistBackendError({}, py::str(error.value()));
+      throw;
+    }
+  }
+
+  py::object member_;
+};
+
+std::optional<double> step_together(const std::vector<py::object>& members, const comm::GroupPtr& everyone,
+                                    c10::Device device) {
+  std::vector<Member> stepping(members.begin(), members.end());
+  std::vector<pipeline::Stepping*> engines;
+  for (Member& member : stepping)
+    engines.push_back(&member);
+  const py::gil_scoped_release unlocked;
+  return pipeline::step_together(engines, everyone.get(), device).norm;
+}
+
 // A call of the core about one batch.
 template <class Part, class R, class... A>
 auto of_batch(R (Part::*method)(pipeline::Stage&, A...)) {
@@ -132,6 +166,8 @@ void bind_runner(py::module_& m) {
   m.def("rows_of", &rows_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
   m.def("texts_of", &texts_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
 
+  m.def("step_together", &python::step_together, py::arg("members"), py::arg("everyone"), py::arg("device"));
+
   py::class_<Ties, std::shared_ptr<Ties>>(m, "Ties")
       .def(py::init(&make_ties), py::arg("ranks"), py::arg("tied"))
       .def("attach", of_batch(&Ties::attach), py::arg("engine"), py::arg("batch"))
@@ -161,32 +197,15 @@ void bind_runner(py::module_& m) {
 void bind_pipeline(py::module_& m) {
   using namespace pipeline;
 
-  const auto kind = [](const Action& a) { return std::string(kind_name(a.kind)); };
-  py::class_<Action>(m, "StageAction")
-      .def(py::init([](const std::string& kind, int micro, int chunk) { return Action{kind_of(kind), micro, chunk}; }),
-           py::arg("kind"), py::arg("micro"), py::arg("chunk") = 0)
-      .def_property_readonly("kind", kind)
-      .def_readonly("micro", &Action::micro)
-      .def_readonly("chunk", &Action::chunk)
-      .def(py::self == py::self)
-      .def("__hash__", [kind](const Action& a) { return py::hash(py::make_tuple(kind(a), a.micro, a.chunk)); })
-      .def("__repr__", [kind](const Action& a) {
-        return c10::str("Action(kind='", kind(a), "', micro=", a.micro, ", chunk=", a.chunk, ")");
-      });
+  py::class_<Action>(m, "StageAction");  // of tables, which Python hands back as they are
 
   py::class_<Shape>(m, "PipelineShape")
       .def(py::init<int, int, int>(), py::arg("stages"), py::arg("micro_batches"), py::arg("chunks") = 1)
-      .def_readonly("stages", &Shape::stages)
-      .def_readonly("micro_batches", &Shape::micro_batches)
-      .def_readonly("chunks", &Shape::chunks)
       .def("is_first", &Shape::is_first, py::arg("stage"), py::arg("chunk"))
       .def("is_last", &Shape::is_last, py::arg("stage"), py::arg("chunk"))
-      .def(py::self == py::self);
-
-  m.def("pipeline_schedules", &schedules);
+      .def_readonly("micro_batches", &Shape::micro_batches);
   m.def("training_table", &training, py::arg("name"), py::arg("shape"), py::arg("stage"));
   m.def("forward_table", &forward_only, py::arg("shape"), py::arg("stage"));
-  m.def("live_bound", &live_bound, py::arg("name"), py::arg("shape"), py::arg("stage"));
   m.def("split_weights", &split, py::arg("weights"), py::arg("parts"));
   bind_runner(m);
 }

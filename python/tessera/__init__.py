@@ -20,7 +20,6 @@ check_torch(torch.__version__)
 from tessera import (  # noqa: E402
     autocast,
     data,
-    elasticity,
     flops,
     hybrid,
     lr_schedules,
@@ -59,7 +58,6 @@ __all__ = [
     "cmake_prefix_path",
     "data",
     "default_unit_policy",
-    "elasticity",
     "flops",
     "hybrid",
     "init_distributed",

@@ -63,11 +63,7 @@ def _decode(text: str) -> str:
 
 def choose_config(args: Any, config: Any, config_params: Any) -> Any:
     """The one configuration among `config`, its alias `config_params` and `args.deepspeed_config`."""
-    from_args = _argument(args, "deepspeed_config")
-    old_name = _argument(args, "deepscale_config")
-    if from_args is not None and old_name is not None:
-        raise ConfigError("[initialize] args has both deepspeed_config and its old name deepscale_config; keep one")
-    from_args = from_args if from_args is not None else old_name
+    from_args = argument(args, "deepspeed_config")
     if config is not None and config_params is not None and config is not config_params:
         raise ConfigError("[initialize] config and config_params are two names of one argument; pass one of them")
     config = config if config is not None else config_params
@@ -78,7 +74,8 @@ def choose_config(args: Any, config: Any, config_params: Any) -> Any:
     return config if config is not None else from_args
 
 
-def _argument(args: Any, name: str) -> Any:
+def argument(args: Any, name: str) -> Any:
+    """What `args`, a mapping or a namespace, has by that name; else None."""
     if isinstance(args, Mapping):
         return args.get(name)
     return getattr(args, name, None)

@@ -51,6 +51,13 @@ class Loans:
         self._note(owner, name, vars(owner).get(name, _ABSENT), value)
         vars(owner)[name] = value
 
+    def lend(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute of a module, parameter or optimizer for as long as the engine lives; copies of a module are
+        made without it."""
+        self.put(owner, name, value)
+        if isinstance(owner, nn.Module):
+            self.keep_off_copies(owner)
+
     @contextmanager
     def watching(self, owners: Iterable[Any], name: str) -> Iterator[None]:
         """What is done to this attribute of theirs inside is taken back in the end."""

@@ -19,8 +19,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,17 +27,12 @@ from tessera._deepspeed import LOOKED_FOR, CheckpointFiles, Source, finish_folde
 from tessera.errors import ConfigError, IoError
 
 __all__ = [
-    "LazyTensor",
-    "convert_zero_checkpoint_to_fp32_state_dict",
     "export",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
     "main",
     "open_checkpoint",
     "state_dict",
     "to_deepspeed",
     "to_universal",
-    "zero_to_fp32_main",
 ]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
@@ -77,12 +70,7 @@ def state_dict(
 ) -> dict[str, torch.Tensor]:
     """All parameters and buffers, as module.load_state_dict() takes them. Floating parameters in `dtype`; None: in what
     the module computed in. Tied names share one tensor."""
-    return state_dict_of(open_checkpoint(folder, tag), dtype, exclude_frozen)
-
-
-def state_dict_of(
-    reader: _core.CheckpointReader, dtype: torch.dtype | None, exclude_frozen: bool
-) -> dict[str, torch.Tensor]:
+    reader = open_checkpoint(folder, tag)
     state: dict[str, torch.Tensor] = {}
     for tensor in _core.list_export(reader, dtype, not exclude_frozen):
         state.update(dict.fromkeys(tensor.names, _core.read_export(reader, tensor)))
@@ -162,103 +150,6 @@ def _put(out: str | os.PathLike[str], name: str, write: Callable[[str], None], f
         finish(made)
     finally:
         shutil.rmtree(made, ignore_errors=True)
-
-
-# ---------------------------------------------------------------- by the names that DeepSpeed's zero_to_fp32 has
-
-
-def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | os.PathLike[str],
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    lazy_mode: bool = False,
-) -> dict[str, Any]:
-    """All parameters in fp32, and the buffers, of any checkpoint; tied names have one tensor. `lazy_mode`: values are
-    read by their contiguous()."""
-    reader = open_checkpoint_of(checkpoint_dir, tag)
-    if not lazy_mode:
-        return state_dict_of(reader, torch.float32, exclude_frozen_parameters)
-    lazy: dict[str, Any] = {}
-    for tensor in _core.list_export(reader, torch.float32, not exclude_frozen_parameters):
-        lazy.update(dict.fromkeys(tensor.names, LazyTensor(reader, tensor)))
-    return lazy
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor of a checkpoint that is read when it is asked for."""
-
-    reader: _core.CheckpointReader
-    tensor: _core.ExportTensor
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def contiguous(self) -> torch.Tensor:
-        return _core.read_export(self.reader, self.tensor)
-
-
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
-    max_shard_size: int | str | None = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:
-    """export() in fp32, by default to pytorch_model.bin."""
-    open_checkpoint_of(checkpoint_dir, tag)
-    limit = sys.maxsize if max_shard_size is None else max_shard_size
-    export(checkpoint_dir, output_dir, tag, torch.float32, limit, exclude_frozen_parameters, safe_serialization)
-
-
-def load_state_dict_from_zero_checkpoint(
-    model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
-) -> torch.nn.Module:
-    """Moves the model to the CPU and puts the checkpoint's fp32 weights into it. Names that only one side has stay."""
-    model = model.cpu()
-    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
-    return model
-
-
-def open_checkpoint_of(folder: str | os.PathLike[str], tag: str | None) -> _core.CheckpointReader:
-    """open_checkpoint() with the errors that zero_to_fp32 has: ConfigError without a tag, FileNotFoundError."""
-    if not tag and not _core.latest_tag(os.fspath(folder)):
-        raise ConfigError(
-            f"[checkpoints] Unable to find 'latest' file at '{os.path.join(folder, 'latest')}'; name a tag"
-        )
-    path = os.path.join(folder, tag or _core.latest_tag(os.fspath(folder)))
-    if not os.path.isdir(path):
-        raise FileNotFoundError(f"[checkpoints] Directory '{path}' doesn't exist")
-    return open_checkpoint(folder, tag)
-
-
-def zero_to_fp32_main(argv: Sequence[str] | None = None) -> int:
-    """The script zero_to_fp32.py beside checkpoints in DeepSpeed's layout and those of the deepspeed package."""
-    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Full fp32 weights of a checkpoint.")
-    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was called with")
-    parser.add_argument("output_dir")
-    parser.add_argument("--max_shard_size", default="5GB")
-    parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of pytorch_model.bin")
-    parser.add_argument("-t", "--tag", help="default: what the file `latest` names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true")
-    parser.add_argument("-d", "--debug", action="store_true", help="errors with where they came from")
-    a = parser.parse_args(argv)
-    try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            a.checkpoint_dir, a.output_dir, a.max_shard_size, a.safe_serialization, a.tag, a.exclude_frozen_parameters
-        )
-    except (ConfigError, OSError) as error:
-        if a.debug:
-            raise
-        print(error, file=sys.stderr)
-        return 1
-    return 0
 
 
 def shard_bytes(size: int | str) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from tessera import checkpoints, estimate, launch, report
 from tessera._config import load_config
-from tessera.elasticity import with_elastic_batch
 from tessera.errors import ConfigError, IoError
 
 __all__ = ["main"]
@@ -24,7 +23,7 @@ def check(argv: Sequence[str] | None = None) -> int:
     loaded = load_config(options.config)
     print(loaded.describe(options.all))
     if options.ranks is not None:
-        batch = with_elastic_batch(loaded, options.ranks).resolve_batch(options.ranks)
+        batch = loaded.resolve_batch(options.ranks)
         print(
             f"{options.ranks} ranks: {batch.train_batch_size} samples a step = micro batch {batch.micro_batch_size} x "
             f"{batch.gradient_accumulation_steps} accumulation steps x {options.ranks}"

@@ -4,15 +4,31 @@ served as NotImplementedError, a lost peer as torch.distributed.DistBackendError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
-__all__ = ["ConfigError", "IoError", "StageFailed", "UsageError"]
+__all__ = ["ConfigError", "IoError", "Problem", "StageFailed", "UsageError"]
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a configuration: a key that does not exist, a value that is wrong by itself, keys
+    that contradict each other (or a text that is no configuration), a number of ranks that it does not fit."""
+
+    path: str
+    text: str
+    kind: Literal["unknown", "value", "rule", "ranks"]
 
 
 class ConfigError(ValueError, AssertionError):
     """A wrong argument or configuration. Also an AssertionError, for callers that expect one. `problems`: of a
-    configuration, the path of each key with what is wrong."""
+    configuration, what is wrong."""
 
-    problems: Sequence[tuple[str, str]] = ()
+    problems: Sequence[Problem] = ()
+
+    @property
+    def origin(self) -> str:
+        """What complains, as in "[origin] text"; "config" for a configuration."""
+        head, bracket, _ = str(self).partition("] ")
+        return head[1:] if bracket and head.startswith("[") else ""
 
 
 class IoError(OSError):

@@ -13,6 +13,7 @@ import torch
 
 from tessera import _core
 from tessera.engine import Engine
+from tessera.engine.front import engine_behind
 from tessera.errors import ConfigError
 from tessera.optim.engines import OptimizerStates
 
@@ -47,7 +48,7 @@ def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> t
     without dimensions. Of an optimizer that runs itself, any that has one value for each element, or one for all; None
     before its first step."""
     number = _joined(engine, param)
-    return _states(engine).get_full(number, key) if number in engine._updates.optimized else None
+    return _states(engine).get_full(number, key) if number in engine.trained_numbers() else None
 
 
 def set_full_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
@@ -75,7 +76,7 @@ def get_local_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
 
 def get_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
     number = _number(engine, param)
-    return _states(engine).get_local(number, key) if number in engine._updates.optimized else None
+    return _states(engine).get_local(number, key) if number in engine.trained_numbers() else None
 
 
 def local_range(engine: Engine, param: torch.Tensor) -> tuple[int, int]:
@@ -100,7 +101,7 @@ def set_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str, val
 
 
 def _number(engine: Engine, param: torch.Tensor) -> int:
-    number = engine._updates.index.get(id(param))
+    number = engine.param_number(param)
     if number is None:
         raise ConfigError("[state] this tensor is not a parameter of the engine")
     return number
@@ -110,19 +111,19 @@ def _joined(engine: Engine, param: torch.Tensor) -> int:
     """Its number, once what waits to be trained has joined. Collective for one that has a group and is not trained,
     frozen or not: ranks that differ there get an error."""
     number = _number(engine, param)
-    if number not in engine._updates.optimized and engine.core.param(number).joins >= 0:
-        engine._join()
+    if number not in engine.trained_numbers() and engine.core.param(number).joins >= 0:
+        engine_behind(engine)._join()
     return number
 
 
 def _get_full(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
     number = _joined(engine, param)
-    return engine.core.get_full(number, what) if number in engine._updates.optimized else None
+    return engine.core.get_full(number, what) if number in engine.trained_numbers() else None
 
 
 def _get_local(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> torch.Tensor | None:
     number = _number(engine, param)
-    view = engine.core.local_view(number, what) if number in engine._updates.optimized else None
+    view = engine.core.local_view(number, what) if number in engine.trained_numbers() else None
     return None if view is None else view.float()
 
 
@@ -131,11 +132,12 @@ def _set_local(engine: Engine, param: torch.Tensor, what: _core.Quantity, value:
 
 
 def _optimized(engine: Engine, number: int) -> int:
-    if number not in engine._updates.optimized:
+    if number not in engine.trained_numbers():
         raise ConfigError("[state] there is nothing of this kind for the parameter: it is not optimized")
     return number
 
 
 def _states(engine: Engine) -> OptimizerStates:
-    assert engine._updates.runner is not None  # else nothing is optimized
-    return engine._updates.runner.states
+    runner = engine_behind(engine)._updates.runner
+    assert runner is not None  # else nothing is optimized
+    return runner.states

@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "tessera/base/error.h"
+#include "tessera/config/elastic.h"
 #include "tessera/config/json.h"
 #include "tessera/config/json_text.h"
 #include "tessera/config/lookup.h"
@@ -27,6 +28,16 @@ Config finish(const nlohmann::json& root, Report& report) {
   return config;
 }
 
+constexpr auto kRanks = Problem::Kind::Ranks;
+constexpr const char* kBatch = "batch";
+
+void require(bool good, const char* path, const std::string& text, Problem::Kind kind = Problem::Kind::Rule) {
+  if (good) return;
+  Report report;
+  report.error(path, text, kind);
+  report.raise();
+}
+
 std::optional<int64_t> times(std::optional<int64_t> a, int64_t b) {
   const bool fits = a && (b == 0 || *a <= std::numeric_limits<int64_t>::max() / b);
   return fits ? std::optional(*a * b) : std::nullopt;
@@ -36,11 +47,11 @@ std::string shown(const std::optional<int64_t>& value) {
   return value ? std::to_string(*value) : "?";
 }
 
-// Of all keys whose path begins with `prefix`.
-Params tree_of(const Config& config, const std::string& prefix) {
+// Of all keys whose path begins with `prefix`, or of those that were given.
+Params tree_of(const Config& config, const std::string& prefix, bool all = true) {
   Params tree;
   for (const Key& key : keys()) {
-    if (!key.path.starts_with(prefix)) continue;
+    if (!key.path.starts_with(prefix) || (!all && !config.given.contains(key.path))) continue;
     Params* at = &tree;
     size_t from = prefix.size();
     for (size_t dot; (dot = key.path.find('.', from)) != std::string::npos; from = dot + 1)
@@ -65,13 +76,12 @@ Config Config::from_json(const std::string& text) {
 
 Config Config::from_file(const std::string& path) {
   std::error_code ignored;
-  TESSERA_CHECK_VALUE(!std::filesystem::is_directory(path, ignored), "config", "the configuration ", path,
-                      " is a folder; give the JSON file itself");
+  require(!std::filesystem::is_directory(path, ignored), "file", path + " is a folder; give the JSON file itself");
   std::ifstream file(path);
-  TESSERA_CHECK_VALUE(file.good(), "config", "cannot read the configuration file ", path);
+  require(file.good(), "file", "cannot read " + path);
   std::ostringstream text;
   text << file.rdbuf();  // fails where there is nothing to copy
-  TESSERA_CHECK_VALUE(!text.str().empty(), "config", "the configuration file ", path, " is empty or cannot be read");
+  require(!text.str().empty(), "file", path + " is empty or cannot be read");
   return from_json(text.str());
 }
 
@@ -84,16 +94,21 @@ void Config::validate() const {
 
 Batch Config::resolve_batch(int64_t data_parallel_size) const {
   const int64_t world = data_parallel_size;
-  TESSERA_CHECK_VALUE(world >= 1, "config", "the data-parallel size must be >= 1, got ", world);
+  require(world >= 1, kBatch, "the data-parallel size must be >= 1, got " + std::to_string(world), kRanks);
+  if (elasticity.enabled) {
+    const int64_t samples = elastic_batch(*this).train_batch_size;
+    const int64_t most = std::ranges::max(elastic_micro_batches(*this, world));
+    return {samples, most, samples / (most * world)};
+  }
   const auto &total = train_batch_size, &micro = train_micro_batch_size_per_gpu, &steps = gradient_accumulation_steps;
   const std::string given =
       "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * "
       "data-parallel size: " +
       shown(total) + " = " + shown(micro) + " * " + shown(steps) + " * " + std::to_string(world);
-  TESSERA_CHECK_VALUE(total || micro, "config",
-                      "the batch size is open; give train_batch_size or train_micro_batch_size_per_gpu. ", given);
-  TESSERA_CHECK_VALUE(total.value_or(1) > 0 && micro.value_or(1) > 0 && steps.value_or(1) > 0, "config",
-                      "batch sizes must be >= 1. ", given);
+  require(total || micro, kBatch,
+          "the batch size is open; give train_batch_size or train_micro_batch_size_per_gpu. " + given);
+  require(total.value_or(1) > 0 && micro.value_or(1) > 0 && steps.value_or(1) > 0, kBatch,
+          "batch sizes must be >= 1. " + given);
   Batch out;
   out.gradient_accumulation_steps = steps ? *steps : total && micro ? *total / *micro / world : 1;
   const int64_t parts = std::max<int64_t>(1, out.gradient_accumulation_steps);
@@ -102,9 +117,10 @@ Batch Config::resolve_batch(int64_t data_parallel_size) const {
   out.train_batch_size = total ? *total : product.value_or(0);
   // A quotient of zero makes the product zero too, so this also refuses batches smaller than the
   // world.
-  TESSERA_CHECK_VALUE(out.train_batch_size > 0 && product == out.train_batch_size, "config",
-                      "the batch sizes do not fit. ", given, "; found ", out.train_batch_size,
-                      " != ", out.micro_batch_size, " * ", out.gradient_accumulation_steps, " * ", world);
+  require(out.train_batch_size > 0 && product == out.train_batch_size, kBatch,
+          c10::str("the batch sizes do not fit. ", given, "; found ", out.train_batch_size,
+                   " != ", out.micro_batch_size, " * ", out.gradient_accumulation_steps, " * ", world),
+          kRanks);
   return out;
 }
 
@@ -126,8 +142,8 @@ Value Config::get(const std::string& path) const {
   return tree_of(*this, at.empty() ? "" : at + ".");
 }
 
-Params Config::to_dict() const {
-  return tree_of(*this, "");
+Params Config::to_dict(bool all) const {
+  return tree_of(*this, "", all);
 }
 
 std::string Config::describe(bool all) const {

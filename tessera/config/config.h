@@ -108,7 +108,7 @@ struct Config {
   // and enums are texts ("bf16", "mean"), what is unset is null. Value error that names the nearest key for another path.
   Value get(const std::string& path) const;
   // The whole tree, defaults included; a configuration that has it is read to the same values.
-  Params to_dict() const;
+  Params to_dict(bool all = true) const;  // all = false: only of keys that were given
 
   // The effective configuration, one "path = value (given | default | derived)" a line. `all`
   // false: only what differs from the defaults.

@@ -235,7 +235,7 @@ void check_limits(const Config& config, Report& report) {
   for (const Key& key : keys()) {
     const Field field = key.field(const_cast<Config&>(config));
     if (!key.limits.checked_by_rule && !std::visit(InLimits{key.limits}, field)) {
-      report.error(key.path, "must be " + allowed(key) + ", got " + value_text(key, config));
+      report.error(key.path, "must be " + allowed(key) + ", got " + value_text(key, config), Problem::Kind::Value);
     }
   }
 }

@@ -40,7 +40,7 @@ class Parser {
 
   void read(const Json& root) {
     if (!root.is_object()) {
-      report_.error("configuration", "must be an object with keys, got " + std::string(root.type_name()));
+      report_.error("configuration", "must be an object with keys, got " + std::string(root.type_name()), kValue);
       return;
     }
     read_section(root, "", "");
@@ -81,7 +81,7 @@ class Parser {
     std::string warning;
     const std::string problem = assign(key, key.field(config_), value, warning);
     if (!problem.empty()) {
-      report_.error(written, problem);
+      report_.error(written, problem, kValue);
       return;
     }
     if (!warning.empty()) {
@@ -105,7 +105,7 @@ class Parser {
       return;
     }
     if (!value.is_object()) {
-      report_.error(written, "must be an object with keys, got " + std::string(value.type_name()));
+      report_.error(written, "must be an object with keys, got " + std::string(value.type_name()), kValue);
       return;
     }
     if (offload) {
@@ -133,7 +133,8 @@ class Parser {
   void unknown(const std::string& section, const std::string& name, const std::string& written) {
     const bool warns = section.empty() || section == "optimizer" || section == "scheduler";
     if (++unknown_ > kNamed) {  // names near it cost time, and nobody reads so many
-      if (!warns && !std::exchange(refused_more_, true)) report_.error(written, "unknown key, and more of them");
+      if (!warns && !std::exchange(refused_more_, true))
+        report_.error(written, "unknown key, and more of them", kUnknown);
       return;
     }
     const std::string near = nearest(name, names_in(section));
@@ -143,12 +144,12 @@ class Parser {
     } else if (section == "optimizer" || section == "scheduler") {
       report_.warning(written, "unknown key, ignored" + hint);  // as in the reference: parameters go into params
     } else if (section == "bf16" && contains(names_in("fp16"), name)) {
-      report_.error(written, "unknown key; it belongs to fp16, bf16 needs no loss scale");
+      report_.error(written, "unknown key; it belongs to fp16, bf16 needs no loss scale", kUnknown);
     } else {
       const auto names = names_in(section);
       const bool few = names.size() <= 12;
       const std::string list = few ? "; allowed are " + join(names, ", ") : "; see docs/config.md";
-      report_.error(written, "unknown key" + (hint.empty() ? list : hint));
+      report_.error(written, "unknown key" + (hint.empty() ? list : hint), kUnknown);
     }
   }
 
@@ -195,7 +196,7 @@ class Parser {
     }
     const std::string written = "zero_optimization." + name;
     if (!value->is_boolean()) {
-      report_.error(written, "must be true or false; it is deprecated, use " + section + ".device");
+      report_.error(written, "must be true or false; it is deprecated, use " + section + ".device", kValue);
     } else if (*value == true && contains(offload_given_, "zero_optimization." + section)) {
       report_.error(written, "cannot be combined with " + section + "; keep " + section);
     } else {
@@ -207,6 +208,7 @@ class Parser {
     }
   }
 
+  static constexpr auto kUnknown = Problem::Kind::Unknown, kValue = Problem::Kind::Value;
   static constexpr int kNamed = 50;  // unknown keys that are named one by one
   Config& config_;
   int unknown_ = 0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "tessera/config/elastic.h"
 #include "tessera/config/lookup.h"
 #include "tessera/config/params.h"
 #include "tessera/config/precision.h"
@@ -202,7 +203,7 @@ void check_tensor_parallel(const Config& c, Report& report) {
 void check_rules(const Config& config, Report& report) {
   for (auto check :
        {check_precision, check_amp, check_loss_scale, check_low_precision_states, check_zero, check_gradient_op,
-        check_unmanaged, check_optimizer, check_clipping, check_tensor_parallel, warn_of_unread}) {
+        check_unmanaged, check_optimizer, check_clipping, check_tensor_parallel, check_elasticity, warn_of_unread}) {
     check(config, report);
   }
 }

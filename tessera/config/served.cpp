@@ -131,7 +131,6 @@ const std::vector<Refusal>& python_only() {
       {"activation_checkpointing.partition_activations", "true",
        [](C c) { return c.activation_checkpointing.partition_activations; }},
       {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
-      {"elasticity.enabled", "true", [](C c) { return c.elasticity.enabled; }},
       {"checkpoint.format", "deepspeed", [](C c) { return c.checkpoint.format == CheckpointFormat::DeepSpeed; }},
   };
   return all;

@@ -71,8 +71,8 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
   return out;
 }
 
-void Report::error(const std::string& path, const std::string& text) {
-  errors_.push_back({whole_characters(path), whole_characters(text)});
+void Report::error(const std::string& path, const std::string& text, Problem::Kind kind) {
+  errors_.push_back({kind, whole_characters(path), whole_characters(text)});
 }
 
 void Report::warning(const std::string& path, const std::string& text) {

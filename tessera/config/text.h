@@ -24,6 +24,10 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
 
 // One thing that is wrong with a key.
 struct Problem {
+  // A key that does not exist; a value that is wrong by itself; keys that contradict each other, or a text that is no
+  // configuration; a number of ranks that the configuration does not fit.
+  enum class Kind { Unknown, Value, Rule, Ranks };
+  Kind kind;
   std::string path;
   std::string text;  // what is wrong, what is allowed
   std::string line() const { return path + ": " + text; }
@@ -43,7 +47,7 @@ class InvalidConfig : public c10::ValueError {
 // Everything found in a configuration; one error carries all that is wrong.
 class Report {
  public:
-  void error(const std::string& path, const std::string& text);
+  void error(const std::string& path, const std::string& text, Problem::Kind kind = Problem::Kind::Rule);
   void warning(const std::string& path, const std::string& text);
   bool failed() const { return !errors_.empty(); }
   const std::vector<Problem>& errors() const { return errors_; }

@@ -1,18 +1,58 @@
 #include "tessera/checkpoint/writer.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <fstream>
 #include <memory>
 #include <random>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "tessera/base/error.h"
 #include "tessera/io/safetensors.h"
 #include "tests/checkpoint/parts.h"
+#include "tests/support/errors.h"
+
+namespace {
+
+std::vector<int>* g_renames = nullptr;  // what the next renames of this process do: errno, or 0 where they are made
+
+// In the place of the system's, which have no failure to order.
+int renamed(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
+  if (g_renames != nullptr && !g_renames->empty()) {
+    errno = g_renames->front();
+    g_renames->erase(g_renames->begin());
+    if (errno != 0) return -1;
+  }
+  return static_cast<int>(::syscall(SYS_renameat2, from_folder, from, to_folder, to, flags));
+}
+
+class Renames {
+ public:
+  explicit Renames(std::vector<int> results) : results_(std::move(results)) { g_renames = &results_; }
+  ~Renames() { g_renames = nullptr; }
+  Renames(const Renames&) = delete;
+
+ private:
+  std::vector<int> results_;
+};
+
+}  // namespace
+
+extern "C" int renameat2(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) noexcept {
+  return renamed(from_folder, from, to_folder, to, flags);
+}
+extern "C" int rename(const char* from, const char* to) noexcept {
+  return renamed(AT_FDCWD, from, AT_FDCWD, to, 0);
+}
 
 namespace tessera::checkpoint {
 
@@ -131,6 +171,26 @@ TEST(Writer, WhatCannotBePutInPlaceLeavesTheFormerOne) {
   }
   EXPECT_TRUE(fs::exists(to + "/former"));
   EXPECT_FALSE(fs::exists(from + ".former"));
+}
+
+// A file system that cannot exchange folders, on a disk that fails between the two renames: either what was there is back, or
+// the error says where it is.
+TEST(Writer, WhatWasThereIsBackOrTheErrorSaysWhereItIs) {
+  for (const bool back : {true, false}) {
+    const io::TempFolder folder;
+    const std::string from = folder / "new", to = folder / "tag", former = from + ".former";
+    fs::create_directories(from);
+    fs::create_directories(to);
+    std::ofstream(to + "/former") << "x";
+    // The exchange; the former one goes aside; the new one does not come; the former one comes back or does not.
+    const Renames renames({EINVAL, 0, EIO, back ? 0 : EROFS});
+    const std::string text = testing::error_of<IoError>([&] { put_in_place(from, to); });
+    EXPECT_HAS(text, "'" + to + "' cannot be put in place: Input/output error");
+    EXPECT_EQ(text.find("what was there is '" + former + "' now") != std::string::npos, !back) << text;
+    EXPECT_EQ(text.find("moving it back failed as well: Read-only file system") != std::string::npos, !back) << text;
+    EXPECT_TRUE(fs::exists((back ? to : former) + "/former"));
+    EXPECT_TRUE(fs::exists(from)) << "the new one is there, to be moved by hand";
+  }
 }
 
 // Threads that replace one file: it is always one of theirs, whole.

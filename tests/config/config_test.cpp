@@ -127,7 +127,7 @@ TEST(Config, ValidatesATreeFilledByHand) {
 
 TEST(Config, FileErrorsNameTheFile) {
   EXPECT_HAS(error_of([] { Config::from_file("/nowhere/x.json"); }), "/nowhere/x.json");
-  EXPECT_HAS(error_of([] { Config::from_file("/tmp"); }), "the configuration /tmp is a folder; give the JSON file");
+  EXPECT_HAS(error_of([] { Config::from_file("/tmp"); }), "/tmp is a folder; give the JSON file");
   EXPECT_HAS(error_of([] { Config::from_file("/dev/null"); }), "/dev/null is empty or cannot be read");
 }
 

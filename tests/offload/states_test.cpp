@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <thread>
+#include <vector>
 
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
@@ -93,6 +95,28 @@ TEST(States, OneFileAThreadWhileAnyOfItIsAlive) {
   EXPECT_EQ(testing::files_in(folder.path()).size(), one);
   state.reset();
   EXPECT_TRUE(testing::files_in(folder.path()).empty()) << "the space is free again";
+}
+
+// Ranks as threads, in any order: of each the first buffers are those that stay in memory.
+TEST(States, WhatStaysInMemoryIsCountedByThread) {
+  const io::TempFolder folder;
+  StateOptions options = on_disk(folder);
+  options.in_memory = 15;
+  const auto home = state_homes(options);
+  const auto of_a_rank = [&] {
+    std::vector<bool> on_the_disk;
+    for (const int64_t size : {10, 10, 5, 1})
+      on_the_disk.push_back(home(Quantity::Master, size, kFloats) != nullptr);
+    return on_the_disk;
+  };
+  std::array<std::vector<bool>, 3> found;
+  found[0] = of_a_rank();
+  std::thread([&] {
+    found[1] = of_a_rank();
+    std::thread([&] { found[2] = of_a_rank(); }).join();
+  }).join();
+  for (const auto& one : found)
+    EXPECT_EQ(one, (std::vector<bool>{false, true, false, true}));
 }
 
 TEST(States, HostMemoryIsWhereACpuModelsStatesAre) {

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import config, make
+from support import config, engines, make
 from tessera.errors import ConfigError
 
 import tessera
@@ -24,9 +24,7 @@ def encoded(value: Any) -> str:
     return base64.urlsafe_b64encode(json.dumps(value).encode()).decode()
 
 
-@pytest.mark.parametrize(
-    "form", ["dict", "path", "str", "text", "base64", "config_params", "args", "args dict", "old args"]
-)
+@pytest.mark.parametrize("form", ["dict", "path", "str", "text", "base64", "config_params", "args", "args dict"])
 def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
     cfg = config(stage=1)
     path = tmp_path / "config.json"
@@ -40,7 +38,6 @@ def test_forms_of_configuration(form: str, tmp_path: Path) -> None:
         "config_params": {"config_params": cfg},
         "args": {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)},
         "args dict": {"args": {"deepspeed_config": str(path)}},
-        "old args": {"args": argparse.Namespace(deepscale_config=str(path))},
     }[form]
     before = copy.deepcopy(cfg)
     engine = tessera.initialize(model=make(), **kwargs)[0]
@@ -100,10 +97,17 @@ def test_an_error_lists_its_problems(as_text: bool) -> None:
     wrong = {"zero_optimization": {"stage": 4, "stagee": 1}, "gradient_clipping": -1}
     with pytest.raises(ConfigError) as caught:
         tessera.Config.from_json(json.dumps(wrong)) if as_text else tessera.Config.from_dict(wrong)
-    found = dict(caught.value.problems)
-    assert found.keys() == {"zero_optimization.stage", "zero_optimization.stagee", "gradient_clipping"}
-    assert all(f"{path}: {text}" in str(caught.value) for path, text in found.items())
-    assert ConfigError("x").problems == ()
+    kinds = {problem.path: problem.kind for problem in caught.value.problems}
+    assert kinds == {
+        "zero_optimization.stage": "value",
+        "zero_optimization.stagee": "unknown",
+        "gradient_clipping": "value",
+    }
+    assert all(f"{problem.path}: {problem.text}" in str(caught.value) for problem in caught.value.problems)
+    assert caught.value.origin == "config" and ConfigError("x").problems == () and ConfigError("x").origin == ""
+    with pytest.raises(ConfigError) as caught:
+        tessera.Config.from_dict({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
+    assert [problem.kind for problem in caught.value.problems] == ["rule"]
 
 
 def test_integers_beyond_64_bits_name_their_key() -> None:
@@ -140,3 +144,20 @@ def test_what_is_no_configuration_is_a_configuration_error(bad: Any, match: str)
 def test_unknown_keys_are_named_up_to_a_number(caplog: pytest.LogCaptureFixture) -> None:
     tessera.initialize(model=make(), config=config(1, **{f"key{i}": i for i in range(100_000)}))[0].destroy()
     assert len(caplog.records) == 51 and "99950 more unknown keys" in caplog.text
+
+
+def test_an_elastic_batch_is_the_same_in_every_world() -> None:
+    """The section's rules: tests/config/elastic_test.cpp."""
+    elastic = {"elasticity": {"enabled": True, "max_train_batch_size": 1000, "micro_batch_sizes": [2, 4, 6]}}
+    cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **elastic}
+    settings = tessera.Config.from_dict(cfg)
+    samples, ranks = settings.elastic_batch()
+    assert {1, 2, 3} <= {*ranks}
+    for world in (1, 2, 3):
+        micro = max(settings.elastic_micro_batches(world))
+        infos = engines(make(), world, cfg, lambda engine, rank: engine.get_batch_info())
+        assert infos == [(samples, micro, samples // (micro * world))] * world
+    cfg["elasticity"]["max_gpus"] = 1  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"2 data-parallel ranks do not fit") as caught:
+        engines(make(), 2, cfg, lambda engine, rank: None)
+    assert [problem.kind for problem in caught.value.problems] == ["ranks"]

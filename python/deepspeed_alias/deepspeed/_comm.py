@@ -250,12 +250,12 @@ def configure(
 def _timed_engine() -> Any:
     """The engine that was built last, where its configuration has comms_logger.enabled; else None."""
     engine = _groups._engine()
-    return engine if engine is not None and engine._engine.config.comms_logger.enabled else None
+    return engine if engine is not None and engine.timed_calls is not None else None
 
 
-def _rows() -> list[dict[str, Any]]:
+def _totals() -> list[Any]:
     engine = _timed_engine()
-    return [] if engine is None else engine._watch.call_rows(engine.core, False)
+    return [] if engine is None else engine.timed_calls.totals()
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -323,16 +323,16 @@ def reset_log() -> None:
     """Forgets the times so far."""
     engine = _timed_engine()
     if engine is not None:
-        engine._watch.calls.reset()
+        engine.timed_calls.reset()
 
 
 def has_comm_data() -> bool:
-    return bool(_rows())
+    return bool(_totals())
 
 
 def get_comm_operation_count() -> int:
-    return sum(row["calls"] for row in _rows())
+    return sum(total.calls for total in _totals())
 
 
 def get_logged_comm_ops() -> list[str]:
-    return sorted({row["op"] for row in _rows()})
+    return sorted({total.op for total in _totals()})

@@ -9,11 +9,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tessera.elasticity import with_elastic_batch
 from tessera.engine.front import core_group, load_config, text_of
-from tessera.errors import ConfigError
+from tessera.errors import ConfigError, Problem
 
 import tessera
+from deepspeed._elasticity import elastic_error
 from tessera import _core
 
 ZERO_OPTIMIZATION = "zero_optimization"
@@ -79,7 +79,7 @@ def _as_people_write(text: str) -> Any:
 def users_dict(given: Any) -> dict[str, Any]:
     """A configuration as the user wrote it: the dict itself, or what a file or text (that the core accepts) holds."""
     if isinstance(given, tessera.Config):
-        return given.to_dict()
+        return given.to_dict(all=False)
     if isinstance(given, Mapping):
         return given if isinstance(given, dict) else dict(given)
     given = read(given)
@@ -93,49 +93,50 @@ _CHECKED = (
 )
 
 
-def _is_pydantics(path: str, reason: str) -> bool:
-    """A key that is unknown, or a value that is wrong by itself; contradictions of keys are DeepSpeed's own errors."""
-    wrong = reason.startswith(("unknown key", "must be ")) and not reason.startswith("must be a multiple")
-    return wrong and path.split(".")[0] in _CHECKED
-
-
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
     """Inside, errors of the configuration have the classes that DeepSpeed raises: pydantic's ValidationError (where it
-    is installed) for values of its checked sections, else DeepSpeedConfigError."""
+    is installed) for keys of its checked sections that are unknown or have values which are wrong by themselves, else
+    DeepSpeedConfigError, as for keys that contradict each other."""
     try:
         yield
     except DeepSpeedConfigError:
         raise
     except ConfigError as error:
-        text = str(error)
-        found = [problem for problem in error.problems if _is_pydantics(*problem)]
-        at = dict(error.problems)
-        if at.get("zero_optimization.leaf_module", "").startswith("must be an object"):
-            raise TypeError(text) from error
-        if "optimizer.params.amsgrad" in at:
-            raise _AmsgradError(text) from error
-        if found:
-            _raise_validation_error(text, found, error)
-        if text.startswith("[config]"):
-            raise DeepSpeedConfigError(text) from error
-        raise
+        raised = _as_deepspeeds(error)
+        if raised is None:
+            raise
+        raise raised from error
 
 
-def _raise_validation_error(text: str, found: list[tuple[str, str]], cause: ConfigError) -> None:
+def _as_deepspeeds(error: ConfigError) -> Exception | None:
+    text, kinds = str(error), {problem.path: problem.kind for problem in error.problems}
+    if kinds.get("zero_optimization.leaf_module") == "value":
+        return TypeError(text)
+    if "optimizer.params.amsgrad" in kinds:
+        return _AmsgradError(text)
+    by_themselves = [problem for problem in error.problems if problem.kind in ("unknown", "value")]
+    checked = [problem for problem in by_themselves if problem.path.split(".")[0] in _CHECKED]
+    if checked:
+        return _validation_error(checked) or DeepSpeedConfigError(text)
+    return elastic_error(error) or (DeepSpeedConfigError(text) if error.origin == "config" else None)
+
+
+def _validation_error(found: list[Problem]) -> Exception | None:
+    """Pydantic's; None where it is not installed."""
     try:
         from pydantic_core import PydanticCustomError, ValidationError
     except ImportError:
-        raise DeepSpeedConfigError(text) from cause
+        return None
     lines = [
         {
-            "type": PydanticCustomError("value_error", "{reason}", {"reason": reason}),
-            "loc": tuple(path.split(".")),
+            "type": PydanticCustomError("value_error", "{reason}", {"reason": problem.text}),
+            "loc": tuple(problem.path.split(".")),
             "input": None,
         }
-        for path, reason in found
+        for problem in found
     ]
-    raise ValidationError.from_exception_data("DeepSpeed configuration, read by Tessera", lines) from cause
+    return ValidationError.from_exception_data("DeepSpeed configuration, read by Tessera", lines)
 
 
 class Section:
@@ -277,24 +278,25 @@ def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_defau
     return param_dict.get(param_name, param_default_value)
 
 
-def _zero_given(config: tessera.Config) -> dict[str, Any]:
-    """The blocks of the section that the user has written."""
-    tree = config.to_dict()[ZERO_OPTIMIZATION]
-    return {name: tree[name] for name in _OFFLOAD if any(name in key for key in config.given)}
-
-
 class DeepSpeedConfig:
     """A configuration (dict, path or base64), resolved: its keys and what is derived of them as attributes."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None, world_size: int | None = None) -> None:
         with translated():
-            config = read(config)
-            resolved = load_config(config)
+            resolved = load_config(read(config))
             if world_size is None:
                 world_size = mpu.get_data_parallel_world_size() if mpu is not None else core_group().size
-            batch = with_elastic_batch(resolved, world_size).resolve_batch(world_size)
-        tree = resolved.to_dict()
-        given = config if isinstance(config, Mapping) else {**tree, ZERO_OPTIMIZATION: _zero_given(resolved)}
+            self._fill(resolved, users_dict(config), world_size)
+
+    @classmethod
+    def of_engine(cls, engine: tessera.Engine, given: dict[str, Any]) -> DeepSpeedConfig:
+        """`given`: as the user wrote it."""
+        made = cls.__new__(cls)
+        made._fill(engine.config, given, engine.dp_world_size)
+        return made
+
+    def _fill(self, resolved: tessera.Config, given: dict[str, Any], world_size: int) -> None:
+        batch, tree = resolved.resolve_batch(world_size), resolved.to_dict()
         self._param_dict = given
         self.world_size = world_size
         for name, value in tree.items():

@@ -1,4 +1,4 @@
-"""deepspeed.elasticity, over tessera.elasticity.
+"""deepspeed.elasticity, over the section of tessera.Config.
 
 Batch, numbers of ranks and micro-batch are DeepSpeed 0.19.6's, of which these differ on purpose:
 - A world_size that the batch does not fit is an error. There version 0.2 makes up another batch for this world alone,
@@ -14,15 +14,45 @@ Batch, numbers of ranks and micro-batch are DeepSpeed 0.19.6's, of which these d
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tessera.elasticity import ElasticityConfigError, elastic_batch
+from tessera.errors import ConfigError
 
 import tessera
 
 _BY_NODES = 0.2  # the version
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class ElasticityError(ConfigError):
+    """What an elastic configuration asks for does not exist."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The section itself is wrong or missing."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """The batch does not fit this number of devices."""
+
+
+def elastic_error(error: ConfigError) -> ElasticityError | None:
+    """`error` as DeepSpeed's, where it is of this section."""
+    kinds = {problem.kind for problem in error.problems if problem.path.split(".")[0] == "elasticity"}
+    if not kinds:
+        return None
+    return (ElasticityIncompatibleWorldSize if "ranks" in kinds else ElasticityConfigError)(str(error))
+
+
+@contextlib.contextmanager
+def _elastic_errors() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise elastic_error(error) or error from None
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
@@ -40,16 +70,20 @@ def compute_elastic_config(
     largest micro-batch size that fits there. With `return_microbatch` alone, that of the WORLD_SIZE (devices) in the
     environment; else it depends on nothing but its arguments, so that a scheduler may call it, too.
 
-    `target_deepspeed_version` is accepted and changes nothing. Errors as tessera.elasticity.elastic_batch(), and
-    ElasticityConfigError for a missing WORLD_SIZE."""
-    batch, valid, _ = elastic_batch(ds_config)
-    if world_size <= 0 and not return_microbatch:
-        return batch, valid
-    section = tessera.Config.from_dict({"elasticity": dict(ds_config["elasticity"])}).get("elasticity")
-    ranks = world_size if world_size > 0 else _world_size() // section["model_parallel_size"]
-    *_, fitting = elastic_batch(ds_config, ranks)
+    `target_deepspeed_version` is accepted and changes nothing. ElasticityConfigError for a wrong section, one that is
+    off or missing, and a missing WORLD_SIZE; ElasticityIncompatibleWorldSize where the batch does not fit the ranks."""
+    if not elasticity_enabled(ds_config):
+        raise ElasticityConfigError("[elasticity] the configuration has no section elasticity that is enabled")
+    with _elastic_errors():
+        config = tessera.Config.from_dict({key: ds_config[key] for key in ("elasticity", *_BATCH) if key in ds_config})
+        batch, valid = config.elastic_batch()
+        if world_size <= 0 and not return_microbatch:
+            return batch, valid
+        section = config.elasticity
+        ranks = world_size if world_size > 0 else _world_size() // section.model_parallel_size
+        fitting = config.elastic_micro_batches(ranks)
     # DeepSpeed takes the preference for this one as well, but only of what the environment says.
-    first = world_size <= 0 and section["version"] == _BY_NODES and not section["prefer_larger_batch"]
+    first = world_size <= 0 and section.version == _BY_NODES and not section.prefer_larger_batch
     return batch, valid, fitting[0] if first else max(fitting)
 
 

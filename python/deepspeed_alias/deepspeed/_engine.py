@@ -38,7 +38,8 @@ def _counter(name: str) -> Any:
 
 class DeepSpeedEngine(nn.Module):
     """Has a tessera.Engine. A name that is not here is looked up in what the engine is asked about its configuration,
-    then in that engine, then in the module; what those have is also assigned there. Its submodule is the user's."""
+    then in that engine, if it is public, then in the module; what the engine has is also assigned there. Its submodule
+    is the user's."""
 
     _made_of: Any = tessera.Engine
     _engine: tessera.Engine
@@ -53,7 +54,7 @@ class DeepSpeedEngine(nn.Module):
         own["_getters"] = Getters(engine.config)
         super().__init__()
         own["_modules"] = engine._modules  # one module, wherever it is exchanged
-        own["_config"] = DeepSpeedConfig(engine.config, world_size=engine.dp_world_size)
+        own["_config"] = DeepSpeedConfig.of_engine(engine, self._given)
         own["_mpu"] = None
         own["training_data"] = kwargs.get("training_data")
         self._inside_no_sync = False
@@ -65,8 +66,7 @@ class DeepSpeedEngine(nn.Module):
         if self.zero_optimization_stage() == 3:
             _params.adopt(model.parameters())
             # Of the root only, where TRL asks for it: what modules use of others is found out while they run.
-            engine._loans.put(model, "ds_external_parameters", list)
-            engine._loans.keep_off_copies(model)
+            engine.lend(model, "ds_external_parameters", list)
 
     def __getattr__(self, name: str) -> Any:
         own = vars(self)
@@ -75,7 +75,7 @@ class DeepSpeedEngine(nn.Module):
         with contextlib.suppress(AttributeError):
             return super().__getattr__(name)
         module = self.module
-        for part in (own["_getters"], own["_engine"], module):
+        for part in (module,) if name.startswith("_") else (own["_getters"], own["_engine"], module):
             with contextlib.suppress(AttributeError):
                 return getattr(part, name)
         refused = refusal(name)
@@ -87,7 +87,7 @@ class DeepSpeedEngine(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         engine = vars(self).get("_engine")
-        mine = name in vars(self) or hasattr(type(self), name)
+        mine = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         if engine is None or mine or not (name in vars(engine) or hasattr(type(engine), name)):
             super().__setattr__(name, value)
         else:
@@ -99,6 +99,11 @@ class DeepSpeedEngine(nn.Module):
     def __del__(self) -> None:
         if "_engine" in vars(self) and not sys.is_finalizing():
             self._forget()
+
+    @property
+    def tessera_engine(self) -> tessera.Engine:
+        """For functions of tessera that take an engine."""
+        return self._engine
 
     @property
     def training(self) -> bool:
@@ -210,7 +215,7 @@ class DeepSpeedEngine(nn.Module):
     def empty_partition_cache(self) -> None:
         """Ends module calls that an exception left open. Nothing else stays whole between two modules, but for the
         small parameters that are never partitioned (stage3_param_persistence_threshold)."""
-        self._partition.end_stray()
+        self._engine.end_interrupted_calls()
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole state dict on rank 0, None on others. Collective."""
@@ -249,7 +254,7 @@ class DeepSpeedEngine(nn.Module):
 
     def _say_layout(self) -> None:
         """With the first checkpoint of this process, where the configuration does not say which files it has."""
-        if self._logging_rank() == 0 and "checkpoint.format" not in self._engine.config.given:
+        if self.global_rank == 0 and "format" not in (self._given.get("checkpoint") or {}):
             warning_once(
                 "[engine.save_checkpoint] checkpoints have Tessera's layout: any world and stage loads it, and "
                 'zero_to_fp32.py reads it; with "checkpoint": {"format": "deepspeed"} they have the files of DeepSpeed'
@@ -345,7 +350,7 @@ class DeepSpeedEngine(nn.Module):
     @property
     def sparse_tensor_module_names(self) -> set[str]:
         """Embeddings whose gradients are sparse, where `sparse_gradients` asks for them."""
-        named = self.module.named_modules() if self._engine.config.get("sparse_gradients") else ()
+        named = self.module.named_modules() if self.sparse_gradients_enabled() else ()
         return {f"{name}.weight" for name, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
     def is_first_weights_partition_group(self) -> bool:

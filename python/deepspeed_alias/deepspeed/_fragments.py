@@ -87,14 +87,14 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
 def _trainer(param: torch.Tensor) -> Engine | None:
     """The engine that optimizes `param`."""
     engine = engine_of(param)
-    return engine if isinstance(engine, Engine) and engine._updates.optimizes(param) else None
+    return engine if isinstance(engine, Engine) and engine.trains(param) else None
 
 
 def _in_time(param: torch.Tensor) -> Engine | None:
     engine = _trainer(param)
     if engine is None or engine.core.has_gradients():
         return engine
-    placements = engine._settings.placements
+    placements = engine.config.placements
     if placements.shards_grads and not placements.shards_params:
         raise ConfigError("[utils] Gradients are only available immediately after backward and before engine.step()")
     return engine
@@ -109,6 +109,6 @@ def _writer(param: torch.Tensor) -> Engine:
 
 def _stage_3(param: torch.Tensor) -> Engine:
     engine = _writer(param)
-    if not engine._settings.placements.shards_params:
+    if not engine.config.placements.shards_params:
         raise UsageError("[utils] local values are set in stage 3 only; use the safe_set_full_ functions")
     return engine

@@ -48,14 +48,14 @@ class Front(front.Front):
             raise
         stepped = engine.global_steps != steps
         if stepped and engine.config.wall_clock_breakdown:
-            self.timers.take(engine._watch.step_seconds)
+            self.timers.take(engine.step_seconds)
         self.throughput.batch_size = engine.train_batch_size()
         self.throughput.stop(global_step=stepped)
 
 
 def _times(engine: tessera.Engine, factor: float) -> None:
     """All gradients that are there."""
-    for number in engine._updates.optimized:
+    for number in engine.trained_numbers():
         view = engine.core.local_view(number, _core.Quantity.Gradient)
         if view is not None:
             view.detach().mul_(factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,76 +11,80 @@ from tessera.autocast import get_default_autocast_lower_precision_modules
 
 import tessera
 
-# Method -> the key that it returns. "*" in the key: the method's name, without "zero_" where it begins so.
-_KEYS = {
-    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
-    "bf16_optimizer_states": "bf16.*",
-    "bfloat16_enabled": "bf16.enabled",
-    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
-    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.*",
-    "dataloader_drop_last": "*",
-    "dump_state": "*",
-    "elasticity_enabled": "elasticity.enabled",
-    "flops_profiler_detailed": "flops_profiler.detailed",
-    "flops_profiler_enabled": "flops_profiler.enabled",
-    "flops_profiler_module_depth": "flops_profiler.module_depth",
-    "flops_profiler_output_file": "flops_profiler.output_file",
-    "flops_profiler_profile_step": "flops_profiler.profile_step",
-    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
-    "flops_profiler_top_modules": "flops_profiler.top_modules",
-    "fp16_auto_cast": "fp16.auto_cast",
-    "fp16_enabled": "fp16.enabled",
-    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
-    "gradient_clipping": "*",
-    "gradient_predivide_factor": "*",
-    "graph_harvesting": "*",
-    "is_deepcompile_enabled": "compile.deepcompile",
-    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
-    "load_universal_checkpoint": "checkpoint.load_universal",
-    "log_level": "*",
-    "loss_scale": "fp16.loss_scale",
-    "managed_gradient_accumulation": "*",
-    "memory_breakdown": "*",
-    "mics_shard_size": "zero_optimization.*",
-    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
-    "optimizer_params": "optimizer.params",
-    "scheduler_params": "scheduler.params",
-    "sparse_gradients_enabled": "sparse_gradients",
-    "steps_per_print": "*",
-    "super_offload": "zero_optimization.offload_optimizer.*",
-    "torch_autocast_enabled": "torch_autocast.enabled",
-    "use_node_local_storage": "checkpoint.*",
-    "wall_clock_breakdown": "*",
-    "zero_allgather_bucket_size": "zero_optimization.*",
-    "zero_allgather_partitions": "zero_optimization.*",
-    "zero_allgather_sequential": "zero_optimization.*",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_contiguous_gradients": "zero_optimization.*",
-    "zero_elastic_checkpoint": "zero_optimization.*",
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
-    "zero_ignore_unused_parameters": "zero_optimization.*",
-    "zero_legacy_stage1": "zero_optimization.*",
-    "zero_load_from_fp32_weights": "zero_optimization.*",
-    "zero_log_trace_cache_warnings": "zero_optimization.*",
-    "zero_max_live_parameters": "zero_optimization.*",
-    "zero_max_reuse_distance": "zero_optimization.*",
-    "zero_model_persistence_threshold": "zero_optimization.*",
-    "zero_module_granularity_threshold": "zero_optimization.*",
-    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
-    "zero_optimization_stage": "zero_optimization.stage",
-    "zero_param_persistence_threshold": "zero_optimization.*",
-    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
-    "zero_prefetch_bucket_size": "zero_optimization.*",
-    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
-    "zero_reduce_bucket_size": "zero_optimization.*",
-    "zero_reduce_scatter": "zero_optimization.*",
-    "zero_round_robin_gradients": "zero_optimization.*",
-    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.*",
-    "zero_sub_group_size": "zero_optimization.*",
+# Methods -> what they return of the configuration.
+_KEYS: dict[str, Callable[[tessera.Config], Any]] = {
+    "bf16_master_weights_and_gradients": lambda c: c.bf16.bf16_master_weights_and_grads,
+    "bf16_optimizer_states": lambda c: c.bf16.bf16_optimizer_states,
+    "bfloat16_enabled": lambda c: c.bf16.enabled,
+    "dataloader_drop_last": lambda c: c.dataloader_drop_last,
+    "dump_state": lambda c: c.dump_state,
+    "elasticity_enabled": lambda c: c.elasticity.enabled,
+    "flops_profiler_detailed": lambda c: c.flops_profiler.detailed,
+    "flops_profiler_enabled": lambda c: c.flops_profiler.enabled,
+    "flops_profiler_module_depth": lambda c: c.flops_profiler.module_depth,
+    "flops_profiler_output_file": lambda c: c.flops_profiler.output_file,
+    "flops_profiler_profile_step": lambda c: c.flops_profiler.profile_step,
+    "flops_profiler_recompute_fwd_factor": lambda c: c.flops_profiler.recompute_fwd_factor,
+    "flops_profiler_top_modules": lambda c: c.flops_profiler.top_modules,
+    "fp16_auto_cast": lambda c: c.fp16.auto_cast,
+    "fp16_enabled": lambda c: c.fp16.enabled,
+    "fp16_master_weights_and_gradients": lambda c: c.fp16.fp16_master_weights_and_grads,
+    "gradient_clipping": lambda c: c.gradient_clipping,
+    "graph_harvesting": lambda c: c.graph_harvesting,
+    "is_deepcompile_enabled": lambda c: c.compile.deepcompile,
+    "load_universal_checkpoint": lambda c: c.checkpoint.load_universal,
+    "log_level": lambda c: c.log_level,
+    "loss_scale": lambda c: c.fp16.loss_scale,
+    "managed_gradient_accumulation": lambda c: c.managed_gradient_accumulation,
+    "memory_breakdown": lambda c: c.memory_breakdown,
+    "mics_shard_size": lambda c: c.zero_optimization.mics_shard_size,
+    "optimizer_params": lambda c: c.optimizer.params,
+    "scheduler_params": lambda c: c.scheduler.params,
+    "steps_per_print": lambda c: c.steps_per_print,
+    "super_offload": lambda c: c.zero_optimization.offload_optimizer.super_offload,
+    "torch_autocast_enabled": lambda c: c.torch_autocast.enabled,
+    "wall_clock_breakdown": lambda c: c.wall_clock_breakdown,
+    "zero_allow_untested_optimizer": lambda c: c.zero_allow_untested_optimizer,
+    "zero_force_ds_cpu_optimizer": lambda c: c.zero_force_ds_cpu_optimizer,
+    "zero_gather_16bit_weights_on_model_save": lambda c: c.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+    "zero_hpz_partition_size": lambda c: c.zero_optimization.zero_hpz_partition_size,
+    "zero_ignore_unused_parameters": lambda c: c.zero_optimization.ignore_unused_parameters,
+    "zero_legacy_stage1": lambda c: c.zero_optimization.legacy_stage1,
+    "zero_load_from_fp32_weights": lambda c: c.zero_optimization.load_from_fp32_weights,
+    "zero_max_live_parameters": lambda c: c.zero_optimization.stage3_max_live_parameters,
+    "zero_max_reuse_distance": lambda c: c.zero_optimization.stage3_max_reuse_distance,
+    "zero_model_persistence_threshold": lambda c: c.zero_optimization.stage3_model_persistence_threshold,
+    "zero_module_granularity_threshold": lambda c: c.zero_optimization.stage3_module_granularity_threshold,
+    "zero_optimization_stage": lambda c: c.zero_optimization.stage,
+    "zero_param_persistence_threshold": lambda c: c.zero_optimization.stage3_param_persistence_threshold,
+    "zero_partial_offload": lambda c: c.zero_optimization.offload_optimizer.ratio,
+    "zero_prefetch_bucket_size": lambda c: c.zero_optimization.stage3_prefetch_bucket_size,
+    "zero_quantized_gradients": lambda c: c.zero_optimization.zero_quantized_gradients,
+    "zero_quantized_nontrainable_weights": lambda c: c.zero_optimization.zero_quantized_nontrainable_weights,
+    "zero_quantized_weights": lambda c: c.zero_optimization.zero_quantized_weights,
+    "zero_reduce_bucket_size": lambda c: c.zero_optimization.reduce_bucket_size,
+    "zero_reduce_scatter": lambda c: c.zero_optimization.reduce_scatter,
+}
+
+# The same of keys that have no effect, which only the whole tree has.
+_WITHOUT_EFFECT: dict[str, Callable[[Any], Any]] = {
+    "checkpoint_serialization_enabled": lambda tree: tree.checkpoint.checkpoint_serialization,
+    "cpuadam_cores_perc": lambda tree: tree.zero_optimization.offload_optimizer.cpuadam_cores_perc,
+    "gradient_predivide_factor": lambda tree: tree.gradient_predivide_factor,
+    "is_sanity_checks_enabled": lambda tree: tree.zero_optimization.enable_sanity_checks,
+    "optimizer_legacy_fusion": lambda tree: tree.optimizer.legacy_fusion,
+    "sparse_gradients_enabled": lambda tree: tree.sparse_gradients,
+    "use_node_local_storage": lambda tree: tree.checkpoint.use_node_local_storage,
+    "zero_allgather_bucket_size": lambda tree: tree.zero_optimization.allgather_bucket_size,
+    "zero_allgather_partitions": lambda tree: tree.zero_optimization.allgather_partitions,
+    "zero_allgather_sequential": lambda tree: tree.zero_optimization.stage3_allgather_sequential,
+    "zero_contiguous_gradients": lambda tree: tree.zero_optimization.contiguous_gradients,
+    "zero_elastic_checkpoint": lambda tree: tree.zero_optimization.elastic_checkpoint,
+    "zero_log_trace_cache_warnings": lambda tree: tree.zero_optimization.log_trace_cache_warnings,
+    "zero_multi_rank_bucket_allreduce": lambda tree: tree.zero_optimization.use_multi_rank_bucket_allreduce,
+    "zero_round_robin_gradients": lambda tree: tree.zero_optimization.round_robin_gradients,
+    "zero_save_muon_momentum_buffer_in_memory": lambda tree: tree.zero_optimization.save_muon_momentum_buffer_in_memory,
+    "zero_sub_group_size": lambda tree: tree.zero_optimization.sub_group_size,
 }
 
 # Methods that say whether something is on, or return its settings, which an engine with it on is not built for.
@@ -122,6 +127,13 @@ def refusal(name: str) -> str | None:
     return feature and f"[deepspeed] engine.{name} is not served by Tessera: {feature}"
 
 
+def _objects(tree: dict[str, Any]) -> SimpleNamespace:
+    """Sections as objects."""
+    return SimpleNamespace(
+        **{name: _objects(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    )
+
+
 class Getters:
     """Of an engine with these settings."""
 
@@ -130,17 +142,18 @@ class Getters:
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
         if name in _KEYS:
-            key = _KEYS[name].replace("*", name.removeprefix("zero_"))
-            return lambda: self._settings.get(key)
+            return lambda: _KEYS[name](self._settings)
+        if name in _WITHOUT_EFFECT:
+            return lambda: _WITHOUT_EFFECT[name](_objects(self._settings.to_dict()))
         if name in _FIXED:
             return lambda: _FIXED[name]
         raise AttributeError(name)
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *_KEYS, *_FIXED]
+        return [*super().__dir__(), *_KEYS, *_WITHOUT_EFFECT, *_FIXED]
 
     def postscale_gradients(self) -> bool:
-        return not self._settings.get("prescale_gradients")
+        return not _objects(self._settings.to_dict()).prescale_gradients
 
     def checkpoint_tag_validation_enabled(self) -> bool:
         return self._settings.checkpoint.tag_validation.lower() != "ignore"
@@ -149,7 +162,7 @@ class Getters:
         return self._settings.checkpoint.tag_validation.lower() == "fail"
 
     def checkpoint_writer_enabled(self) -> bool:
-        return self._settings.get("checkpoint.writer") is not None
+        return _objects(self._settings.to_dict()).checkpoint.writer is not None
 
     def dynamic_loss_scale(self) -> bool:
         return self._settings.fp16.enabled and self._settings.fp16.loss_scale == 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
-from tessera.engine.front import choose_config
+from tessera.engine.front import argument, choose_config
+from tessera.errors import ConfigError
 
 import deepspeed
 import tessera
@@ -31,8 +31,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     """tessera.initialize with a DeepSpeedEngine. Creates the process group of torch.distributed where there is none."""
     logger.info("DeepSpeed info: version=%s, served by Tessera %s", deepspeed.__version__, tessera.__version__)
     call = _ARGUMENTS.bind(*args, **kwargs).arguments
-    given = read(choose_config(call.get("args"), call.get("config"), call.pop("config_params", None)))
-    call["args"] = _Rank(call.get("args"))
+    args_config = {"deepspeed_config": _config_of(call.get("args"))}
+    given = read(choose_config(args_config, call.get("config"), call.pop("config_params", None)))
+    call["args"] = {"local_rank": argument(call.get("args"), "local_rank")}
     if call.get("dist_init_required") is None:
         call["dist_init_required"] = True
     if call.get("mpu") is _sequence_state:
@@ -45,16 +46,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, Any, Any, An
     return built  # type: ignore[return-value]
 
 
+def _config_of(args: Any) -> Any:
+    """What `args` names, by the newer or the older name."""
+    new, old = argument(args, "deepspeed_config"), argument(args, "deepscale_config")
+    if new is not None and old is not None:
+        raise ConfigError("[initialize] args has both deepspeed_config and its old name deepscale_config; keep one")
+    return new if new is not None else old
+
+
 def _class_for(model: Any) -> type[DeepSpeedEngine]:
     return PipelineEngine if isinstance(model, tessera.pipeline.PipelineModule) else DeepSpeedEngine
 
 
 initialize.__signature__ = _ARGUMENTS  # type: ignore[attr-defined]
-
-
-class _Rank:
-    """Of `args` what is not the configuration."""
-
-    def __init__(self, args: Any) -> None:
-        rank = args.get("local_rank") if isinstance(args, Mapping) else getattr(args, "local_rank", None)
-        self.local_rank = rank

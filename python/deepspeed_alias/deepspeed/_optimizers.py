@@ -88,7 +88,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     def get_param_id(self, param: torch.Tensor) -> int:
         """The number of a parameter that is trained."""
-        return self._owner._updates.index[id(param)]
+        number = self._owner.param_number(param)
+        if number is None:
+            raise ConfigError("[optimizer] this is no parameter of the engine's module")
+        return number
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
@@ -98,9 +101,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         several = engine.gradient_accumulation_steps() > 1 or not engine.is_gradient_accumulation_boundary()
         if not (several and self.cpu_offload):
             return {}
-        views = {
-            number: engine.core.local_view(number, _core.Quantity.Gradient) for number in engine._updates.optimized
-        }
+        views = {number: engine.core.local_view(number, _core.Quantity.Gradient) for number in engine.trained_numbers()}
         return {number: view.detach().cpu() for number, view in views.items() if view is not None}
 
 

@@ -204,7 +204,7 @@ def settle_engine(engine: Any) -> None:
         vars(engine)[LENT] = [p for p in lent if _state(p).lent is not None or _state(p).view is not None]
 
 
-LENT = "_lent_pieces"  # of an engine: parameters
+LENT = "ds_lent_pieces"  # of an engine: parameters
 _EMPTY = torch.Size([0])
 _SEE_THE_WHOLE = ("tessera.", "torch.")  # beginnings of the names of modules
 _classes: dict[type, type] = {}

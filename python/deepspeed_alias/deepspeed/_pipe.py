@@ -22,6 +22,19 @@ from deepspeed._topology import (
 from tessera import _core, pipeline
 
 
+def _place() -> tuple[int, int]:
+    """This process's number, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+class TiedLayerSpec(pipeline.TiedLayerSpec):
+    """tessera.pipeline.TiedLayerSpec: all parameters of the module are tied, whatever `tied_weight_attr` says."""
+
+    def __init__(self, *args: Any, tied_weight_attr: str | Sequence[str] = "weight", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tied_weight_attr = tied_weight_attr
+
+
 class PipelineModule(pipeline.PipelineModule):
     """tessera.pipeline.PipelineModule; `topology`, in place of `num_stages`, is an object whose get_dim("pipe") says
     them."""
@@ -43,8 +56,7 @@ class PipelineModule(pipeline.PipelineModule):
         if num_stages is None:
             raise ConfigError("[PipelineModule] pass num_stages or a topology")
         super().__init__(layers, num_stages, *args, **kwargs)
-        started = dist.is_initialized()
-        ranks, self._rank = (dist.get_world_size(), dist.get_rank()) if started else (1, 0)
+        self._rank, ranks = _place()
         self._topology = topology or PipeDataParallelTopology(num_stages, ranks // num_stages)
 
     def topology(self) -> ProcessTopology:
@@ -99,16 +111,17 @@ class PipelineEngine(DeepSpeedEngine):
     def _grid_of_ranks(self) -> PipelineParallelGrid:
         """With the sizes that the engine has, whatever the topology of its module says."""
         pipe, model = self.num_stages, self.mp_world_size
-        data = self._grid.size // model
+        rank, ranks = _place()
+        data = ranks // pipe // model
         module = self.module
         topology = module.topology() if isinstance(module, PipelineModule) else PipeDataParallelTopology(pipe, data)
         if [max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")] != [pipe, data, model]:
             topology = PipeDataParallelTopology(pipe, data)
             if model > 1:
                 topology = PipeModelDataParallelTopology(pipe, model, data)
-        grid = PipelineParallelGrid(topology, self._grid.rank)
+        grid = PipelineParallelGrid(topology, rank)
         grid.groups = {
-            "pipe": lambda: self._grid.forwards if pipe > 1 else _groups._alone(),
+            "pipe": lambda: self._engine.pipe_group() or _groups._alone(),
             "data": lambda: self.data_parallel_group,
             "model": lambda: _groups.group_of(self, _core.Axis.Tp, "get_tensor_model_parallel_group", None),
         }
@@ -172,13 +185,13 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> Any:
         """The mean loss of what set_batch_fn()'s function makes of the micro-batches; where none is computed
         (`compute_loss`, or no loss_fn and no loss from the last layer) the mean of the outputs, on the last stage, and
-        with `reduce_output` None all of them. `return_logits`: those of the last micro-batch, too."""
+        with `reduce_output` None all of them. `return_logits`: those of the last micro-batch, too. The loss is on all
+        ranks, whatever `bcast_loss` says."""
         found = self._engine.eval_batch(
             self._batches(data_iter),  # type: ignore[arg-type]
             compute_loss,
             compute_loss,
             reduce_output,
-            bcast_loss,
             num_micro_batches,
         )
         loss, outputs = found if compute_loss else (None, found)

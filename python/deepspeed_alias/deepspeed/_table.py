@@ -47,7 +47,7 @@ _BWC = (
     "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
     "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group"
 )
-_PIPE = {**_same("._pipe", "PipelineModule"), **_same("tessera.pipeline", "LayerSpec TiedLayerSpec")}
+_PIPE = {**_same("._pipe", "PipelineModule TiedLayerSpec"), **_same("tessera.pipeline", "LayerSpec")}
 _TOPOLOGIES = _same(
     "._topology",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
@@ -432,7 +432,7 @@ MODULES: dict[str, Rows] = {
     "deepspeed.elasticity.elasticity": _ELASTIC,
     "deepspeed.elasticity.constants": _texts("ELASTICITY ENABLED"),
     "deepspeed.elasticity.config": {
-        **_same("tessera.elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"),
+        **_same("._elasticity", "ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize"),
         **_refused("ElasticityConfig", "the section as an object; compute_elastic_config() takes the configuration"),
     },
     "deepspeed.module_inject": {

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import os
-import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed import _zero
-from tessera import checkpoints
+from tessera import _core, checkpoints
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor of a checkpoint that is read when it is asked for."""
+
+    reader: _core.CheckpointReader
+    tensor: _core.ExportTensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def contiguous(self) -> torch.Tensor:
+        return _core.read_export(self.reader, self.tensor)
 
 
 def _check(checkpoint_dir: str, tag: str | None) -> None:
@@ -24,10 +43,17 @@ def _check(checkpoint_dir: str, tag: str | None) -> None:
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
-) -> dict[str, torch.Tensor]:
-    """All parameters in fp32, and the buffers; tied names share one tensor. `lazy_mode` makes no difference."""
+) -> dict[str, Any]:
+    """All parameters in fp32, and the buffers; tied names share one tensor. `lazy_mode`: values are read by their
+    contiguous()."""
     _check(checkpoint_dir, tag)
-    return checkpoints.state_dict(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
+    if not lazy_mode:
+        return checkpoints.state_dict(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
+    reader = checkpoints.open_checkpoint(checkpoint_dir, tag)
+    lazy: dict[str, Any] = {}
+    for tensor in _core.list_export(reader, torch.float32, not exclude_frozen_parameters):
+        lazy.update(dict.fromkeys(tensor.names, LazyTensor(reader, tensor)))
+    return lazy
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -70,5 +96,4 @@ def get_optim_files(checkpoint_dir: str) -> list[str]:
     found = [name for name in os.listdir(checkpoint_dir) if name.endswith("_optim_states.pt")]
     if not found:
         raise FileNotFoundError(f"[zero_to_fp32] there are no files *_optim_states.pt in '{checkpoint_dir}'")
-    found.sort(key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
-    return [os.path.join(checkpoint_dir, name) for name in found]
+    return [os.path.join(checkpoint_dir, name) for name in sorted(found, key=lambda name: (len(name), name))]

@@ -30,10 +30,28 @@ _UNIVERSAL = {"universal_checkpoint_version": 0.4}
 SCRIPT = '''#!/usr/bin/env python
 """Full fp32 weights of the checkpoint in this folder: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--help]"""
 
-from tessera.checkpoints import zero_to_fp32_main
+import argparse
+
+from tessera.checkpoints import export
+
+parser = argparse.ArgumentParser(description="Full fp32 weights of a checkpoint.")
+parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was called with")
+parser.add_argument("output_dir")
+parser.add_argument("--max_shard_size", default="5GB")
+parser.add_argument("--safe_serialization", action="store_true", help="safetensors instead of pytorch_model.bin")
+parser.add_argument("-t", "--tag", help="default: what the file `latest` names")
+parser.add_argument("--exclude_frozen_parameters", action="store_true")
+parser.add_argument("-d", "--debug", action="store_true", help="errors with where they came from")
 
 if __name__ == "__main__":
-    raise SystemExit(zero_to_fp32_main())
+    a = parser.parse_args()
+    form = {"exclude_frozen": a.exclude_frozen_parameters, "safetensors": a.safe_serialization}
+    try:
+        export(a.checkpoint_dir, a.output_dir, a.tag, max_shard_size=a.max_shard_size, **form)
+    except (ValueError, OSError) as error:
+        if a.debug:
+            raise
+        raise SystemExit(str(error))
 '''
 
 

@@ -18,7 +18,6 @@ from tessera._config import load_config
 from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
 from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
-from tessera.elasticity import with_elastic_batch
 from tessera.engine import _build
 from tessera.engine._accumulation import Accumulation
 from tessera.engine._checkpoint import Checkpoints
@@ -40,6 +39,7 @@ from tessera.engine._updates import Updates
 from tessera.engine._watch import Watch
 from tessera.engine._weights import Weights
 from tessera.engine.front import Front
+from tessera.engine.program import Program
 from tessera.errors import ConfigError
 from tessera.loss_scale import LossScaler
 from tessera.optim.engines import (
@@ -65,7 +65,8 @@ class Engine(nn.Module):
     `unit_policy`: which parameters travel together, see tessera.units.
     `sequence_parallel`: ranks of a sequence, in place of the configuration's sequence_parallel_size; `tensor_parallel`:
     ranks that the model is cut over, in place of tensor_parallel.autotp_size.
-    `front`: of an object that has the engine and stands before it, see tessera.engine.front.
+    `front`: of an object that has the engine and stands before it, see tessera.engine.front; `program`: of several
+    engines that this one is a part of, see tessera.engine.program.
     Collective: every rank builds its engine at the same time; parameters start with rank 0's values.
     """
 
@@ -82,6 +83,7 @@ class Engine(nn.Module):
     # The parts, in the order in which they are made; up to the core's, then those that it is there for.
     _settings: _core.Config
     _front: Front
+    _program: Program
     _loans: Loans
     _ranks: Ranks
     _watch: Watch
@@ -100,7 +102,6 @@ class Engine(nn.Module):
     _checkpoints: Checkpoints
     _loaders: Loaders
     _open_regions: list[frozenset[int]]  # of zero.GatheredParameters: ids of their parameters
-    _of_several = False  # its checkpoints are those of several engines: engine/checkpoint.h
 
     def __init__(
         self,
@@ -117,9 +118,11 @@ class Engine(nn.Module):
         sequence_parallel: int | None = None,
         tensor_parallel: int | None = None,
         front: Front | None = None,
+        program: Program | None = None,
     ) -> None:
         super().__init__()
         self._front = front or Front()
+        self._program = program or Program()
         self._settings = load_config(config)
         self.module = model
         self.local_rank = distributed.local_rank()
@@ -137,7 +140,6 @@ class Engine(nn.Module):
         self._warn(self._settings.warnings)
         put_back = [keep_optimizer(optimizer), keep_place(model)]
         try:
-            self._settings = with_elastic_batch(self._settings, self._ranks.dp_world_size)
             batch = self._settings.resolve_batch(self._ranks.dp_world_size)
             partitions = self._settings.placements.shards_params and self._ranks.share_states() > 1
             check_modules(model, partitions, runs_on=bool(self._settings.tessera.update_runs_on))
@@ -173,7 +175,7 @@ class Engine(nn.Module):
 
     def _logging_rank(self) -> int:
         """This rank's number among those of the engine; number 0 tells of progress."""
-        return self._ranks.number()
+        return self._ranks.number() if self._program.speaks() else 1
 
     def _warn(self, lines: list[str]) -> None:
         """Once, of what all ranks would say alike."""
@@ -181,17 +183,21 @@ class Engine(nn.Module):
             warn_of(lines)
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
-        more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._of_several}
+        more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._program.of_several}
         base = build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
         return None if base is None else self._front.built(self._settings, self.client_optimizer, base)
 
     def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
+        self._program.optimizer_made(base)
         configured = self.client_optimizer is not None or bool(self._settings.optimizer.type)
-        nothing = nothing_trained(base, self.module) if configured and not self._of_several else ""
+        nothing = nothing_trained(base, self.module) if configured and not self._program.of_several else ""
         self._warn(_build.check_optimizer(self._settings, configured, base, nothing))
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy, joins: dict[int, int]) -> None:
         settings, module, loans = self._settings, self.module, self._loans
+        self._program.buildable()
+        if (device := self._program.device()) is not None and not any(True for _ in module.parameters()):
+            self.device = device
         rule = None if base is None else native_rule(base)
         options = _build.options_of(settings, base, rule, self._ranks)
         _build.mark_dtypes(module, settings, options, loans)
@@ -372,6 +378,12 @@ class Engine(nn.Module):
 
     # ---------------------------------------------------------------- what parts do: bodies and docstrings are theirs
 
+    lend = method_of("_loans", Loans.lend)
+    trains = method_of("_updates", Updates.optimizes)
+    param_number = method_of("_updates", Updates.number)
+    trained_numbers = method_of("_updates", Updates.numbers)
+    end_interrupted_calls = method_of("_partition", Partition.end_stray)
+
     _add_group = method_of("_joining", Joining.add_group)
     _masters = method_of("_updates", Updates.masters)
     _load_masters = method_of("_updates", Updates.load_masters)
@@ -412,6 +424,8 @@ class Engine(nn.Module):
     set_train_micro_batch_size = method_of("_info", Info.set_train_micro_batch_size)
     recompute = method_of("_info", Info.recompute)
     phase_seconds = method_of("_info", Info.phase_seconds)
+    step_seconds = property_of("_info", Info.step_seconds)
+    timed_calls = property_of("_info", Info.timed_calls)
     comm_summary = method_of("_info", Info.comm_summary)
     get_lr = method_of("_info", Info.get_lr)
     get_mom = method_of("_info", Info.get_mom)

@@ -127,6 +127,17 @@ class Info:
         (partitioned parameters) and reduce (gradients). Host time; with wall_clock_breakdown that of the device too."""
         return {name: seconds for name, (seconds, _) in self._engine.core.phases().items()}
 
+    @property
+    def step_seconds(self) -> dict[str, float]:
+        """The same of the last optimizer step; empty without wall_clock_breakdown."""
+        return self._engine._watch.step_seconds
+
+    @property
+    def timed_calls(self) -> _core.CallRecord | None:
+        """This rank's collectives so far: totals() by operation and message size, reset() forgets them. None without
+        comms_logger.enabled."""
+        return self._engine._watch.calls
+
     def comm_summary(self, show_straggler: bool = False) -> list[dict[str, Any]]:
         """Logs and returns what this engine's collectives took on this rank, a row for each operation and message size:
         bytes, ranks, calls, milliseconds, Gbit/s of the message (algbw) and over a rank's link (busbw). With

@@ -162,7 +162,7 @@ def _check_random_states(states: dict[str, Any], name: str) -> None:
 def _buffers_from(run: Run, restore: _core.Restore, strict: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     saved = {name for name, kind, *_ in restore.reader.tensors() if kind == "buffer"}
     here = buffers_of(run)
-    missing, more = sorted(here.keys() - saved), [] if run._of_several else sorted(saved - here.keys())
+    missing, more = sorted(here.keys() - saved), [] if run._program.of_several else sorted(saved - here.keys())
     if strict and (missing or more):
         raise ConfigError(
             f"[engine.load_checkpoint] buffers do not fit: not in the checkpoint: {missing}, not in the model: {more}"

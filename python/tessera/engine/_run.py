@@ -11,6 +11,7 @@ from tessera import _core
 from tessera.engine._contents import Contents
 from tessera.engine._ranks import Ranks
 from tessera.engine._updates import Updates
+from tessera.engine.program import Program
 
 
 class Run(Protocol):
@@ -35,7 +36,7 @@ class Run(Protocol):
     @property
     def _contents(self) -> Contents: ...
     @property
-    def _of_several(self) -> bool: ...
+    def _program(self) -> Program: ...
     def _join(self) -> None: ...
 
 

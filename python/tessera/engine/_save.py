@@ -16,6 +16,7 @@ from tessera._random import random_states
 from tessera.engine._on_all import on_all
 from tessera.engine._optimizer_parts import client_states
 from tessera.engine._run import Run, buffers_of, names_of
+from tessera.engine.program import Names
 from tessera.errors import ConfigError
 from tessera.optim.engines import NativeRunner
 
@@ -42,6 +43,7 @@ def save(run: Run, request: SaveRequest) -> None:
     as_deepspeed = config.checkpoint.format == "deepspeed"
     _core.wait_for_checkpoint(run.core)
     run._join()
+    group_names = run._program.group_names(run._updates.group_names)
     # Whatever fails on one rank fails here, before the first of them counts on the others.
     with on_all(run.core):
         _check(request, as_deepspeed, asynchronous)
@@ -58,7 +60,7 @@ def save(run: Run, request: SaveRequest) -> None:
             run._updates.runner.publish_groups()
         names = names_of(run)
         numbers, states = client_states(run, names)
-        blobs = _blobs(run, request.client_state, numbers)
+        blobs = _blobs(run, request.client_state, numbers, group_names)
         if _given(request.random_state, config.checkpoint.random_state):
             random = random_states()
             if (begin := getattr(run.training_dataloader, "begin", None)) is not None:
@@ -119,7 +121,7 @@ def _extra(run: Run) -> dict[str, Any]:
     return extra
 
 
-def _blobs(run: Run, client_state: dict[str, Any], numbers: dict[str, Any]) -> dict[str, bytes]:
+def _blobs(run: Run, client_state: dict[str, Any], numbers: dict[str, Any], group_names: Names) -> dict[str, bytes]:
     """This rank's. Each can be read without the others."""
     place = _core.checkpoint_place(run.core)
     blobs = {f"optimizer-{place}": pickled(numbers, "the optimizer's state")} if numbers else {}
@@ -128,7 +130,7 @@ def _blobs(run: Run, client_state: dict[str, Any], numbers: dict[str, Any]) -> d
     base = run.basic_optimizer
     groups = [] if base is None else base.param_groups
     part: dict[str, Any] = {
-        "group_names": [[name for name, trained in group if trained] for group in run._updates.group_names],
+        "group_names": [[name for name, trained in group if trained] for group in group_names],
         "config": run._settings.to_dict(),
     }
     if hasattr(run.training_dataloader, "state_dict"):

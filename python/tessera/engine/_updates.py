@@ -32,17 +32,26 @@ class Updates:
         return self.runner
 
     def optimizes(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer has it."""
         return self.index.get(id(param)) in self.optimized
+
+    def number(self, param: torch.Tensor) -> int | None:
+        """Its place in core.params(); None where the module does not have it."""
+        return self.index.get(id(param))
+
+    def numbers(self) -> frozenset[int]:
+        """Places in core.params() of all that the optimizer has."""
+        return self.optimized
 
     def masters(self) -> dict[str, torch.Tensor]:
         """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""
         if self.core.options().zero.precision.master_is_param():
             return {}
-        views = {name: self.core.local_view(number, _core.Quantity.Master) for name, number in self._numbers().items()}
+        views = {name: self.core.local_view(number, _core.Quantity.Master) for name, number in self._named().items()}
         return {name: view for name, view in views.items() if view is not None}
 
     def load_masters(self, masters: dict[str, torch.Tensor]) -> None:
-        numbers = self._numbers()
+        numbers = self._named()
         if numbers.keys() != masters.keys():
             names = ", ".join(sorted(numbers.keys() ^ masters.keys()))
             raise ConfigError(f"[optimizer.load_state_dict] the masters are of another model; only one has {names}")
@@ -50,7 +59,7 @@ class Updates:
             self.core.set_local(number, _core.Quantity.Master, masters[name])
         self.core.refresh_params()
 
-    def _numbers(self) -> dict[str, int]:
-        """Of what is optimized, in the order of the core."""
+    def _named(self) -> dict[str, int]:
+        """Numbers of what is optimized, in the order of the core."""
         params = self.core.params()
         return {params[number].name: number for number in sorted(self.optimized)}

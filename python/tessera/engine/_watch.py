@@ -71,8 +71,8 @@ class Watch:
 
     def built(self, engine: Watched) -> None:
         """The engine has its core from here on."""
-        found = ("tessera.device_share", "zero_optimization.offload_optimizer.ratio")
-        if self._speaks and "auto" in map(self._config.get, found):
+        shares = (self._config.tessera.device_share, self._config.zero_optimization.offload_optimizer.ratio)
+        if self._speaks and "auto" in shares:
             logger.info("%s", engine.core.offload_plan().text())
         if self._config.dump_state and self._speaks:
             show_progress()

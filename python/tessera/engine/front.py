@@ -8,12 +8,17 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._config import choose_config, load_config, text_of
+from tessera._config import argument, choose_config, load_config, text_of
 from tessera._deepspeed import put_script
 from tessera._mesh import core_group
 from tessera.optim.engines import Optimizer
 
-__all__ = ["Front", "choose_config", "core_group", "load_config", "put_script", "text_of"]
+__all__ = ["Front", "argument", "choose_config", "core_group", "engine_behind", "load_config", "put_script", "text_of"]
+
+
+def engine_behind(given: Any) -> Any:
+    """The engine that an object stands before, its attribute `tessera_engine`; an engine itself."""
+    return getattr(given, "tessera_engine", given)
 
 
 class Front:

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from tessera import _core
 from tessera._nested import Nesting
 from tessera.errors import ConfigError
 from tessera.pipeline._module import PipelineModule
-from tessera.pipeline._schedule import Shape
 
 
 class StageEngine(Protocol):
@@ -36,7 +36,7 @@ class Batch:
     backward. What the core calls, it calls on the thread that runs the batch."""
 
     engine: StageEngine
-    shape: Shape
+    shape: _core.PipelineShape
     batches: Sequence[tuple[Any, Any]] | None = None
     trains: bool = True
     needs_loss: bool = True

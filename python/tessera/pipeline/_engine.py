@@ -13,13 +13,14 @@ from torch import nn
 from tessera import _core, _mesh
 from tessera._config import load_config
 from tessera.engine import Engine, step_together
-from tessera.errors import StageFailed, UsageError
+from tessera.engine.program import Program
+from tessera.errors import UsageError
 from tessera.pipeline._batch import Batch
-from tessera.pipeline._checks import Optimizer, check, check_alike, check_optimizers, check_ties
+from tessera.pipeline._checks import check, check_alike, check_ties
 from tessera.pipeline._data import Feed
 from tessera.pipeline._grid import Everyone, Grid
 from tessera.pipeline._module import PipelineModule, units_of_layers
-from tessera.pipeline._schedule import Shape, forward_only, training
+from tessera.pipeline._stages import Stages
 from tessera.units import UnitPolicy
 
 
@@ -33,7 +34,6 @@ class PipelineEngine(Engine):
     stages, which skip a step together. All calls are collective over all processes. See docs/pipeline.md.
     """
 
-    _of_several = True
     module: PipelineModule
 
     def __init__(
@@ -49,7 +49,8 @@ class PipelineEngine(Engine):
     ) -> None:
         loaded = load_config(config)
         self._everyone = Everyone()
-        with self._agreeing():
+        self._stages = stages = Stages(self._everyone)
+        with stages.agreeing():
             check(model, loaded, group)
         assert isinstance(model, PipelineModule)
         sizes = _mesh.mesh_sizes(loaded) | {
@@ -58,15 +59,15 @@ class PipelineEngine(Engine):
         self._broken = self._inside = ""
         self._under_way = False  # messages of a batch
         self.max_live_activations = 0
-        self._grid = Grid(self._everyone, model.num_stages, **sizes)
+        self._grid = stages.grid = Grid(self._everyone, model.num_stages, **sizes)
         try:
             check_alike(model, loaded, self._everyone)
-            with self._agreeing():
+            with stages.agreeing():
                 check_ties(model, loaded)
             self._ties = _core.Ties(self._grid.ranks, self._grid.tied(model))
             if not isinstance(self._grid.stage_ranks, (dist.ProcessGroup, type(None))) and self._grid.device:
                 model.to(self._grid.device)
-            with self._agreeing():
+            with stages.agreeing():
                 super().__init__(
                     model,
                     config,
@@ -74,49 +75,13 @@ class PipelineEngine(Engine):
                     unit_policy=unit_policy or units_of_layers,
                     sequence_parallel=sequence_parallel,
                     tensor_parallel=tensor_parallel,
+                    program=stages,
                     **kwargs,
                 )
             self._connect()
         except BaseException:
             _mesh.discard(self._grid.groups)
             raise
-
-    @contextlib.contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """A part of the construction that stages do each for themselves: an error of one is one of all. Collective."""
-        try:
-            yield
-        except StageFailed:
-            raise
-        except dist.DistBackendError as error:  # this rank comes to no meeting any more
-            self._everyone.group.abort(self._failure_text(error))
-            raise
-        except Exception as error:
-            self._agree(error)
-            raise
-        self._agree()
-
-    def _failure_text(self, problem: Exception) -> str:
-        where = self._grid.name() if "_grid" in self.__dict__ else f"rank {self._everyone.rank}"
-        return f"[pipeline] {where} failed while it was built: {type(problem).__name__}: {problem}"
-
-    def _agree(self, problem: Exception | None = None) -> None:
-        texts = self._everyone.texts("" if problem is None else self._failure_text(problem))
-        if problem is None and any(texts):
-            raise StageFailed(next(filter(None, texts)))
-
-    def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
-        self._agree()
-        own = Optimizer.of(base)
-        everyone = self._everyone.values(None if own is None else own.plain())
-        check_optimizers([None if one is None else Optimizer.from_plain(one) for one in everyone], self._grid.name)
-        super()._check_optimizer(base)
-
-    def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy, joins: dict[int, int]) -> None:
-        self._agree()  # that it can be built: what comes is collective inside a stage
-        if not any(True for _ in self.module.parameters()) and self._grid.device is not None:
-            self.device = self._grid.device  # functions have none of their own
-        super()._build_core(base, policy, joins)
 
     def _connect(self) -> None:
         interval = self._settings.pipeline.activation_checkpoint_interval
@@ -155,8 +120,8 @@ class PipelineEngine(Engine):
     def is_last_stage(self) -> bool:
         return self._grid.stage == self._grid.stages - 1
 
-    def _shape(self, micro_batches: int) -> Shape:
-        return Shape(self._grid.stages, micro_batches, self.module.num_chunks)
+    def _shape(self, micro_batches: int) -> _core.PipelineShape:
+        return _core.PipelineShape(self._grid.stages, micro_batches, self.module.num_chunks)
 
     # ---------------------------------------------------------------- batches
 
@@ -170,7 +135,7 @@ class PipelineEngine(Engine):
         self._check_usable("train_batch")
         self._updates.trained_by("train_batch")
         shape = self._shape(self.micro_batches)
-        table = training(self._settings.pipeline.schedule, shape, self._grid.stage)
+        table = _core.training_table(self._settings.pipeline.schedule, shape, self._grid.stage)
         with self._in_batch("train_batch"):
             batch = Batch(self, shape)
             self._ties.follow(self.core, batch)
@@ -192,7 +157,6 @@ class PipelineEngine(Engine):
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
         """The mean loss of micro-batches as train_batch() reads them, without gradients and in eval mode; on every
@@ -200,7 +164,7 @@ class PipelineEngine(Engine):
 
         `return_logits`: (loss, outputs), a list of what the last layer returned for each micro-batch; None on other
         stages. `compute_loss=False`: those outputs alone; so it is, with None for the loss, without a loss_fn where the
-        last layer does not return one, a tensor of one element. `bcast_loss` is DeepSpeed's; the loss is on all ranks.
+        last layer does not return one, a tensor of one element.
         """
         self._check_usable("eval_batch")
         if reduce_output not in ("avg", None):
@@ -214,7 +178,7 @@ class PipelineEngine(Engine):
             self.eval()
             try:
                 with torch.no_grad():
-                    loss = self._run(batch, forward_only(shape, self._grid.stage))
+                    loss = self._run(batch, _core.forward_table(shape, self._grid.stage))
             finally:
                 for module, training in modes:
                     module.training = training
@@ -304,35 +268,20 @@ class PipelineEngine(Engine):
 
     # ---------------------------------------------------------------- the rest
 
-    def _warn(self, lines: list[str]) -> None:
-        if self._grid.stage == 0:
-            super()._warn(lines)
-
-    def _logging_rank(self) -> int:
-        return super()._logging_rank() if self._grid.stage == 0 else 1
-
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         if self._settings.checkpoint.format == "deepspeed":
             self._not_served('save_checkpoint with checkpoint.format "deepspeed"', 'use the format "tessera"')
-        self._join()  # it writes to the names of this stage
-        own, self._updates.group_names = self._updates.group_names, self._names_of_all()
-        try:
-            return super().save_checkpoint(*args, **kwargs)
-        finally:
-            self._updates.group_names = own
+        return super().save_checkpoint(*args, **kwargs)
 
-    def _names_of_all(self) -> list[list[tuple[str, bool]]]:
-        """By param group: the names of all stages, each once."""
-        everyone = self._everyone.values(self._updates.group_names)
-        return [
-            list(dict.fromkeys((name, trained) for names in same for name, trained in names))
-            for same in zip(*everyone, strict=True)
-        ]
+    def pipe_group(self) -> Any:
+        """The process group of the ranks that are at one place of their stages; None with one stage."""
+        return self._grid.forwards if self._grid.stages > 1 else None
 
     def destroy(self) -> None:
         super().destroy()
         if "_interpreter" in self.__dict__:  # else the construction has failed, and everyone is still to agree on that
-            for held in ("_feed", "_ties", "_everyone", "_interpreter"):  # process groups
+            self._program = Program()
+            for held in ("_feed", "_ties", "_everyone", "_interpreter", "_stages"):  # process groups
                 del self.__dict__[held]
         self._grid.forget()
         _mesh.discard(self._grid.groups)

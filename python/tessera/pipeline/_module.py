@@ -42,8 +42,7 @@ class TiedLayerSpec(LayerSpec):
     """A layer in several places of the list, which `key` names: one module with one set of weights.
 
     `forward_fn(module, x)` is what it does in this place (default: module(x)). Stages that have it hold a copy each;
-    their gradients are summed before a step, so that the copies stay equal. `tied_weight_attr` is DeepSpeed's and says
-    nothing here: all parameters of the module are tied.
+    their gradients are summed before a step, so that the copies stay equal. All parameters of the module are tied.
     """
 
     def __init__(
@@ -52,13 +51,11 @@ class TiedLayerSpec(LayerSpec):
         typename: Callable[..., nn.Module],
         *module_args: Any,
         forward_fn: Callable[[nn.Module, Any], Any] | None = None,
-        tied_weight_attr: str | Sequence[str] = "weight",
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
         self.key = key
         self.forward_fn = forward_fn
-        self.tied_weight_attr = tied_weight_attr
 
 
 Layer = LayerSpec | nn.Module | LayerFunction

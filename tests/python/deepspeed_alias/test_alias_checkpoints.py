@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
@@ -81,6 +84,47 @@ def test_weights_by_program_and_by_function(saved: Any, tmp_path: Path) -> None:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     subprocess.run(program, cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True)
     assert_same(torch.load(tmp_path / "out" / "pytorch_model.bin"), want["masters"])
+
+
+def test_options_of_program_and_functions(tmp_path: Path) -> None:
+    model = make()
+    model.gain.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=settings("tessera", 1))
+    engine.save_checkpoint(tmp_path, tag="some")
+    whole = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "some", lazy_mode=True)
+    assert lazy.keys() == whole.keys()
+    for name, value in whole.items():
+        assert lazy[name].shape == value.shape and torch.equal(lazy[name].contiguous(), value)
+    reader, tensor = weakref.ref(lazy["gain"].reader), lazy["gain"].tensor
+    del lazy
+    gc.collect()
+    assert reader() is not None and tensor.names == ["gain"], "a tensor keeps what it is read from"
+    del tensor
+    gc.collect()
+    assert reader() is None
+    trained = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+    assert whole.keys() - trained.keys() == {"gain"}
+    with pytest.raises(ValueError, match="latest"):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "some"))
+    with pytest.raises(FileNotFoundError):
+        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "none")
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+
+    def ended(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, str(tmp_path / "zero_to_fp32.py"), *arguments]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    out = tmp_path / "out"
+    options = ["--safe_serialization", "-t", "some", "--exclude_frozen_parameters", "--max_shard_size", "1GB"]
+    assert ended(str(tmp_path), str(out), *options)[0] == 0 and os.listdir(out) == ["model.safetensors"]
+    assert zero_to_fp32.main([str(tmp_path), str(tmp_path / "again"), *options]) == 0
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()
+    status, text = ended(str(out), str(out))
+    assert status == 1 and "latest" in text and "Traceback" not in text and "Traceback" in ended(str(out), "o", "-d")[1]
+    assert zero_to_fp32.main([str(out), str(out)]) == 1
+    engine.destroy()
 
 
 def resumed(folder: Path, want: dict[str, Any], **checkpoint: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -81,6 +82,18 @@ def test_other_errors_of_a_configuration() -> None:
         deepspeed.initialize(model=make(), config={**config(), **both})
     with pytest.raises(AssertionError):
         deepspeed.DeepSpeedConfig({"gradient_accumulation_steps": 2})
+
+
+def test_the_file_that_arguments_name(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config(1)))
+    for name in ("deepspeed_config", "deepscale_config"):
+        for args in ({name: str(path)}, argparse.Namespace(**{name: path})):
+            engine, *_ = deepspeed.initialize(args=args, model=make())
+            assert engine.zero_optimization_stage() == 1
+            engine.destroy()
+    with pytest.raises(AssertionError, match="deepscale_config"):
+        deepspeed.initialize(args={"deepspeed_config": "x", "deepscale_config": "x"}, model=make())
 
 
 def test_resolved_configuration() -> None:

@@ -112,7 +112,7 @@ def test_what_is_written_to_a_piece_holds(mode: dict[str, Any]) -> None:
             del piece, wrote
         engine.backward(engine(*batch(rank)))
         engine.step()
-        assert engine._lent_pieces == [] and weight._ds_state.lent is None
+        assert engine.ds_lent_pieces == [] and weight._ds_state.lent is None
         moved = deepspeed.utils.safe_get_full_fp32_param(weight) - pairs[-1][1]
         assert 0 < float(moved.abs().max()) < 0.5
         return pairs

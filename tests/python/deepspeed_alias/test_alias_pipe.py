@@ -137,7 +137,8 @@ def test_evaluation_without_a_loss() -> None:
 
 def test_names_are_those_of_the_package() -> None:
     assert issubclass(PipelineModule, tessera.pipeline.PipelineModule) and PipelineModule is deepspeed.PipelineModule
-    assert TiedLayerSpec is tessera.pipeline.TiedLayerSpec
+    assert issubclass(TiedLayerSpec, tessera.pipeline.TiedLayerSpec)
+    assert TiedLayerSpec("key", torch.nn.Embedding, 3, 2, tied_weight_attr=["weight"]).build().weight.shape == (3, 2)
     for made in (PipelineModule, tessera.pipeline.PipelineModule):
         engine: Any = deepspeed.initialize(model=made(layers(), num_stages=1, loss_fn=loss_fn), config=config())[0]
         assert type(engine) is deepspeed.runtime.pipe.engine.PipelineEngine and engine.grid.pipe_parallel_size == 1

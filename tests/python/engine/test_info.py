@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support import config, make, micro
@@ -38,3 +40,25 @@ def test_getters() -> None:
     with pytest.raises(tessera.ConfigError, match=r"did you mean 'zero_optimization\.stage'"):
         engine.config.get("zero_optimization.stagee")
     engine.destroy()
+
+
+def test_parameters_by_number_and_what_is_lent() -> None:
+    model = make()
+    model.gain.requires_grad_(False)
+    engine = tessera.Engine(model, config(1, wall_clock_breakdown=True, comms_logger={"enabled": True}))
+    specs = engine.core.params()
+    for name, param in model.named_parameters():
+        number = engine.param_number(param)
+        assert number is not None and specs[number].name == name
+        assert engine.trains(param) == (number in engine.trained_numbers()) == (name != "gain")
+    assert engine.param_number(torch.ones(1)) is None and not engine.trains(torch.ones(1))
+    engine.lend(model, "mark", [1])
+    assert model.mark == [1] and not hasattr(copy.deepcopy(model), "mark")
+    assert engine.step_seconds == {}
+    micro(engine, 0)
+    assert 0 < engine.step_seconds["step"] <= engine.phase_seconds()["step"]
+    assert engine.timed_calls is not None
+    engine.timed_calls.reset()
+    assert engine.timed_calls.totals() == []
+    engine.destroy()
+    assert not hasattr(model, "mark")

@@ -62,11 +62,6 @@ def wrong_arguments() -> list[Any]:
         pytest.param(
             {"model": model, "config": cfg, "args": argparse.Namespace(deepspeed_config="x")}, "both", id="two configs"
         ),
-        pytest.param(
-            {"model": model, "args": argparse.Namespace(deepspeed_config="x", deepscale_config="x")},
-            "deepscale_config",
-            id="both names in args",
-        ),
         pytest.param({"model": model, "config": 3}, "dict", id="config of another type"),
         pytest.param({"model": model, "config": "no such file"}, "base64", id="neither file nor base64"),
         pytest.param({"model": model, "config": cfg, "optimizer": 3}, "optimizer", id="optimizer of another type"),

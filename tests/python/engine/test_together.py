@@ -392,7 +392,7 @@ def test_one_rank_of_one_engine_cannot_step_alike(stage: int, layout: str, spoil
         if not (alone and spoil is spoil_rate):
             with pytest.raises((ValueError, TypeError, tessera.UsageError)) as refused:
                 tessera.step_together(both, group)
-            told = "no engine was stepped|another rank cannot step" if apart and rank < 2 else "."
+            told = "no engine was stepped" if apart and rank < 2 else "."
             assert re.search(told, str(refused.value)) and time.monotonic() - begun < 20
         mend()
         for engine, old in zip(both, before, strict=False):

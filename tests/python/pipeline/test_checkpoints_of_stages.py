@@ -74,7 +74,6 @@ def thawed_before_a_save(rank: int, folder: Path) -> None:
     for block in blocks(first.module):
         block.linear.requires_grad_(True)
     first.save_checkpoint(folder)
-    assert all(trained for group in first._updates.group_names for _, trained in group)
     expected = go_on(first)
     first.destroy()
     again = pipeline(module(2, base_seed=7), EXACT)

@@ -1,0 +1,34 @@
+"""The program that an engine is a part of."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Names", "Program"]
+
+Names = list[list[tuple[str, bool]]]  # by param group: name, and whether it is trained
+
+
+class Program:
+    """What an engine asks of it; here the engine is all of it. A program of several engines derives a class and passes
+    an object of it (Engine(program=...))."""
+
+    of_several = False  # its checkpoints are those of several engines: engine/checkpoint.h
+
+    def speaks(self) -> bool:
+        """Whether warnings and progress of this engine are told."""
+        return True
+
+    def optimizer_made(self, base: torch.optim.Optimizer | None) -> None:
+        """Errors refuse it: nothing of the module has changed. Collective."""
+
+    def buildable(self) -> None:
+        """What comes is collective inside an engine: errors of others end it here. Collective."""
+
+    def device(self) -> torch.device | None:
+        """Of an engine whose module has no parameters."""
+        return None
+
+    def group_names(self, own: Names) -> Names:
+        """What a checkpoint has of param groups. Collective."""
+        return own
