@@ -19,6 +19,7 @@
 #include "tessera/engine/engine.h"
 #include "tessera/nn/construction.h"
 #include "tessera/nn/contents.h"
+#include "tessera/nn/cut_layers.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/units.h"
 #include "tessera/offload/states.h"
@@ -93,6 +94,9 @@ class Session {
   int rank() const { return core_->mesh().rank(comm::kBatchAxes); }
   int size() const { return core_->mesh().size(comm::kBatchAxes); }
 
+  // How tensor_parallel has cut the module; empty where it did not, or it came cut. str: parallel_plan()->text().
+  const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
+
   // Everything else an engine can do: accumulation, norms, state access, counters.
   engine::Engine& core() { return *core_; }
   const engine::Engine& core() const { return *core_; }
@@ -123,6 +127,8 @@ class Session {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
 
   std::shared_ptr<torch::nn::Module> module_;
+  std::optional<parallel::Plan> plan_;
+  std::vector<std::pair<at::Tensor, CutParamPtr>> cuts_;  // of layers of torch
   std::shared_ptr<engine::Engine> core_;
   std::unique_ptr<Contents> contents_;
   bool warned_of_frozen_ = false;  // that came later
