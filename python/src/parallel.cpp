@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "tessera/config/partition_rules.h"
 #include "tessera/parallel/attention.h"
 #include "tessera/parallel/cost.h"
 #include "tessera/parallel/functions.h"
@@ -30,34 +31,6 @@ std::vector<Pair> pairs(const parallel::Ranges& ranges) {
   return result;
 }
 
-// A partition rule's "shape": a list of numbers, one of which may be a list itself.
-parallel::PackedShape packed_shape(const py::sequence& shape, int dim, const std::string& where) {
-  const auto number = [&](const py::handle& item) {
-    TORCH_CHECK_VALUE(py::isinstance<py::int_>(item) && !py::isinstance<py::bool_>(item), "[parallel] ", where,
-                      ": shape holds ", std::string(py::str(item)), ", which is no whole number");
-    return item.cast<int64_t>();
-  };
-  parallel::PackedShape result;
-  result.dim = dim;
-  for (const auto& entry : shape) {
-    parallel::Sizes sizes;
-    const bool nested = py::isinstance<py::list>(entry) || py::isinstance<py::tuple>(entry);
-    if (nested) {
-      const auto at = static_cast<int>(result.entries.size());
-      TORCH_CHECK_VALUE(result.nested < 0, "[parallel] ", where, ": entries ", result.nested, " and ", at,
-                        " of a shape are lists; a nested tuple only allowed at partition_dim (", dim, ")");
-      result.nested = at;
-      for (const py::handle item : entry)
-        sizes.push_back(number(item));
-    } else {
-      sizes.push_back(number(entry));
-    }
-    result.entries.push_back(std::move(sizes));
-  }
-  parallel::check_shape(result, where);
-  return result;
-}
-
 void bind_sizes(py::module_& m) {
   using namespace parallel;
   m.def(
@@ -68,8 +41,7 @@ void bind_sizes(py::module_& m) {
       "heads_for",
       [](const std::string& name, int64_t total, int64_t kv_heads) { return rule_for(name, total, kv_heads).heads; },
       py::arg("name"), py::arg("total"), py::arg("kv_heads"));
-  py::class_<PackedShape>(m, "PackedShape")
-      .def(py::init(&packed_shape), py::arg("shape"), py::arg("partition_dim"), py::arg("where"));
+  py::class_<PackedShape>(m, "PackedShape");
 }
 
 using Along = at::Tensor (*)(const at::Tensor&, const comm::GroupPtr&, int64_t, const parallel::Sizes&, comm::Label);
@@ -127,6 +99,28 @@ void bind_layers(py::module_& m) {
       .def_readwrite("entrance", &Region::entrance);
   m.def("column_linear", &column_linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("region"), NoGil());
   m.def("row_linear", &row_linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("region"), NoGil());
+  m.def(
+      "join_outputs",
+      [](const at::Tensor& own, const comm::GroupPtr& group, bool gather, const Sizes& sizes, const Sizes& tail,
+         const std::string& label) { return join_outputs(own, group, gather, sizes, tail, label); },
+      py::arg("own"), py::arg("group"), py::arg("gather"), py::arg("sizes"), py::arg("tail"), py::arg("label"),
+      NoGil());
+  m.def(
+      "own_inputs",
+      [](const at::Tensor& x, const comm::GroupPtr& group, int64_t total, const std::vector<Pair>& pairs,
+         const std::string& label) {
+        Ranges ranges;
+        for (const auto& [begin, end] : pairs)
+          ranges.push_back({begin, end});
+        return own_inputs(x, group, total, ranges, label);
+      },
+      py::arg("x"), py::arg("group"), py::arg("total"), py::arg("ranges"), py::arg("label"), NoGil());
+  m.def(
+      "share_outputs",
+      [](const at::Tensor& out, const comm::GroupPtr& group, const Pair& own_use, const std::string& label) {
+        return share_outputs(out, group, {own_use.first, own_use.second}, label);
+      },
+      py::arg("out"), py::arg("group"), py::arg("own_use"), py::arg("label"), NoGil());
   m.def("vocab_embedding", &vocab_embedding, py::arg("indices"), py::arg("weight"), py::arg("begin"),
         py::arg("vocabulary"), py::arg("padding_idx"), py::arg("region"), NoGil());
   m.def("vocab_cross_entropy", &vocab_cross_entropy, py::arg("logits"), py::arg("target"), py::arg("begin"),
@@ -254,6 +248,22 @@ void bind_plan_input(py::module_& m) {
       .def_readwrite("embedding_dim", &PlanOptions::embedding_dim)
       .def_readwrite("head_names", &PlanOptions::head_names)
       .def_readwrite("vocab_parallel", &PlanOptions::vocab_parallel);
+  m.def(
+      "first_match",
+      [](const std::vector<parallel::Rule>& rules, const std::string& name) -> std::optional<parallel::Rule> {
+        const parallel::Rule* found = first_match(rules, name);
+        return found == nullptr ? std::nullopt : std::optional(*found);
+      },
+      py::arg("rules"), py::arg("name"));
+  using config::PartitionRules;
+  py::class_<PartitionRules>(m, "PartitionRules")
+      .def(py::init<>())
+      .def_readwrite("rules", &PartitionRules::rules)
+      .def_readwrite("source", &PartitionRules::source);
+  m.def("partition_rules", &config::partition_rules, py::arg("config"), py::arg("facts"), py::arg("size"),
+        py::arg("matcher"));
+  m.def("plan_options", &config::plan_options, py::arg("config"), py::arg("size"), py::arg("rules"));
+  m.def("overlaps_tensor_parallel", &config::overlaps_tensor_parallel, py::arg("config"));
 }
 
 void bind_plan(py::module_& m) {

@@ -154,14 +154,6 @@ const std::vector<Refusal>& python_reads() {
       {"activation_checkpointing.profile", "true", [](C c) { return c.activation_checkpointing.profile; }},
       {"dataloader_drop_last", "true", [](C c) { return c.dataloader_drop_last; }},
       {"tensor_parallel.dtype", "any", [](C c) { return c.given.contains("tensor_parallel.dtype"); }},
-      {"tensor_parallel.tp.tp_grain_size", "> 1", [](C c) { return c.tensor_parallel.tp.tp_grain_size > 1; }},
-      {"tensor_parallel.tp_overlap_comm", "false: parallel::Region::overlap says it",
-       [](C c) { return c.given.contains("tensor_parallel.tp_overlap_comm") && !c.tensor_parallel.tp_overlap_comm; }},
-      {"tensor_parallel.vocab_parallel_lm_head", "true",
-       [](C c) {
-         const Value& wish = c.tensor_parallel.vocab_parallel_lm_head;
-         return !wish.is_null() && wish != Value(false);
-       }},
   };
   return all;
 }

@@ -2,6 +2,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include "tessera/shard/storage.h"
 #include "tessera/zero/memory_for.h"
 
 namespace tessera::engine {
@@ -19,7 +20,7 @@ void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, c
     const auto settle = [&] {
       broadcast_words(ranks, {value}, 0, "initial value of '" + spec.name + "'");
       if (options.cast && at::isFloatingType(value.scalar_type()) && value.scalar_type() != dtype)
-        tensor.set_data(value.to(dtype));
+        shard::set_data(tensor, value.to(dtype));
     };
     zero::memory_for(settle, "the value of parameter '", spec.name, "'");
   }
@@ -30,7 +31,7 @@ void cast_back(const std::vector<ParamSpec>& params, const std::vector<at::Scala
   for (size_t i = 0; i < params.size(); ++i) {
     try {
       at::Tensor tensor = params[i].tensor;
-      if (tensor.scalar_type() != dtypes[i]) tensor.set_data(tensor.detach().to(dtypes[i]));
+      if (tensor.scalar_type() != dtypes[i]) shard::set_data(tensor, tensor.detach().to(dtypes[i]));
     } catch (const std::exception&) {
       // It has no data, or there is no memory: the others are what they were.
     }

@@ -8,6 +8,7 @@
 #include "tessera/engine/impl.h"
 #include "tessera/engine/preflight.h"
 #include "tessera/optim/norm.h"
+#include "tessera/shard/storage.h"
 #include "tessera/zero/update_lane.h"
 
 namespace tessera::engine {
@@ -132,7 +133,7 @@ int Engine::add_param(ParamSpec param) {
   zero::ShardedModel& model = *impl_->model;
   const zero::Options& zero = impl_->options.zero;
   if (param.restore) std::exchange(param.restore, nullptr)();
-  if (zero.cast) param.tensor.set_data(param.tensor.detach().to(zero.precision.param));
+  if (zero.cast) shard::set_data(param.tensor, param.tensor.detach().to(zero.precision.param));
   impl_->params.push_back(std::move(param));
   model.joining.params_changed();
   return static_cast<int>(impl_->params.size()) - 1;

@@ -35,6 +35,11 @@ void Construction::release(const std::vector<at::Tensor>& params, int writer) {
   early_->release(numbers_of(params), writer < 0 ? zero::Writes::None : zero::Writes::FromRank, std::max(writer, 0));
 }
 
+void Construction::restore(const at::Tensor& param) const {
+  for (const int number : numbers_of({param}))
+    early_->restore(number);
+}
+
 void Construction::hand_over(std::vector<engine::ParamSpec>& specs) const {
   for (engine::ParamSpec& spec : specs) {
     const auto found = numbers_.find(spec.tensor.unsafeGetTensorImpl());

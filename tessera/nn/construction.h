@@ -39,6 +39,9 @@ class Construction {
   void gather(const std::vector<at::Tensor>& params);
   void release(const std::vector<at::Tensor>& params, int writer = -1);
 
+  // A parameter that is partitioned here becomes whole for good, in memory of its own. Collective.
+  void restore(const at::Tensor& param) const;
+
   // Lets an engine built from `specs` take over what is partitioned here. Local.
   void hand_over(std::vector<engine::ParamSpec>& specs) const;
   const comm::Mesh& mesh() const { return mesh_; }

@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "tessera/base/error.h"
+#include "tessera/nn/cut_layers.h"
 #include "tessera/parallel/vocabulary.h"
 
 namespace tessera::nn {
@@ -100,10 +101,11 @@ namespace {
 template <class F>
 void for_cuts(const torch::nn::Module& module, F&& f) {
   module.apply([&](const torch::nn::Module& m) {
-    const auto* holder = dynamic_cast<const CutHolder*>(&m);
-    if (holder == nullptr) return;
     const auto params = m.named_parameters(/*recurse=*/false);
-    for (const auto& [name, cut] : holder->cuts())
+    for (const auto& item : params)
+      if (const CutParam* param = cut_param(item.value()); param != nullptr && param->cut) f(item.value(), param->cut);
+    const auto* holder = dynamic_cast<const CutHolder*>(&m);
+    for (const auto& [name, cut] : holder == nullptr ? std::map<std::string, shard::CutPtr>() : holder->cuts())
       f(params[name], cut);
   });
 }

@@ -14,24 +14,22 @@
 #include "tessera/config/served.h"
 #include "tessera/engine/build.h"
 #include "tessera/engine/export.h"
+#include "tessera/nn/cut_layers.h"
+#include "tessera/nn/cut_model.h"
 #include "tessera/nn/saved_values.h"
 
 namespace tessera::nn {
 
 namespace {
 
-// What only a mesh can give, and what cuts modules in Python only, is never left out silently.
+// What only a mesh can give is never left out silently.
 void check_axes(const Config& config, const comm::Mesh& mesh) {
   const auto check = [&](comm::Axis axis, int64_t ranks, const char* key) {
     TESSERA_CHECK_VALUE(ranks <= 1 || mesh.size(axis) == ranks, "initialize", key, " is ", ranks, ", but the mesh has ",
                         mesh.size(axis), " ranks along '", comm::axis_name(axis), "'");
   };
-  const int64_t slices = config.tensor_parallel.autotp_size;
-  for (const char* key : {"tensor_parallel.preset_model", "tensor_parallel.partition_config"})
-    TESSERA_CHECK_BUILT(slices <= 1 || !config.given.contains(key), "initialize", key,
-                        " cuts modules of Python; build a C++ model of the layers in tessera/nn/parallel.h");
   check(comm::Axis::Sp, config.sequence_parallel_size, "sequence_parallel_size");
-  check(comm::Axis::Tp, slices, "tensor_parallel.autotp_size");
+  check(comm::Axis::Tp, config.tensor_parallel.autotp_size, "tensor_parallel.autotp_size");
 }
 
 }  // namespace
@@ -65,6 +63,10 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     leaves = engine::outermost(model, marked.modules);
     units = engine::partition_units(model, units, leaves);
   }
+  plan_ = cut_model(*module_, config, mesh.group(comm::Axis::Tp), building);
+  if (plan_) warn(plan_->warnings);
+  for (const at::Tensor& param : module_->parameters())
+    if (const CutParamPtr note = cut_note(param); note != nullptr) cuts_.emplace_back(param, note);
   auto specs = param_specs(*module_, units);
   prepare_optimizer(config, recipe, part == Part::Whole, specs);
   if (client_ != nullptr) {
@@ -269,6 +271,8 @@ bool Session::save_16bit_model(const std::string& dir, const std::string& name, 
 }
 
 void Session::look_before_update() {
+  for (auto& [param, note] : cuts_)
+    keep_cut(param, note);
   if (live().options().zero.update_in_backward && c10::GradMode::is_enabled()) live().set_fault(fault());
 }
 

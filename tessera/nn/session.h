@@ -22,6 +22,7 @@
 #include "tessera/nn/client_optimizer.h"
 #include "tessera/nn/construction.h"
 #include "tessera/nn/contents.h"
+#include "tessera/nn/cut_layers.h"
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/units.h"
@@ -116,6 +117,9 @@ class Session {
   int rank() const { return live().mesh().rank(comm::kBatchAxes); }
   int size() const { return live().mesh().size(comm::kBatchAxes); }
 
+  // How tensor_parallel has cut the module; empty where it did not, or it came cut. For reading: parallel_plan()->text().
+  const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
+
   // ---- accumulation
   // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
   class [[nodiscard]] Held {
@@ -188,6 +192,8 @@ class Session {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
 
   std::shared_ptr<torch::nn::Module> module_;
+  std::optional<parallel::Plan> plan_;
+  std::vector<std::pair<at::Tensor, CutParamPtr>> cuts_;  // of layers of torch
   std::shared_ptr<engine::Engine> core_;
   std::unique_ptr<Contents> contents_;
   bool warned_of_frozen_ = false;  // that came later

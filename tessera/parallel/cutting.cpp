@@ -293,6 +293,29 @@ std::map<std::string, std::map<std::string, Sizes>> PlanBuilder::widths() const 
   return result;
 }
 
+void PlanBuilder::warn_of_fused(Plan& plan) const {
+  for (const auto& [rule, paths] : options_.size > 1 ? fused_ : decltype(fused_)())
+    plan.warnings.push_back(c10::str(paths[0], paths.size() > 1 ? c10::str(" (and ", paths.size() - 1, " more)") : "",
+                                     " holds several projections, as its name says, and its rule (", rule,
+                                     ") cuts it as one: right only where heads lie one after the other, each with its "
+                                     "own query, key and value. Give "
+                                     "the rule \"shape\": [3, -1] for three equal projections, [2, -1] for two, "
+                                     "[[...], -1] for their sizes; [1, -1] "
+                                     "says that it is right"));
+}
+
+// Several ranks that hold the same whole model train it several times.
+void PlanBuilder::check_cuts(const Plan& plan) const {
+  const auto cuts = [](const Decision& d) { return d.partition != Partition::Skip; };
+  if (options_.size == 1 || skips_ || std::ranges::any_of(plan.decisions, cuts)) return;
+  std::string why;
+  for (const std::string& warning : plan.warnings)
+    why += "; " + warning;
+  TESSERA_CHECK_VALUE(false, "parallel", "tensor_parallel.autotp_size is ", options_.size,
+                      ", and nothing of this model is cut, so that all of them would train the same", why,
+                      "; give rules in tensor_parallel.partition_config, or leave the ranks to data parallelism");
+}
+
 Plan PlanBuilder::finish() {
   share_norms();
   share_keys();
@@ -306,7 +329,9 @@ Plan PlanBuilder::finish() {
     if (!m.weight_sizes.empty() && decided(m) == nullptr)
       plan.whole.push_back(m.param == "weight" ? m.path : m.path + "." + m.param);
   plan.warnings = warnings_;
+  warn_of_fused(plan);
   plan.widths = widths();
+  check_cuts(plan);
   return plan;
 }
 

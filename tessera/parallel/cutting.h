@@ -1,4 +1,4 @@
-// What rules and heuristics share in making decisions. Internal to plans.
+// What rules and heuristics share in making decisions. Internal to plans and who carries them out.
 #pragma once
 
 #include <map>
@@ -46,6 +46,10 @@ class PlanBuilder {
   const Decision* decided(const Module& module) const;
   void drop(const Module& module);
   void warn(const std::string& text);
+  // A rule says that a module stays whole.
+  void note_skipped() { skips_ = true; }
+  // A layer that holds several projections is cut as one by a rule.
+  void note_fused(const std::string& rule, const std::string& path) { fused_[rule].push_back(path); }
   // What every source of decisions needs: norms and keys that heads share, vocabulary, ties, widths.
   Plan finish();
 
@@ -54,6 +58,8 @@ class PlanBuilder {
   void share_keys();
   void cut_vocabulary();
   void untie();
+  void warn_of_fused(Plan& plan) const;
+  void check_cuts(const Plan& plan) const;
   std::map<std::string, std::map<std::string, Sizes>> widths() const;
   // The first column layer among the children of a module whose outputs stay with their ranks.
   const Decision* column_in(const std::string& parent) const;
@@ -68,6 +74,8 @@ class PlanBuilder {
   std::unordered_map<std::string, int64_t> heads_;
   std::map<size_t, Decision> decisions_;  // by number of the module
   std::vector<std::string> warnings_;
+  std::map<std::string, std::vector<std::string>> fused_;  // paths by rule
+  bool skips_ = false;
 };
 
 // What the rules say. heuristics.cpp: what names and order say.

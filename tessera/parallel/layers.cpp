@@ -267,4 +267,31 @@ at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::
   return RowFunction::apply(used_x, used_weight, used_bias, region);
 }
 
+at::Tensor join_outputs(const at::Tensor& own, const comm::GroupPtr& group, bool gather, const Sizes& sizes,
+                        const Sizes& tail, comm::Label label) {
+  if (gather) return gather_from_ranks(own, group, -1, sizes, label);
+  if (tail.empty()) return own;
+  const int64_t shared = tail[group->rank()], kept = own.size(-1) - shared;
+  return at::cat({own.narrow(-1, 0, kept), gather_for_use(own.narrow(-1, kept, shared), group, -1, tail, label)}, -1);
+}
+
+at::Tensor own_inputs(const at::Tensor& x, const comm::GroupPtr& group, int64_t total, const Ranges& ranges,
+                      comm::Label label) {
+  int64_t mine = 0;
+  for (const shard::Range& range : ranges)
+    mine += range.size();
+  if (x.dim() == 0 || x.size(-1) != total || total == mine) return x;
+  const at::Tensor whole = copy_to_ranks(x, group, label);
+  std::vector<at::Tensor> parts;
+  for (const shard::Range& range : ranges)
+    parts.push_back(whole.narrow(-1, range.begin, range.size()));
+  return at::cat(parts, -1);
+}
+
+at::Tensor share_outputs(const at::Tensor& out, const comm::GroupPtr& group, shard::Range own_use, comm::Label label) {
+  const at::Tensor shared = copy_to_ranks(out.narrow(-1, own_use.begin, own_use.size()), group, label);
+  return at::cat({out.narrow(-1, 0, own_use.begin), shared, out.narrow(-1, own_use.end, out.size(-1) - own_use.end)},
+                 -1);
+}
+
 }  // namespace tessera::parallel

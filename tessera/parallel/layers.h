@@ -38,6 +38,18 @@ at::Tensor column_linear(const at::Tensor& x, const at::Tensor& weight, const st
 at::Tensor row_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                       const Region& region);
 
+// What whole layers around cut ones see, along the last dim (of an output, or of a bias alone). Collective where they send.
+// A column layer's own outputs, of which the ranks have `sizes`: with `gather` all of them; with a `tail` (the ranks' sizes) the
+// last ones are gathered for use on every rank.
+at::Tensor join_outputs(const at::Tensor& own, const comm::GroupPtr& group, bool gather, const Sizes& sizes,
+                        const Sizes& tail, comm::Label label = {});
+// A row layer's inputs: this rank's `ranges`, where `x` has all `total` of them, of a layer that is not cut; else `x`.
+at::Tensor own_inputs(const at::Tensor& x, const comm::GroupPtr& group, int64_t total, const Ranges& ranges,
+                      comm::Label label = {});
+// A whole layer's outputs, of which every rank uses those of `own_use` for heads of its own.
+at::Tensor share_outputs(const at::Tensor& out, const comm::GroupPtr& group, shard::Range own_use,
+                         comm::Label label = {});
+
 // Column layers that are called one after the other with the very same tensor enter their region with it once: one cast, one
 // gather, and in the backward one all-reduce of the gradients' sum, launched when the last of them has its part. Kept by the
 // front end for the layers of one parent; used by one thread at a time.

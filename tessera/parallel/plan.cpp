@@ -1,6 +1,7 @@
 #include "tessera/parallel/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <numeric>
 
@@ -55,6 +56,11 @@ Sizes Decision::own_sizes() const {
   for (size_t r = 0; r < tail.size(); ++r)
     result[r] -= tail[r];
   return result;
+}
+
+const Rule* first_match(const std::vector<Rule>& rules, const std::string& name) {
+  const auto found = std::ranges::find_if(rules, [&](const Rule& rule) { return rule.matches(name); });
+  return found == rules.end() ? nullptr : &*found;
 }
 
 const Decision* Plan::find(const std::string& path, const std::string& param) const {
@@ -131,10 +137,24 @@ void cut_by_rule(PlanBuilder& builder, const Module& m, const Rule& rule, const 
   decision->vocabulary = rule.partition == Partition::Column && builder.is_head(m.path);
 }
 
+// Names of layers that hold several projections; models in which they lie head by head.
+constexpr std::array kSeveral{"qkv", "query_key_value", "c_attn", "w_pack", "gate_up", "up_gate"};
+constexpr std::array kHeadByHead{"bloom",     "gpt_neox", "gpt_neox_japanese", "falcon",
+                                 "persimmon", "fuyu",     "gpt_bigcode"};
+
+// A layer whose name says that it holds several projections, and that a rule of the user's takes for one.
+bool cut_as_one(const Decision& d, const Rule& rule) {
+  if (d.partition != Partition::Column || d.gather_output || rule.shape || !rule.source.starts_with("tensor_parallel."))
+    return false;
+  const std::string name = lower(last_of(d.path));
+  return std::ranges::any_of(kSeveral, [&](const char* part) { return name.find(part) != name.npos; });
+}
+
 }  // namespace
 
 void follow_rules(PlanBuilder& builder) {
   const std::string model_type = model_type_of(builder);
+  const bool head_by_head = std::ranges::find(kHeadByHead, lower(builder.facts().model_type)) != kHeadByHead.end();
   bool matched = false;
   for (const Module& m : builder.modules()) {
     if (m.weight_sizes.empty()) continue;
@@ -156,10 +176,13 @@ void follow_rules(PlanBuilder& builder) {
     const std::string why = first->source + ": " + first->pattern;
     if (first->partition == Partition::Skip) {
       matched = true;
+      builder.note_skipped();
       if (first->sum_gradient) builder.add(m, why).sum_gradient = true;
     } else if (m.weight_sizes.size() >= 2) {
       matched = true;
       cut_by_rule(builder, m, *first, name, why);
+      const Decision* decision = builder.decided(m);
+      if (m.param == "weight" && !head_by_head && cut_as_one(*decision, *first)) builder.note_fused(why, m.path);
     }
   }
   TESSERA_CHECK_VALUE(matched, "parallel", "no rule for tensor parallelism matches a module of this model (",

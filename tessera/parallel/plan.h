@@ -38,7 +38,7 @@ struct Module {
 
 // What the model's configuration says; 0 and "" where it does not.
 struct ModelFacts {
-  std::string model_type;
+  std::string model_type = {};
   int64_t heads = 0, kv_heads = 0, head_dim = 0, hidden = 0, vocabulary = 0;
   // Of parts of the model that have a configuration of their own (a vision tower), by the path of their module.
   std::map<std::string, ModelFacts> parts = {};
@@ -58,6 +58,9 @@ struct Rule {
   bool gather_output = false;
   bool sum_gradient = false;  // Skip: whole, gradients summed over the group
 };
+
+// The first whose pattern matches; null without any. Also of parameters that are no module's weight: Skip leaves these whole.
+const Rule* first_match(const std::vector<Rule>& rules, const std::string& name);
 
 struct PlanOptions {
   int size = 1;             // ranks of the group
@@ -117,7 +120,8 @@ const std::vector<std::string>& width_names();
 using Predicate = std::function<bool(const std::string&)>;
 // Makes a rule's predicate from its regular expression, which is matched from the start.
 using Matcher = std::function<Predicate(const std::string& pattern)>;
-Matcher standard_matcher();  // std::regex (ECMAScript); value error for a pattern that it cannot read
+// std::regex (ECMAScript); value error, which names `where`, for a pattern that it cannot read.
+Matcher standard_matcher(const std::string& where = "partition rule");
 
 // The presets as rules, in any case of letters; value error with the names for another one. Sizes of packed weights follow
 // `facts` where they are known (Phi-3 and ChatGLM with fewer key/value heads).

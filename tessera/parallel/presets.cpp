@@ -97,14 +97,14 @@ std::optional<PackedShape> shape_of(Pack pack, const ModelFacts& facts) {
 
 }  // namespace
 
-Matcher standard_matcher() {
-  return [](const std::string& pattern) -> Predicate {
+Matcher standard_matcher(const std::string& where) {
+  return [where](const std::string& pattern) -> Predicate {
     try {
       return [expression = std::regex(pattern)](const std::string& text) {
         return std::regex_search(text, expression, std::regex_constants::match_continuous);
       };
     } catch (const std::regex_error& error) {
-      TESSERA_CHECK_VALUE(false, "parallel", "pattern '", pattern, "' is no regular expression: ", error.what());
+      TESSERA_CHECK_VALUE(false, "parallel", where, ": '", pattern, "' is no regular expression: ", error.what());
     }
   };
 }

@@ -31,6 +31,22 @@ char* address(const at::Tensor& flat, int64_t element) {
 
 }  // namespace
 
+void set_data(at::Tensor& param, const at::Tensor& value) {
+  c10::TensorImpl& impl = *param.unsafeGetTensorImpl();
+  if (impl.key_set().has(kOwnKey))
+    set_keyed_data(param, value, impl.get_backend_meta_intrusive_ptr());
+  else
+    param.set_data(value);
+}
+
+void set_keyed_data(at::Tensor& param, const at::Tensor& value, c10::intrusive_ptr<c10::BackendMeta> meta) {
+  c10::Storage storage = value.storage();
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), value.key_set().add(kOwnKey), value.dtype());
+  impl->set_sizes_and_strides(value.sizes(), value.strides(), value.storage_offset());
+  impl->set_backend_meta(std::move(meta));
+  param.set_data(at::Tensor(std::move(impl)));
+}
+
 Form::Form(const at::Tensor& param) : sizes(param.sizes().vec()), strides(bound_strides(param)) {}
 
 void bind(at::Tensor& param, const at::Tensor& flat, Range range, const Form& form) {
@@ -40,7 +56,7 @@ void bind(at::Tensor& param, const at::Tensor& flat, Range range, const Form& fo
   const auto keep_alive = [flat](void*) {};
   at::Tensor alias = at::from_blob(address(flat, range.begin), form.sizes, form.strides, keep_alive,
                                    flat.options().requires_grad(false), flat.device());
-  param.set_data(alias);
+  set_data(param, alias);
 }
 
 bool is_bound(const at::Tensor& param, const at::Tensor& flat, Range range, const Form& form) {
@@ -119,7 +135,7 @@ c10::StorageImpl* make_released(at::Tensor& param, const Form& form, const at::T
   at::Tensor alias = at::from_blob(
       &nothing, form.sizes, form.strides, [](void*) {}, flat_options.requires_grad(false), flat_options.device());
   release(*storage_of(alias), message);
-  param.set_data(alias);
+  set_data(param, alias);
   return storage_of(param);
 }
 

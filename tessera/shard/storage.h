@@ -30,6 +30,16 @@ struct Form {
   bool operator==(const Form&) const = default;
 };
 
+// Note [Keys of parameters]
+//   A front end may put the dispatch key kOwnKey, which torch leaves to others, and a BackendMeta on a parameter, so that the
+//   dispatcher shows it each operator that takes this parameter (nn/cut_layers.h). Both lie in the TensorImpl, whose key
+//   set_data() replaces: who gives a parameter other data does it by this function.
+inline constexpr c10::DispatchKey kOwnKey = c10::DispatchKey::DeferredInit;
+// param.set_data(value); the key and the meta stay.
+void set_data(at::Tensor& param, const at::Tensor& value);
+// The same; from here on `param` has the key, and `meta`.
+void set_keyed_data(at::Tensor& param, const at::Tensor& value, c10::intrusive_ptr<c10::BackendMeta> meta);
+
 // Makes `param` live at flat[range] as `form`, with the dtype of `flat`, without touching the bytes there. Keeps the
 // tensor's identity; does not bump its version.
 void bind(at::Tensor& param, const at::Tensor& flat, Range range, const Form& form);

@@ -38,8 +38,6 @@ TEST(Session, AxesOfTheConfigurationAreThoseOfTheMesh) {
                      "sequence_parallel_size is 2, but the mesh has 1 ranks along 'sp'");
   expect_value_error("{" + sgd + R"(, "tensor_parallel": {"autotp_size": 2}})",
                      "tensor_parallel.autotp_size is 2, but the mesh has 1 ranks along 'tp'");
-  EXPECT_THROW(session("{" + sgd + R"(, "tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}})"),
-               c10::NotImplementedError);
 }
 
 void train_step(Session& s) {

@@ -51,6 +51,19 @@ TEST(Plan, TheFirstRuleHolds) {
   EXPECT_EQ(std::ranges::count(plan.whole, "model.layers.0.self_attn.k_proj"), 1);
 }
 
+// Ranks that hold the same whole model, unless a rule says so.
+TEST(Plan, NothingThatIsCutIsAnError) {
+  Model model;
+  for (const char* path : {"embed", "head"})
+    model.add(path, Module::Kind::Linear, {8, 4}).weight_identity = 1;
+  EXPECT_HAS(
+      error_of([&] { plan_for(model, options_with({rule("head", kColumn)})); }),
+      "tensor_parallel.autotp_size is 2, and nothing of this model is cut, so that all of them would train the same; "
+      "tied weights stay whole, because not all of their modules would be cut alike: embed, head; give rules in");
+  EXPECT_TRUE(plan_for(model, options_with({rule("head", kColumn), rule("embed", kSkip)})).decisions.empty());
+  EXPECT_TRUE(plan_for(model, options_with({rule("head", kColumn)}, 1)).decisions.empty());
+}
+
 TEST(Plan, ShapesOfRules) {
   const std::string qkv = R"(.*qkv_proj)", up = R"(.*gate_up_proj)", down = R"(.*down_proj)";
   expect_plan(plan_for(phi3(2), options_with({with_shape(rule(qkv, kColumn), {{16, 8, 8}, {-1}}, 0, 0),

@@ -83,7 +83,7 @@ TEST(Presets, PatternsMatchFromTheStart) {
   const Predicate matches = standard_matcher()(R"(a\.[xy])");
   EXPECT_TRUE(matches("a.xz"));
   EXPECT_FALSE(matches("b.a.x"));
-  EXPECT_HAS(error_of([] { standard_matcher()("("); }), "pattern '(' is no regular expression");
+  EXPECT_HAS(error_of([] { standard_matcher()("("); }), "'(' is no regular expression");
 }
 
 }  // namespace tessera::parallel

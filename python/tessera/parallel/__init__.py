@@ -28,7 +28,7 @@ from tessera.parallel._modules import (
     SharedTailLinear,
     VocabEmbedding,
 )
-from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
+from tessera.parallel._plan import ParallelPlan, make_plan
 from tessera.parallel._record import tp_model_init
 
 __all__ = [
@@ -74,7 +74,7 @@ def shard_model(model: nn.Module, config: Any, *, group: Any = None) -> Parallel
         ranks = mesh.group(_core.Axis.Tp)
     try:
         plan = make_plan(model, loaded, ranks.size)
-        cutter = Cutter(model, plan, ranks, overlap=overlaps(loaded))
+        cutter = Cutter(model, plan, ranks, overlap=_core.overlaps_tensor_parallel(loaded))
         cutter.run()
         if made:  # they end here; the engine brings its own
             cutter.ranks.bind(None)

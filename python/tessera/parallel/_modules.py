@@ -198,11 +198,9 @@ class _Column(_CutModule):
             own = F.linear(input, self._matrix(), self._parameters.get("bias"))
             return _core.gather_for_use(own, cut.ranks.group, -1, cut.sizes(), cut.label) if cut.gather else own
         out: torch.Tensor = _core.column_linear(input, self._matrix(), self._parameters.get("bias"), cut.region)
+        out = _core.join_outputs(out, cut.ranks.group, cut.gather, cut.sizes(), cut.tail, cut.label)
         if cut.gather:
-            return _core.gather_from_ranks(out, cut.ranks.group, -1, cut.sizes(), cut.label)
-        if cut.tail:
-            own, tail = out.split((out.size(-1) - cut.tail[cut.ranks.rank], cut.tail[cut.ranks.rank]), -1)
-            out = torch.cat((own, _core.gather_for_use(tail, cut.ranks.group, -1, cut.tail, cut.label)), -1)
+            return out
         if cut.ranks.draws.on and self.training and not cut.vocabulary and not cut.sequence:
             cut.ranks.draws.enter(cut.ranks.rank, input.device)
         return out
@@ -218,9 +216,8 @@ class _Row(_CutModule):
         if cut.ranks.draws.on and not cut.sequence:
             cut.ranks.draws.leave(input.device)
         weight = cut.params["weight"]
-        if self._is_whole(input):
-            whole = _core.copy_to_ranks(input, cut.ranks.group, cut.label)  # of a layer that is not cut
-            input = torch.cat([whole[..., begin:end] for begin, end in weight.ranges[cut.ranks.rank]], -1)
+        total, mine = weight.sizes[weight.dim], weight.ranges[cut.ranks.rank]
+        input = _core.own_inputs(input, cut.ranks.group, total, mine, cut.label)
         out: torch.Tensor = _core.row_linear(input, self._matrix(), self._parameters.get("bias"), cut.region)
         return out
 
@@ -245,9 +242,7 @@ class _SharedTail(_CutModule):
         out: torch.Tensor = super().forward(input)
         if cut.is_partial:
             return out
-        begin, end = cut.own_use
-        shared = _core.copy_to_ranks(out[..., begin:end], cut.ranks.group, cut.label)
-        joined = torch.cat([out[..., :begin], shared, out[..., end:]], -1)
+        joined: torch.Tensor = _core.share_outputs(out, cut.ranks.group, cut.own_use, cut.label)
         if joined.grad_fn is not None:
             metadata: Any = joined.grad_fn.metadata
             metadata[BORDER] = True

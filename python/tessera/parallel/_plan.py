@@ -14,14 +14,11 @@ from tessera.parallel._attention import check_heads
 from tessera.parallel._classes import loss_of
 from tessera.parallel._modules import EXPERTS, cut_of
 from tessera.parallel._regions import SequenceRegions, find_regions
-from tessera.parallel._rules import Rules, facts_of, model_type, rules_for
+from tessera.parallel._rules import facts_of, rules_for
 
 if TYPE_CHECKING:
     from tessera.parallel._attention import Attention, Follow
 
-# Names of layers that hold several projections; models in which they lie head by head.
-_FUSED = ("qkv", "query_key_value", "c_attn", "w_pack", "gate_up", "up_gate")
-_HEAD_BY_HEAD = ("bloom", "gpt_neox", "gpt_neox_japanese", "falcon", "persimmon", "fuyu", "gpt_bigcode")
 # Modules that use the weights of their children without calling them: these stay whole.
 _OWN_USE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -75,25 +72,19 @@ class ParallelPlan:
 def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan:
     """ConfigError, naming modules, numbers and keys, for what cannot be cut."""
     rules = rules_for(model, config, size)
-    options = _core.PlanOptions()
-    options.size = size
-    options.rules = rules.rules
-    options.strict = rules.strict
-    options.grain = config.tensor_parallel.tp.tp_grain_size
+    options = _core.plan_options(config, size, rules)
     options.expert_grain = _expert_grain(model, config)
-    options.embedding_dim = rules.embedding_dim
-    options.head_names = list(rules.head_names)
-    options.vocab_parallel = bool(config.tensor_parallel.vocab_parallel_lm_head)
     modules = list(_modules(model))
     core = _core.make_plan(modules, facts_of(model), options)
     unknown = check_heads(model, core.decisions)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    kept = {name: rule for name in names if (rule := _skipping(name, rules)) is not None}
+    matched = {name: _core.first_match(options.rules, name) for name in names}
+    kept = {name: rule for name, rule in matched.items() if rule is not None and rule.partition == _core.Partition.Skip}
     summed = [name for name, rule in kept.items() if rule.sum_gradient]
     regions = find_regions(model, core) if size > 1 and config.tessera.sequence_parallel_norms else None
     plan = ParallelPlan(core, size, rules.source, list(kept), summed, regions=regions)
     if size > 1:
-        plan.warnings = [*_cut_as_one(core, rules, model_type(model)), *unknown]
+        plan.warnings = unknown
     if size > 1 and options.vocab_parallel:
         _choose_loss(model, plan)
     return plan
@@ -126,38 +117,6 @@ def _expert_grain(model: nn.Module, config: _core.Config) -> int:
         return 1
     sizes = [module._parameters[name].itemsize for module in experts for name in EXPERTS]  # type: ignore[union-attr]
     return max(1, 16 // min(_core.precision(config).param.itemsize, *sizes))
-
-
-def _cut_as_one(core: _core.ParallelPlan, rules: Rules, kind: str) -> list[str]:
-    """Of layers whose name says that they hold several projections, and that a rule of the user's takes for one."""
-    shaped = {f"{rule.source}: {rule.pattern}" for rule in rules.rules if rule.shape is not None}
-    found: dict[str, list[str]] = {}  # paths by rule
-    for d in core.decisions:
-        plain = d.partition == _core.Partition.Column and d.param == "weight" and not d.gather_output
-        if not plain or not d.rule.startswith("tensor_parallel.") or d.rule in shaped or kind in _HEAD_BY_HEAD:
-            continue
-        if any(part in d.path.rpartition(".")[2].lower() for part in _FUSED):
-            found.setdefault(d.rule, []).append(d.path)
-    return [
-        f"{paths[0]}{f' (and {len(paths) - 1} more)' if len(paths) > 1 else ''} holds several projections, as its name "
-        f"says, and its rule ({rule}) cuts it as one: right only where heads lie one after the other, each with "
-        "its own query, key and value. Give "
-        'the rule "shape": [3, -1] for three equal projections, [2, -1] for two, [[...], -1] for their sizes; [1, -1] '
-        "says that it is right"
-        for rule, paths in found.items()
-    ]
-
-
-def overlaps(config: _core.Config) -> bool:
-    """Whether the all-reduce of a column layer's backward runs under the product for its weight's gradient: unless the
-    configuration says no. Results are the same."""
-    return config.tensor_parallel.tp_overlap_comm or "tensor_parallel.tp_overlap_comm" not in config.given
-
-
-def _skipping(name: str, rules: Rules) -> _core.PartitionRule | None:
-    """The rule that leaves this parameter whole."""
-    first = next((rule for rule in rules.rules if rule.matches(name)), None)
-    return first if first is not None and first.partition == _core.Partition.Skip else None
 
 
 def _modules(model: nn.Module) -> Iterator[_core.PlanModule]:

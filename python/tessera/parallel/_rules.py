@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,35 +11,6 @@ from torch import nn
 from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel._attention import heads_of, key_heads_of
-
-_SECTION = "tensor_parallel.partition_config"
-# Keys of the section, and of one of its layer_specs -> the value where it is absent.
-_KEYS: dict[str, Any] = {
-    "use_default_specs": True,
-    "strict_mode": False,
-    "embedding_partition_dim": 1,
-    "lm_head_patterns": ["lm_head", "embed_out"],
-    "tp_size": 1,
-    "layer_specs": [],
-}
-_SPEC_KEYS: dict[str, Any] = {
-    "patterns": [],
-    "partition_type": "column",
-    "shape": None,
-    "partition_dim": None,
-    "model_types": None,
-    "gather_output": False,
-    "grad_allreduce": False,
-}
-
-
-@dataclasses.dataclass
-class Rules:
-    rules: list[_core.PartitionRule]
-    source: str  # "partition_config", "preset llama", "tp_plan", "heuristics"
-    strict: bool = False
-    embedding_dim: int = 1
-    head_names: Sequence[str] = ("lm_head", "embed_out")
 
 
 def matcher(pattern: str, where: str) -> Callable[[str], bool]:
@@ -135,80 +105,18 @@ def model_type(model: nn.Module) -> str:
 # ---------------------------------------------------------------- sources of rules
 
 
-def rules_for(model: nn.Module, config: _core.Config, size: int) -> Rules:
+def rules_for(model: nn.Module, config: _core.Config, size: int) -> _core.PartitionRules:
     """The first source that is there: the configuration's rules or preset, the model's own tp_plan, heuristics."""
-    preset = config.tensor_parallel.preset_model
-    section = config.tensor_parallel.partition_config
-    if section is not None:
-        return _configured(section, preset, model, size)
-    if preset:
-        return Rules(_preset(preset, model), f"preset {preset}")
+    configured = _core.partition_rules(config, facts_of(model), size, matcher)
+    if configured is not None:
+        return configured
+    rules = _core.PartitionRules()
     plan = tp_plan_of(model)
     if plan and model_type(model) not in _PLANS_LEFT:
-        return Rules([rule for name, style in plan.items() for rule in _planned(name, style, model)], "tp_plan")
-    return Rules([], "heuristics")
-
-
-def _preset(name: str, model: nn.Module) -> list[_core.PartitionRule]:
-    return _core.preset_rules(name, facts_of(model), lambda pattern: matcher(pattern, f"preset {name}"))
-
-
-def _configured(section: Any, preset: str | None, model: nn.Module, size: int) -> Rules:
-    _check_keys(section, _KEYS, _SECTION)
-    values = {**_KEYS, **section}
-    for name in ("use_default_specs", "strict_mode"):
-        _check_type(values[name], bool, f"{_SECTION}.{name}")
-    _check_type(values["layer_specs"], (list, tuple), f"{_SECTION}.layer_specs")
-    if values["tp_size"] not in (1, size):
-        raise ConfigError(
-            f"[config] {_SECTION}.tp_size is {values['tp_size']}; it must be 1 or tensor_parallel.autotp_size ({size})"
-        )
-    if values["embedding_partition_dim"] not in (0, 1):
-        raise ConfigError(
-            f"[config] {_SECTION}.embedding_partition_dim must be 0 or 1, got {values['embedding_partition_dim']!r}"
-        )
-    rules = [
-        rule
-        for number, spec in enumerate(values["layer_specs"])
-        for rule in _spec(spec, f"{_SECTION}.layer_specs[{number}]")
-    ]
-    if values["use_default_specs"] and preset:
-        rules += _preset(preset, model)
-    if not rules:
-        raise ConfigError(
-            f"[config] {_SECTION}: there is no rule; give layer_specs, or preset_model with use_default_specs true"
-        )
-    heads = _strings(values["lm_head_patterns"], f"{_SECTION}.lm_head_patterns")
-    return Rules(rules, "partition_config", values["strict_mode"], values["embedding_partition_dim"], heads)
-
-
-def _spec(spec: Any, where: str) -> list[_core.PartitionRule]:
-    _check_keys(spec, _SPEC_KEYS, where)
-    values = {**_SPEC_KEYS, **spec}
-    kinds = {"column": _core.Partition.Column, "row": _core.Partition.Row, "skip": _core.Partition.Skip}
-    kind = values["partition_type"]
-    if not isinstance(kind, str) or kind.lower() not in kinds:
-        raise ConfigError(f"[config] {where}.partition_type must be one of {', '.join(kinds)}, got {kind!r}")
-    partition = kinds[kind.lower()]
-    shape = _shape(values["shape"], values["partition_dim"], partition, where)
-    for name in ("gather_output", "grad_allreduce"):
-        _check_type(values[name], bool, f"{where}.{name}")
-    if values["gather_output"] and shape is not None:
-        raise NotImplementedError(f"[config] {where}: gather_output with shape is not served")
-    if values["gather_output"] and partition != _core.Partition.Column:
-        raise ConfigError(f"[config] {where}.gather_output is for partition_type column, not {kind}")
-    patterns = _strings(values["patterns"], f"{where}.patterns")
-    if not patterns:
-        raise ConfigError(f"[config] {where}.patterns is empty")
-    types = values["model_types"]
-    rules = []
-    for pattern in patterns:
-        rule = _rule(matcher(pattern, f"{where}.patterns"), pattern, where, partition)
-        rule.shape = shape
-        rule.model_types = [] if types is None else [t.lower() for t in _strings(types, f"{where}.model_types")]
-        rule.gather_output = values["gather_output"]
-        rule.sum_gradient = values["grad_allreduce"] and partition == _core.Partition.Skip
-        rules.append(rule)
+        rules.rules = [rule for name, style in plan.items() for rule in _planned(name, style, model)]
+        rules.source = "tp_plan"
+    else:
+        rules.source = "heuristics"
     return rules
 
 
@@ -216,18 +124,6 @@ def _rule(matches: Callable[[str], bool], pattern: str, source: str, partition: 
     rule = _core.PartitionRule()
     rule.matches, rule.pattern, rule.source, rule.partition = matches, pattern, source, partition
     return rule
-
-
-def _shape(shape: Any, dim: Any, partition: _core.Partition, where: str) -> _core.PackedShape | None:
-    if shape is None:
-        return None
-    if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise ConfigError(f"[config] {where}.shape must be a list, got {shape!r}")
-    if dim is None:
-        dim = 1 if partition == _core.Partition.Row else 0
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise ConfigError(f"[config] {where}.partition_dim must be an integer, got {dim!r}")
-    return _core.PackedShape(shape, dim, where)
 
 
 # ---------------------------------------------------------------- Transformers' plan
@@ -295,26 +191,3 @@ def _planned(name: str, style: str, model: nn.Module) -> list[_core.PartitionRul
     rule.gather_output = gather
     rule.sum_gradient = summed
     return [rule]
-
-
-# ---------------------------------------------------------------- small checks
-
-
-def _check_keys(value: Any, known: Mapping[str, Any], where: str) -> None:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"[config] {where} must be an object, got {value!r:.100}")
-    unknown = sorted(set(value) - set(known))
-    if unknown:
-        raise ConfigError(f"[config] {where}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
-
-
-def _check_type(value: Any, kind: Any, where: str) -> None:
-    if not isinstance(value, kind):
-        raise ConfigError(f"[config] {where} has the wrong type: {value!r:.100}")
-
-
-def _strings(value: Any, where: str) -> list[str]:
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
-        raise ConfigError(f"[config] {where} must be a list of texts, got {value!r:.100}")
-    return list(items)

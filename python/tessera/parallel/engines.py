@@ -19,7 +19,7 @@ from tessera.parallel._hand import bind_hand, has_rules, share
 from tessera.parallel._inputs import check_same_inputs, explain_sizes
 from tessera.parallel._inside import Watch
 from tessera.parallel._modules import Ranks, cut_of
-from tessera.parallel._plan import ParallelPlan, make_plan, overlaps
+from tessera.parallel._plan import ParallelPlan, make_plan
 from tessera.parallel._record import Record, made, take_record
 from tessera.parallel._regions import KEY
 from tessera.parallel._rules import facts_of_config
@@ -36,7 +36,7 @@ class TensorParallel:
         self._model = model
         self._mesh = mesh
         self._group = mesh.group(_core.Axis.Tp)
-        self._overlap = overlaps(config)
+        self._overlap = _core.overlaps_tensor_parallel(config)
         self._ranks: Ranks | None = bind_hand(model, self._group)
         self._by_hand = self._ranks is not None
         self._cuts: dict[int, ParamCut] = {}

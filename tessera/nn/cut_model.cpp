@@ -1,0 +1,374 @@
+#include "tessera/nn/cut_model.h"
+
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/modulelist.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/transformer.h>
+#include <torch/nn/modules/transformerlayer.h>
+
+#include <algorithm>
+#include <regex>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "tessera/base/error.h"
+#include "tessera/config/partition_rules.h"
+#include "tessera/nn/cut_layers.h"
+#include "tessera/nn/inside.h"
+#include "tessera/nn/layers.h"
+#include "tessera/nn/parallel.h"
+#include "tessera/parallel/cutting.h"
+
+namespace tessera::nn {
+namespace {
+
+using Kind = parallel::Module::Kind;
+using parallel::Decision;
+using parallel::Partition;
+using torch::nn::EmbeddingImpl;
+using torch::nn::LinearImpl;
+
+// Each once, under its first path.
+std::vector<std::pair<std::string, torch::nn::Module*>> parts_of(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, torch::nn::Module*>> parts{{"", const_cast<torch::nn::Module*>(&module)}};
+  std::unordered_set<const void*> seen{&module};
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    if (seen.insert(item.value().get()).second) parts.emplace_back(item.key(), item.value().get());
+  return parts;
+}
+
+at::Tensor own_param(const torch::nn::Module& module, const std::string& name) {
+  const auto params = module.named_parameters(/*recurse=*/false);
+  const at::Tensor* found = params.find(name);
+  return found == nullptr ? at::Tensor() : *found;
+}
+
+std::string class_of(const torch::nn::Module& module) {
+  std::string name = module.name();
+  if (const size_t colon = name.rfind(':'); colon != std::string::npos) name.erase(0, colon + 1);
+  if (name.ends_with("Impl")) name.resize(name.size() - 4);
+  return name;
+}
+
+Kind kind_of(const torch::nn::Module& module, const std::string& class_name) {
+  if (module.as<LinearImpl>() != nullptr) return Kind::Linear;
+  if (module.as<EmbeddingImpl>() != nullptr) return Kind::Embedding;
+  if (module.as<torch::nn::ModuleListImpl>() != nullptr || module.as<torch::nn::SequentialImpl>() != nullptr)
+    return Kind::List;
+  return parallel::lower(class_name).find("norm") != std::string::npos ? Kind::Norm : Kind::Other;
+}
+
+// They use the weights of their children without calling them.
+bool uses_children(const torch::nn::Module& module) {
+  return module.as<torch::nn::MultiheadAttentionImpl>() != nullptr ||
+         module.as<torch::nn::TransformerEncoderLayerImpl>() != nullptr ||
+         module.as<torch::nn::TransformerDecoderLayerImpl>() != nullptr;
+}
+
+bool is_hand_cut(const torch::nn::Module& module) {
+  return dynamic_cast<const CutHolder*>(&module) != nullptr;
+}
+
+// LlamaForCausalLM is a "llama".
+std::string model_type(const std::string& class_name) {
+  static const std::regex ending("(For[A-Z]\\w*|LMHeadModel|Model)$"), border("([a-z0-9])([A-Z])");
+  return parallel::lower(std::regex_replace(std::regex_replace(class_name, ending, ""), border, "$1_$2"));
+}
+
+bool has_rules(const Config& config) {
+  return !config.tensor_parallel.partition_config.is_null() || config.tensor_parallel.preset_model.has_value();
+}
+
+parallel::PlanOptions options_for(const torch::nn::Module& module, const Config& config, int size) {
+  auto rules = config::partition_rules(config, model_facts(module), size, config::standard_patterns());
+  return config::plan_options(config, size, rules ? std::move(*rules) : config::PartitionRules());
+}
+
+}  // namespace
+
+std::vector<parallel::Module> plan_modules(const torch::nn::Module& module) {
+  std::vector<parallel::Module> modules;
+  std::vector<std::string> closed;  // paths of modules that use their children's weights
+  for (const auto& [path, part] : parts_of(module)) {
+    parallel::Module row;
+    row.path = path;
+    row.class_name = class_of(*part);
+    row.kind = kind_of(*part, row.class_name);
+    const bool inside = std::ranges::any_of(closed, [&, &path = path](const std::string& around) {
+      return around.empty() || path.starts_with(around + ".");
+    });
+    if (uses_children(*part)) closed.push_back(path);
+    const bool layer = row.kind == Kind::Linear || row.kind == Kind::Other;
+    if (is_hand_cut(*part) || (layer && inside)) row.kind = Kind::Other;
+    const at::Tensor weight = own_param(*part, "weight"), bias = own_param(*part, "bias");
+    if (weight.defined() && !is_hand_cut(*part) && !(layer && inside)) {
+      row.weight_sizes = weight.sizes().vec();
+      row.weight_identity = reinterpret_cast<int64_t>(weight.unsafeGetTensorImpl());
+      row.bias = bias.defined() ? bias.numel() : 0;
+    }
+    modules.push_back(std::move(row));
+  }
+  return modules;
+}
+
+parallel::ModelFacts model_facts(const torch::nn::Module& module) {
+  parallel::ModelFacts facts;
+  for (const auto& [path, part] : parts_of(module)) {
+    const auto* says = dynamic_cast<const HasFacts*>(part);
+    if (says == nullptr) continue;
+    if (path.empty())
+      facts = says->facts();
+    else
+      facts.parts[path] = says->facts();
+  }
+  if (facts.model_type.empty()) facts.model_type = model_type(class_of(module));
+  return facts;
+}
+
+namespace {
+
+// Whose numbers of heads nobody sees: a C++ class has no attributes that could be read, or set.
+void warn_of_heads(const parallel::ModelFacts& facts, parallel::Plan& plan) {
+  for (const Decision& d : plan.decisions) {
+    const std::string around = parallel::attention_around(d.path);
+    if (d.partition != Partition::Column || d.gather_output || around.empty() || facts.of(d.path).heads > 0) continue;
+    plan.warnings.push_back(
+        around +
+        ": how many heads it has is not known, so what its layers are cut into may be no whole heads, and "
+        "code that reshapes by a number of its own computes something else; take numbers of heads from "
+        "sizes, and let the class, or the model, be a tessera::nn::HasFacts that says how many there are");
+    return;
+  }
+}
+
+parallel::Plan plan_with(const torch::nn::Module& module, const parallel::PlanOptions& options) {
+  const parallel::ModelFacts facts = model_facts(module);
+  parallel::Plan plan = parallel::make_plan(plan_modules(module), facts, options);
+  warn_of_heads(facts, plan);
+  return plan;
+}
+
+}  // namespace
+
+parallel::Plan plan_for(const torch::nn::Module& module, const Config& config, int size) {
+  return plan_with(module, options_for(module, config, size));
+}
+
+namespace {
+
+class Cutter {
+ public:
+  Cutter(torch::nn::Module& module, const parallel::Plan& plan, const Config& config, const comm::GroupPtr& group,
+         const Construction* building)
+      : plan_(plan), group_(group), building_(building), overlap_(config::overlaps_tensor_parallel(config)) {
+    std::vector<std::string> lists;
+    for (const auto& [path, part] : parts_of(module)) {
+      parts_[path] = part;
+      if (kind_of(*part, "") == Kind::List) lists.push_back(path);
+    }
+    inside_ = std::make_shared<Inside>(module, std::move(lists), group);
+    for (const auto& item : module.named_parameters()) {
+      names_.emplace(item.value().unsafeGetTensorImpl(), item.key());
+      params_[item.key()] = item.value();
+    }
+    find_siblings();
+  }
+
+  // What cannot be carried out, before anything is changed.
+  void check() const {
+    for (const Decision& d : plan_.decisions) {
+      if (d.partition == Partition::Skip) continue;
+      const at::Tensor weight = own_param(*parts_.at(d.path), "weight");
+      TESSERA_CHECK_VALUE(weight.dim() == 2, "tensor_parallel", d.path, ": a weight of ", weight.dim(),
+                          " dims cannot be cut (", d.rule, ")");
+      const auto* embedding = parts_.at(d.path)->as<EmbeddingImpl>();
+      const bool plain =
+          embedding == nullptr ||
+          (!embedding->options.max_norm() && !embedding->options.scale_grad_by_freq() && !embedding->options.sparse());
+      TESSERA_CHECK_VALUE(plain, "tensor_parallel", d.path,
+                          ": an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut (", d.rule, ")");
+    }
+  }
+
+  // `summed_names`: of parameters whose gradient a rule sums.
+  void run(const std::vector<std::string>& summed_names) {
+    for (const Decision& d : plan_.decisions)
+      carry_out(d);
+    for (const std::string& name : summed_names)
+      inside_->sum_gradient(params_.at(name));
+    for (Noted& noted : notes_)
+      cut(noted);
+  }
+
+ private:
+  struct Noted {
+    at::Tensor param;
+    CutParamPtr note = c10::make_intrusive<CutParam>();
+    parallel::Ranges ranges = {};  // own
+    int64_t dim = 0;
+  };
+
+  // Column layers of one parent that may have one input share their way into the region.
+  void find_siblings() {
+    std::map<std::string, int> columns;
+    for (const Decision& d : plan_.decisions)
+      if (is_inner_column(d)) ++columns[parallel::parent_of(d.path)];
+    for (const auto& [parent, number] : columns)
+      if (number > 1) entrances_[parent] = std::make_shared<parallel::Entrance>(number);
+  }
+  bool is_inner_column(const Decision& d) const {
+    const bool embedding = parts_.at(d.path)->as<EmbeddingImpl>() != nullptr;
+    return d.partition == Partition::Column && !embedding && !d.gather_output && !d.vocabulary;
+  }
+
+  std::shared_ptr<CutLayer> layer_of(const Decision& d, CutLayer::Kind kind) const {
+    auto layer = std::make_shared<CutLayer>();
+    layer->kind = kind;
+    layer->region = {.group = group_, .overlap = overlap_, .label = d.path};
+    if (const auto found = entrances_.find(parallel::parent_of(d.path));
+        found != entrances_.end() && is_inner_column(d))
+      layer->region.entrance = found->second;
+    layer->total = d.total;
+    layer->gather = d.gather_output;
+    layer->own_use = d.own_use;
+    layer->tail = d.tail;
+    layer->rule = d.rule;
+    if (d.partition != Partition::Skip) {
+      layer->ranges = d.ranges[group_->rank()];
+      layer->sizes = d.sizes();
+    }
+    return layer;
+  }
+
+  Noted& note_for(const at::Tensor& param) {
+    const auto [found, fresh] = places_.try_emplace(param.unsafeGetTensorImpl(), notes_.size());
+    if (fresh) {
+      notes_.push_back({.param = param});
+      notes_.back().note->name = names_.at(param.unsafeGetTensorImpl());
+    }
+    return notes_[found->second];
+  }
+
+  void carry_out(const Decision& d) {
+    torch::nn::Module& part = *parts_.at(d.path);
+    const at::Tensor weight = own_param(part, "weight"), bias = own_param(part, "bias");
+    if (d.sum_gradient)
+      for (const at::Tensor& param : part.parameters(/*recurse=*/false))
+        inside_->sum_gradient(param);
+    if (d.partition == Partition::Skip) {
+      if (d.own_use.empty()) return;
+      const auto layer = layer_of(d, CutLayer::Kind::SharedTail);
+      note_for(weight).note->linear = layer;
+      if (bias.defined()) note_for(bias).note->bias = layer;
+      return;
+    }
+    Noted& noted = note_for(weight);
+    noted.ranges = d.ranges[group_->rank()];
+    noted.dim = d.dim;
+    if (auto* embedding = part.as<EmbeddingImpl>())
+      use_embedding(d, *embedding, *noted.note);
+    else
+      use_linear(d, part, *noted.note);
+  }
+
+  // Rows of what is looked up are also used as the weight of a linear layer without a module of its own, where an output layer is
+  // tied by code: F::linear(x, embed->weight).
+  void use_embedding(const Decision& d, EmbeddingImpl& embedding, CutParam& note) const {
+    const bool vocabulary = d.dim == 0;
+    const auto layer = layer_of(d, vocabulary ? CutLayer::Kind::Vocabulary : CutLayer::Kind::Embedding);
+    layer->padding = embedding.options.padding_idx().value_or(-1);
+    note.embedding = layer;
+    const int64_t mine = layer->sizes[group_->rank()];
+    if (vocabulary)  // whose number is the whole's, which the layer's check of a slice does not know
+      embedding.options.num_embeddings(mine).padding_idx(std::nullopt);
+    else
+      embedding.options.embedding_dim(mine);
+    if (note.linear || (!vocabulary && !d.gather_output)) return;
+    const auto tied = layer_of(d, vocabulary ? CutLayer::Kind::Column : CutLayer::Kind::Row);
+    tied->gather = vocabulary;
+    note.linear = tied;
+  }
+
+  void use_linear(const Decision& d, torch::nn::Module& part, CutParam& note) {
+    const bool column = d.partition == Partition::Column;
+    const auto layer = layer_of(d, column ? CutLayer::Kind::Column : CutLayer::Kind::Row);
+    if (!column) layer->inside = inside_;
+    note.linear = layer;
+    const int64_t mine = layer->sizes[group_->rank()];
+    if (auto* linear = part.as<LinearImpl>())
+      column ? linear->options.out_features(mine) : linear->options.in_features(mine);
+    const at::Tensor bias = own_param(part, "bias");
+    if (!column || !bias.defined()) return;
+    TESSERA_CHECK_VALUE(bias.dim() == 1 && bias.numel() == d.total, "tensor_parallel", d.path, ": its bias of ",
+                        bias.sizes(), " does not fit the ", d.total, " outputs of its weight");
+    Noted& noted = note_for(bias);
+    noted.ranges = layer->ranges;
+    noted.note->bias = layer;
+  }
+
+  // The first rank's values.
+  void cut(Noted& noted) const {
+    const at::NoGradGuard no_grad;
+    at::Tensor& param = noted.param;
+    if (building_ != nullptr) building_->restore(param);
+    at::Tensor value = param.detach().contiguous();
+    group_->broadcast(value, 0, "value of '" + noted.note->name + "' before it is cut");
+    if (!noted.ranges.empty()) {
+      noted.note->cut = shard::cut_along(value.sizes().vec(), noted.dim, noted.ranges);
+      std::vector<at::Tensor> pieces;
+      for (const shard::Range& range : noted.ranges)
+        pieces.push_back(value.narrow(noted.dim, range.begin, range.size()));
+      value = pieces.size() > 1 ? at::cat(pieces, noted.dim) : pieces[0].contiguous().clone();
+    }
+    set_cut(param, value, noted.note);
+    param.mutable_grad().reset();
+  }
+
+  const parallel::Plan& plan_;
+  comm::GroupPtr group_;
+  const Construction* building_;
+  bool overlap_;
+  std::map<std::string, torch::nn::Module*> parts_;
+  std::unordered_map<const void*, std::string> names_;  // the first of each
+  std::map<std::string, at::Tensor> params_;
+  std::map<std::string, std::shared_ptr<parallel::Entrance>> entrances_;  // by path of the parent
+  std::vector<Noted> notes_;  // in the order of the decisions, which is the same on all ranks
+  std::unordered_map<const void*, size_t> places_;
+  std::shared_ptr<Inside> inside_;
+};
+
+}  // namespace
+
+std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config& config, const comm::GroupPtr& group,
+                                        const Construction* building) {
+  if (config.tensor_parallel.autotp_size <= 1 || group->size() == 1) return std::nullopt;
+  for (const auto& item : module.named_parameters()) {
+    const CutParam* param = cut_param(item.value());
+    if (param == nullptr) continue;
+    const comm::GroupPtr& before = param->layer()->region.group;
+    TESSERA_CHECK_VALUE(before->rank() == group->rank() && before->size() == group->size(), "tensor_parallel",
+                        "the model is cut already, as rank ", before->rank(), " of ", before->size(), "; here is rank ",
+                        group->rank(), " of ", group->size(), ": use the mesh that it was cut for, or build it anew");
+    return std::nullopt;
+  }
+  const auto by_hand = [](const auto& part) { return is_hand_cut(*part.second); };
+  // A stage of a pipeline that is cut by hand may have no such layer.
+  const bool stage = module.as<StageLayers>() != nullptr;
+  if (!has_rules(config) && (stage || std::ranges::any_of(parts_of(module), by_hand))) return std::nullopt;
+  const parallel::PlanOptions options = options_for(module, config, group->size());
+  std::optional<parallel::Plan> plan = plan_with(module, options);
+  std::vector<std::string> summed;
+  for (const auto& item : module.named_parameters())
+    if (const parallel::Rule* rule = parallel::first_match(options.rules, item.key());
+        rule != nullptr && rule->sum_gradient)
+      summed.push_back(item.key());
+  Cutter cutter(module, *plan, config, group, building);
+  cutter.check();
+  cutter.run(summed);
+  return plan;
+}
+
+}  // namespace tessera::nn
