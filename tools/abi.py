@@ -3,8 +3,8 @@
     python tools/abi.py LIBRARY             compare with cmake/abi/MAJOR.MINOR.txt
     python tools/abi.py LIBRARY --write     a release: this is the list from here on
 
-Names are those of exported functions and objects in `tessera::`, with their arguments. One that is gone breaks programs that were
-linked before; a new one does not. Another minor version has an interface, and a list, of its own.
+Names are those of exported functions and objects in `tessera::`, with their arguments. One that is gone breaks programs
+that were linked before; a new one does not. Another minor version has an interface, and a list, of its own.
 """
 
 from __future__ import annotations
