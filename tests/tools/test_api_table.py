@@ -1,0 +1,170 @@
+"""tools/api_table.py: public names of both front ends, and the list that pairs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import api_table
+
+PACKAGE = """
+from tessera import zero
+from tessera.engine import Engine
+from tessera._core import Config
+from tessera.errors import Lost
+__all__ = ["Config", "Engine", "Lost", "zero"]
+"""
+ENGINE = """
+class _Base:
+    def step(self): ...
+class Engine(_Base):
+    module: object
+    _hidden = 1
+    lend = 2
+    def __init__(self):
+        self.device = self.core.own = local = None
+    @property
+    def core(self): ...
+class Pipeline(Engine):
+    def step(self): ...
+    def train(self): ...
+"""
+HEADER = r"""
+// class Commented {};
+#define TESSERA_FAIL(Class, ...) \
+  class Defined {}
+namespace torch::nn { class Module; }
+namespace tessera::nn {
+namespace detail { void hidden(); }
+namespace { void local() {} }
+enum class Kind : int { One, Two };
+class Forward;
+using Maker = std::function<int(const std::vector<int>&)>;
+inline constexpr int kMost = 3;
+template <class A, class B = std::vector<A>>
+class Engine final : public Session {
+  int own_ = 0;
+  void mine();
+
+ public:
+  using Memory = int;
+  using Session::core;
+  explicit Engine(int x) : own_{x}, b_(x) { if (x < 2) { mine(); } }
+  ~Engine();
+  Engine(const Engine&) = delete;
+  bool operator<(const Engine& other) const { return own_ < other.own_; }
+  bool step(std::optional<double> norm = {}, const std::function<void(int)>& f = [](int) {});
+  std::map<int, std::string> groups() const { return {{1, "};"}}; }
+  struct Options { int one = 1 << 2, two = {}; bool odd() const; };
+
+ private:
+  struct State { int x; };
+  std::unique_ptr<State> state_;
+};
+struct LayerImpl { at::Tensor forward(at::Tensor x); };
+TORCH_MODULE(Layer);
+template <class E>
+auto Engine<E>::defined(int x) -> int { return x; }
+std::vector<int> made(int size, std::string name = "a, b(", char c = '{');
+}  // namespace tessera::nn
+namespace tessera { using nn::Engine; void free(); }
+"""
+PYTHON = {
+    "Config",
+    "Config.get",
+    "Engine",
+    "Engine.module",
+    "Engine.lend",
+    "Engine.device",
+    "Engine.core",
+    "Engine.step",
+}
+PYTHON |= {"Lost", "zero.Init", "zero.mark"}
+CPP = (
+    "nn::Kind nn::Maker nn::Engine nn::Engine::core nn::Engine::step nn::Engine::groups nn::Engine::Options Engine free"
+)
+CPP += " nn::Engine::Options::odd nn::Layer nn::Layer::forward nn::made"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    files = {
+        "python/tessera/__init__.py": PACKAGE,
+        "python/tessera/_core.pyi": "class _Keys:\n    bf16: int\nclass Config(_Keys):\n    def get(self): ...\n",
+        "python/tessera/errors.py": "__all__ = ['Lost']\nclass Lost(Exception): ...\n",
+        "python/tessera/engine/__init__.py": "from tessera.engine._engine import Engine\n__all__ = ['Engine']\n",
+        "python/tessera/engine/_engine.py": ENGINE,
+        "python/tessera/engine/program.py": "__all__ = ['Program']\n",
+        "python/tessera/zero/__init__.py": "from tessera.zero import leaf\nfrom tessera.zero.leaf import *\n"
+        "__all__ = [*leaf.__all__, 'Init']\n",
+        "python/tessera/zero/engines.py": "__all__ = ['Region']\n",
+        "python/tessera/zero/leaf.py": "__all__ = ['mark']\n",
+        "tessera/engine.h": '#include "tessera/nn/engine.h"\n',
+        "tessera/nn/engine.h": HEADER,
+        "tessera/nn/inside.h": "namespace tessera::nn { void inside(); }\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for folder in ("tools", "docs"):
+        (tmp_path / folder).mkdir()
+    return tmp_path
+
+
+def test_names(tree):
+    needed, others = api_table.cpp_names(tree)
+    assert needed == set(CPP.split())
+    assert {"nn::kMost", "nn::Engine::Memory", "nn::Engine::Options::one", "nn::Engine::Options::two"} <= others
+    assert api_table.python_names(tree) == PYTHON
+
+
+def test_members_of_a_public_base_are_its_own(tree):
+    path = tree / "python/tessera/engine/_engine.py"
+    node = next(node for node in api_table.parsed(path).body if getattr(node, "name", "") == "Pipeline")
+    assert api_table.members(path, node, {"Engine"}, tree) == {"train"}
+
+
+ALL = """// how to read it
+# Engines
+Config.*, Engine.* | Engine, nn::Engine::*, nn::Engine::Options::one | a note
+zero.Init | - not in C++ yet
+# Others
+zero.mark,
+    Lost | nn::Kind
+- made by hand | nn::Layer::*, nn::Maker, nn::made, free
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("", "", ""),
+        ("zero.Init | - not in C++ yet\n", "", "no line has Python's zero.Init"),
+        (", free", "", "no line has C++'s free"),
+        ("Options::one", "Options::three", "C++ has no nn::Engine::Options::three; take it off"),
+        ("zero.Init", "zero.Init, zero.Old", "Python has no zero.Old; take it off"),
+        ("Engine.*", "Engine", "no line has Python's Engine.core"),
+    ],
+)
+def test_the_list_has_every_name(before, after, said, tree, capsys):
+    (tree / api_table.LIST).write_text(ALL.replace(before, after) if before else ALL)
+    assert api_table.main([], tree) == api_table.main(["--check"], tree) == bool(said)
+    assert said in capsys.readouterr().err
+    page = (tree / api_table.PAGE).read_text()
+    assert "## Engines\n" in page and "| `zero.mark`, `Lost` | `nn::Kind` |" in page
+    (tree / api_table.PAGE).write_text(page + "by hand")
+    assert api_table.main(["--check"], tree) == 1
+    assert "docs/api.md is not what tools/api_pairs.txt says" in capsys.readouterr().err
+
+
+def test_lines_that_say_nothing_are_refused():
+    for line in ("Engine", "- no | - no", "Engine | - no | a note", "a | b | c | d"):
+        with pytest.raises(ValueError, match="not a line of it"):
+            api_table.rows_of(line)
+
+
+def test_the_page_of_this_tree():
+    assert api_table.main(["--check"]) == 0, "change tools/api_pairs.txt and run python tools/api_table.py"

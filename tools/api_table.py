@@ -1,0 +1,249 @@
+"""The page docs/api.md: each public name of Python beside the C++ one that does the same, or why there is none.
+
+    python tools/api_table.py             writes the page, of the list tools/api_pairs.txt
+    python tools/api_table.py --check     the list has all public names and no others, and the page is the list's
+
+Nothing is imported or compiled. Names of Python: `__all__` of modules without an underscore, and the members of their
+classes. Names of C++: what the headers declare that tessera/*.h include, and those of WITH.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST, PAGE = Path("tools/api_pairs.txt"), Path("docs/api.md")
+
+# Modules without an underscore that sub-packages of Python have for each other.
+INSIDE = re.compile(r"(.*\.)?engines|engine\.front|engine\.program")
+# Bases of public classes of C++, and what their methods return or take.
+WITH = """amp/grad_scaler engine/engine engine/restore engine/scaling nn/outputs nn/session nn/units pipeline/link
+pipeline/link_end pipeline/wire zero/modules zero/regions zero/state_access"""
+
+HEAD = """# Python and C++
+
+What public names of one front end are in the other. `tools/api_table.py` writes this page of `tools/api_pairs.txt`, and
+`make lint` fails where a name is missing. Names of Python are below `tessera.`, those of C++ below `tessera::`, with
+the class that has them: an `nn::Engine` is an `nn::Session`, and its `core()` an `engine::Engine`. `X.*` and `X::*` are
+X and what it has without a row of its own. Keys of the configuration: [config.md](config.md).
+"""
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path, root: Path) -> Iterator[tuple[Path, str, str]]:
+    """File, name there and name here of what a file imports from the package."""
+    for node in parsed(path).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            base = root / "python" / node.module.replace(".", "/")
+            files = filter(Path.exists, (base / "__init__.py", base.with_suffix(".py"), base.with_suffix(".pyi")))
+            yield from ((file, alias.name, alias.asname or alias.name) for file in files for alias in node.names)
+
+
+def class_of(path: Path, name: str, root: Path) -> tuple[Path, ast.ClassDef] | None:
+    """Where the class that a file has or imports is defined."""
+    for node in parsed(path).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return path, node
+    others = ((file, there) for file, there, here in imports(path, root) if here == name and file != path)
+    return next((class_of(file, there, root) for file, there in others), None)
+
+
+def members(path: Path, node: ast.ClassDef, public: set[str], root: Path) -> set[str]:
+    """With those of bases that are not public; without those that a public base has."""
+    found, others = set(), set()
+    for part in node.body:
+        stored = [n for n in ast.walk(part) if isinstance(getattr(n, "ctx", None), ast.Store)]
+        if isinstance(part, ast.FunctionDef):
+            own = [n for n in stored if part.name == "__init__" and re.fullmatch(r"self\.\w+", ast.unparse(n))]
+            found |= {part.name} | {n.attr for n in own if isinstance(n, ast.Attribute)}
+        elif isinstance(part, ast.Assign | ast.AnnAssign):
+            found |= {n.id for n in stored if isinstance(n, ast.Name)}
+    for base in node.bases:
+        # Not those of compiled classes: the keys of a configuration.
+        if path.suffix == ".py" and isinstance(base, ast.Name) and (at := class_of(path, base.id, root)) is not None:
+            (others if base.id in public else found).update(members(*at, public, root))
+    return {name for name in found - others if not name.startswith("_")}
+
+
+def python_names(root: Path = ROOT) -> set[str]:
+    """Without "tessera."; a name that several modules have is that of the outer one."""
+    package = root / "python" / "tessera"
+    listed: dict[Path, set[str]] = {}
+    modules: dict[Path, str] = {}
+    for path in sorted(package.rglob("*.py"), key=lambda path: (path.parent, path.name != "__init__.py", path)):
+        parts = path.relative_to(package).with_suffix("").parts
+        module = ".".join(part for part in parts if part != "__init__")
+        if INSIDE.fullmatch(module) or any(part.startswith("_") for part in module.split(".")):
+            continue
+        for node in parsed(path).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                texts = (part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant))
+                listed[path], modules[path] = {str(text) for text in texts}, module
+    listed[package / "__init__.py"] -= set(modules.values())
+    for path, names in listed.items():
+        for file, there, here in imports(path, root):
+            if there == "*":
+                names |= listed.get(file, set())
+                listed[file] = set()
+            elif here in names and file != path and file in listed:
+                listed[file].discard(there)
+    public = set().union(*listed.values())
+    found = set()
+    for path, name in ((path, name) for path, names in listed.items() for name in names):
+        full = f"{modules[path]}.{name}".lstrip(".")
+        at = class_of(path, name, root)
+        found |= {full} | ({f"{full}.{member}" for member in members(*at, public, root)} if at else set())
+    return found
+
+
+# Comments, directives, characters and texts.
+NOISE = re.compile(r"""(?sm)//[^\n]*|/\*.*?\*/|^[ \t]*#(\\\n|[^\n])*|(?<!\w)'(\\.|[^'\\])+'|"(\\.|[^"\\\n])*\"""")
+BLOCK = re.compile(r"([^;{}]*)\{([^{}]*)\}(?=\s*(\S?))")
+NAMESPACE = re.compile(r"(?:inline\s+)?namespace\s*([\w:]*)")
+CLASS = re.compile(r"(?s)(class|struct|union)\s+(\w+)(?:\s*final)?(?:\s*:(?!:).*)?")
+ENUM = re.compile(r"(?s)enum(?:\s+class|\s+struct)?\s+(\w+)(?:\s*:.*)?")
+NO_NAME = re.compile(r"(?s)(friend|static_assert|using namespace)\b|(class|struct|enum)\s+\w+\s*$|.*(\boperator\b|~)")
+
+
+def until_same(pattern: str | re.Pattern[str], new: Any, text: str) -> str:
+    while (less := re.sub(pattern, new, text)) != text:
+        text = less
+    return text
+
+
+def declared(body: str, kind: str, scope: str) -> Iterator[str]:
+    """The names of a folded scope, below it; with "?" in front those of objects, which the list may have or not."""
+    shown = kind != "class"
+    for part in body.split(";"):
+        part = re.sub(r"^\s*(template\s*)+", "", part).strip()
+        if part.startswith("%"):
+            shown = part == "%public"
+        elif shown and part.startswith("@"):
+            yield from part[1:].split()
+        elif shown and part and not NO_NAME.match(part):
+            if found := re.match(r"using\s+(?:[\w:]*::)?(\w+)\s*(=?)", part):
+                yield found[1] if kind == "namespace" or not found[2] else f"?{found[1]}"
+            elif found := re.search(r"([\w:]+)\s*\0", part.split("=")[0]):
+                if "::" not in found[1] and found[1] != scope:  # a definition, a constructor
+                    yield found[1]
+            else:
+                ends = (re.search(r"([A-Za-z]\w*)$", piece.split("=")[0].strip()) for piece in part.split(","))
+                yield from (f"?{end[1]}" for end in ends if end)
+
+
+def fold(match: re.Match[str]) -> str:
+    """Of an innermost block: "@" and the names of a scope; of a body or a value nothing."""
+    head = re.sub(r"^\s*(template\s*)+", "", match[1]).strip()
+    if found := ENUM.fullmatch(head):
+        return f";@{found[1]};"
+    if found := NAMESPACE.fullmatch(head):
+        kind, scope, names = "namespace", found[1], []
+        if scope in ("", "detail"):
+            return ";"
+    elif found := CLASS.fullmatch(head):
+        kind, scope, names = found[1], found[2], [found[2]]
+    else:
+        return match[1] + (" " if match[3] in (";", ",", "{") else ";")
+    names += [re.sub(r"^(\??)", rf"\1{scope}::", name) for name in declared(match[2], kind, scope)]
+    return f";@{' '.join(names)};"
+
+
+def cpp_names(root: Path = ROOT) -> tuple[set[str], set[str]]:
+    """Without "tessera::": types and functions, which the list must have, and objects, which it may."""
+    headers = {f"tessera/{name}.h" for name in WITH.split()}
+    for public in (root / "tessera").glob("*.h"):
+        headers |= set(re.findall(r'#include "(tessera/\w+/[\w/]+\.h)"', public.read_text(encoding="utf-8")))
+    found: set[str] = set()
+    for path in [root / header for header in sorted(headers) if (root / header).exists()]:
+        text = NOISE.sub(" ", path.read_text(encoding="utf-8"))
+        for holder in re.findall(r"\bTORCH_MODULE\((\w+)\)", text):  # class XImpl and X, its holder, are one
+            text = re.sub(rf"\b{holder}Impl\b", holder, text).replace(f"TORCH_MODULE({holder});", "")
+        text = until_same(r"\([^()]*\)", "\0", text.replace("->", " "))
+        text = until_same(r"(?<!\w)\[[^\[\]]*\]|<[^<>;{}]*>", " ", text)
+        text = re.sub(r"\b(public|private|protected)\s*:(?!:)", r";%\1;", text)
+        found |= set(declared(until_same(BLOCK, fold, text), "namespace", ""))
+    below = {name.replace("tessera::", "", 1) for name in found if re.match(r"\??tessera::", name)}
+    return {name for name in below if name[0] != "?"}, {name[1:] for name in below if name[0] == "?"}
+
+
+@dataclass
+class Row:
+    topic: str
+    python: list[str]
+    cpp: list[str]
+    text: str  # a note; where one side has no names, why
+
+
+def rows_of(text: str) -> list[Row]:
+    rows, topic = [], ""
+    for line in re.sub(r"\n[ \t]+", " ", text).splitlines():
+        if line.startswith("# "):
+            topic = line[2:]
+        elif line and not line.startswith("//"):
+            fields = [field.strip() for field in line.split(" | ")]
+            reasons = [field[2:] for field in fields if field.startswith("- ")]
+            if len(fields) + len(reasons) not in (2, 3) or len(reasons) > 1:
+                raise ValueError(f"{LIST}: not a line of it: {line}")
+            sides = [[] if field.startswith("- ") else re.split(r",\s*", field) for field in fields[:2]]
+            rows.append(Row(topic, *sides, *(reasons or fields[2:] or [""])))
+    return rows
+
+
+def problems_of(language: str, listed: list[str], needed: set[str], others: set[str]) -> list[str]:
+    """Names without a line, lines without a name."""
+    problems, taken = [], set()
+    for name in dict.fromkeys(listed):
+        stem = re.sub(r"(\.|::)\*$", "", name)
+        below = tuple(stem + mark for mark in (".", "::")) if stem != name else ()
+        some = {one for one in needed | others if one == stem or one.startswith(below)}
+        taken |= some
+        if not some:
+            problems.append(f"{LIST}: {language} has no {name}; take it off the list")
+    return problems + [f"{LIST}: no line has {language}'s {name}" for name in sorted(needed - taken)]
+
+
+def page_of(rows: list[Row]) -> str:
+    def table(title: str, head: str, lines: list[list[str]]) -> str:
+        rule = "|" + "---|" * (head.count("|") - 1)
+        return "\n".join(["", f"## {title}", "", head, rule, *("| " + " | ".join(line) + " |" for line in lines), ""])
+
+    def code(names: list[str]) -> str:
+        return ", ".join(f"`{name}`" for name in names)
+
+    page = HEAD
+    for topic in dict.fromkeys(row.topic for row in rows):
+        both = [row for row in rows if row.topic == topic and row.python and row.cpp]
+        page += table(topic, "| Python | C++ | |", [[code(row.python), code(row.cpp), row.text] for row in both])
+    for side, other in (("Python", "cpp"), ("C++", "python")):
+        alone = [[row.topic, code(row.python + row.cpp), row.text] for row in rows if not getattr(row, other)]
+        page += table(f"In {side} alone", "| topic | names | why |", alone)
+    return page
+
+
+def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
+    if (arguments := sys.argv[1:] if argv is None else argv) not in ([], ["--check"]):
+        sys.exit(__doc__)
+    rows = rows_of((root / LIST).read_text(encoding="utf-8"))
+    problems = problems_of("Python", [name for row in rows for name in row.python], python_names(root), set())
+    problems += problems_of("C++", [name for row in rows for name in row.cpp], *cpp_names(root))
+    if not arguments:
+        (root / PAGE).write_text(page_of(rows), encoding="utf-8")
+    elif not (root / PAGE).exists() or (root / PAGE).read_text(encoding="utf-8") != page_of(rows):
+        problems.append(f"{PAGE} is not what {LIST} says; run python tools/api_table.py")
+    print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
