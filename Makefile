@@ -47,7 +47,7 @@ help:
 	@echo "make gpu-kit  what 'make gpu' takes along to a machine without a network (PYTHON: with that machine's torch)"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make docs    API reference in build/docs (pdoc; with doxygen installed the C++ headers too)"
-	@echo "make lint    layer rules, clang-format, ruff, mypy"
+	@echo "make lint    layer rules, names of both front ends, clang-format, ruff, mypy"
 	@echo "make tidy    clang-tidy over the C++ sources"
 	@echo "make cuda    the CUDA kernels by a compiler from PyPI: warnings, registers, machine code, the library without a driver"
 	@echo "make sanitize  C++ tests of the layers with threads under the address, undefined-behaviour and thread sanitizers"
@@ -213,6 +213,7 @@ PUBLIC_MODULES := checkpoints distributed errors estimate launch loss_scale repo
 
 lint: $(VENV)/stamp-lint
 	$(PY) tools/check_layers.py
+	$(PY) tools/api_table.py --check
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
