@@ -93,7 +93,7 @@ def init_distributed(
     store = torch._C._distributed_c10d.PrefixStore("default_pg", store)
 
     back_ends = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
-    device = own_device(back_ends, launch.local_rank)
+    device = own_device(back_ends)
     announced = _Announced(back_ends, device, "" if device else _why_none(back_ends, chosen=dist_backend is not None))
     announced.check("init_distributed", lambda text: _core.exchange_all(store, rank, world_size, "devices", text))
     bound = device if "nccl" in backend else None
@@ -159,19 +159,17 @@ def local_rank() -> int:
 # ---- the devices of ranks
 
 
-def own_device(back_ends: str, local: int | None = None) -> torch.device | None:
+def own_device(back_ends: str) -> torch.device | None:
     """The accelerator that one of `back_ends` ("cpu:gloo,cuda:nccl") is for alone, as NCCL for CUDA; None where there
     is none (Gloo is the CPU's, whatever else it serves).
 
     Of several devices it is the one that the program made the current one, else (that is still the first) that of
-    local_rank() (or `local`), which then is the current one. Where there are several, but not that one, a warning says
-    so.
+    local_rank(), which then is the current one. Where there are several, but not that one, a warning says so.
     """
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None or kind.type not in _of_accelerators(back_ends):
         return None
-    local = local_rank() if local is None else local
-    index, count = torch.accelerator.current_device_index(), torch.accelerator.device_count()
+    index, local, count = torch.accelerator.current_device_index(), local_rank(), torch.accelerator.device_count()
     if index == 0 and local < count:
         torch.accelerator.set_device_index(index := local)
     elif index == 0 and count > 1:

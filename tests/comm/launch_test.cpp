@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <map>
@@ -20,15 +21,23 @@ using Variables = std::map<std::string, std::string>;
 // Exactly these variables of launchers while it lives.
 struct Started {
   explicit Started(const Variables& values) : values_(values) {
-    for (const char* prefix : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                               "PMIX_RANK", "PMIX_NAMESPACE"})
-      unsetenv(prefix);
+    for (std::string entry : std::vector<std::string>(environ, environ + count())) {  // a job may run the tests
+      entry.resize(entry.find('='));
+      for (const char* prefix : {"RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "SLURM_"})
+        if (entry.starts_with(prefix)) unsetenv(entry.c_str());
+    }
     for (const auto& [name, value] : values_)
       setenv(name.c_str(), value.c_str(), 1);
   }
   ~Started() {
     for (const auto& [name, value] : values_)
       unsetenv(name.c_str());
+  }
+  static int count() {
+    int all = 0;
+    while (environ[all] != nullptr)
+      ++all;
+    return all;
   }
   Variables values_;
 };

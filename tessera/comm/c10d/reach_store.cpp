@@ -26,6 +26,17 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(500);
 constexpr auto kFirstPause = std::chrono::milliseconds(5), kLongestPause = std::chrono::milliseconds(200);
 constexpr int kConnectWithinMs = 1000;
 
+using Addresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
+
+// Of a host's name; empty where nobody knows it.
+Addresses addresses_of(const std::string& host, int port) {
+  addrinfo wanted{};
+  wanted.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &wanted, &found) != 0) found = nullptr;
+  return {found, freeaddrinfo};
+}
+
 // What a connection says: 0, the error that refuses it, or ETIMEDOUT.
 int knock(const addrinfo& to) {
   const int fd = socket(to.ai_family, to.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC, to.ai_protocol);
@@ -50,9 +61,11 @@ std::string place_of(const std::string& address, int port) {
 void await_listener(const std::string& address, int port, std::chrono::milliseconds timeout) {
   const auto end = Clock::now() + timeout;
   for (auto pause = kFirstPause; listens(address, port) != true; pause = std::min(2 * pause, kLongestPause)) {
-    if (Clock::now() >= end)
-      C10_THROW_ERROR(DistNetworkError, "nobody listens at " + place_of(address, port) + " after " +
-                                            std::to_string(timeout.count() / 1000) + " s");
+    if (Clock::now() >= end) {
+      const std::string what = addresses_of(address, port) ? "nobody listens at " + place_of(address, port)
+                                                           : "no host is known by the name " + address;
+      C10_THROW_ERROR(DistNetworkError, what + " after " + std::to_string(timeout.count() / 1000) + " s");
+    }
     std::this_thread::sleep_for(pause);
   }
 }
@@ -60,13 +73,9 @@ void await_listener(const std::string& address, int port, std::chrono::milliseco
 }  // namespace
 
 std::optional<bool> listens(const std::string& address, int port) {
-  addrinfo wanted{};
-  wanted.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(address.c_str(), std::to_string(port).c_str(), &wanted, &found) != 0) return false;
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> all(found, freeaddrinfo);
+  const Addresses all = addresses_of(address, port);
   std::optional<bool> there = false;
-  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+  for (const addrinfo* each = all.get(); each != nullptr; each = each->ai_next) {
     const int error = knock(*each);
     if (error == 0) return true;
     if (error == ETIMEDOUT) there.reset();

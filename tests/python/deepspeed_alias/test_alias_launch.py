@@ -145,6 +145,7 @@ PASSED = {
     "quiet": ["-q"],
     "log_level": ["--log_level", "debug"],
     "enable_each_rank_log": ["--enable_each_rank_log", "some logs"],
+    "log_dir": ["--log_dir", "some logs"],  # the same
 }
 NOTING = """#!/bin/sh
 # Runs nothing: notes what the hosts get, the exports and the command.
@@ -188,8 +189,8 @@ def test_every_option_reaches_the_hosts_or_is_refused(
     monkeypatch.setattr(sys, "argv", ["tessera launch", *shlex.split(command.rpartition(" && ")[2])[3:]])
     launch.main()
     (options, slots, named, nodes, node) = found[0]
-    values = {"master_port": 123, "log_level": "debug", "enable_each_rank_log": "some logs"}
-    assert getattr(options, name) == values.get(name, True)
+    values = {"master_port": 123, "log_level": "debug", "enable_each_rank_log": "some logs", "log_dir": "some logs"}
+    assert getattr(options, {"log_dir": "enable_each_rank_log"}.get(name, name)) == values.get(name, True)
     assert (slots, named, nodes, node, options.master_addr) == ([0], False, 2, 1, "a")
     assert options.program == "program.py" and options.arguments == ["--module", "it's"]
 
