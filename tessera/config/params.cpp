@@ -73,7 +73,7 @@ class Reader {
   void not_null(const std::string& name) {
     const auto found = params_.find(name);
     if (found != params_.end() && std::holds_alternative<std::monostate>(found->second.data))
-      report_.error(path_ + "." + name, "must not be null; leave it out for the default");
+      report_.error(path_ + "." + name, "must not be null; leave it out for the default", Problem::Kind::Value);
   }
 
   void flag(const std::string& name, bool& out) {
@@ -138,8 +138,8 @@ class Reader {
     for (const auto& [name, value] : params_) {
       if (std::find(known_.begin(), known_.end(), name) == known_.end()) {
         const std::string near = nearest(name, known_);
-        report_.error(path_ + "." + name, "unknown parameter; " + (near.empty() ? "allowed are " + join(known_, ", ")
-                                                                                : "did you mean \"" + near + "\"?"));
+        const std::string hint = near.empty() ? "allowed are " + join(known_, ", ") : "did you mean \"" + near + "\"?";
+        report_.error(path_ + "." + name, "unknown parameter; " + hint, Problem::Kind::Unknown);
       }
     }
   }
@@ -159,7 +159,7 @@ class Reader {
   }
 
   void bad(const std::string& name, const Value& value, const std::string& wanted) {
-    report_.error(path_ + "." + name, "must be " + wanted + ", got " + value.text());
+    report_.error(path_ + "." + name, "must be " + wanted + ", got " + value.text(), Problem::Kind::Value);
   }
 
   std::string path_;

@@ -143,14 +143,16 @@ class Section:
     """One section of the configuration: its keys as attributes, by both spellings where there are two. ValidationError
     for wrong ones."""
 
-    _section = ""
+    _path: tuple[str, ...] = ()  # in the configuration
 
     def __init__(self, strict: bool = False, **values: Any) -> None:
+        given: dict[str, Any] = values
+        for name in reversed(self._path):
+            given = {name: given}
         with translated():
-            resolved = tessera.Config.from_dict({self._section: values} if self._section else values)
-        tree: Any = resolved.to_dict()
-        for part in self._section.split(".") if self._section else []:
-            tree = tree[part]
+            tree: Any = tessera.Config.from_dict(given).to_dict()
+        for name in self._path:
+            tree = tree[name]
         self._fill(tree, values)
 
     @classmethod
@@ -183,16 +185,12 @@ class Section:
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(Section):
-    _section = "zero_optimization.offload_optimizer"
-
     def __init__(self, **values: Any) -> None:
         whole = DeepSpeedZeroConfig(stage=3, offload_optimizer={"device": "none", **values})
         self._fill(whole._values["offload_optimizer"], values)
 
 
 class DeepSpeedZeroOffloadParamConfig(Section):
-    _section = "zero_optimization.offload_param"
-
     def __init__(self, **values: Any) -> None:
         whole = DeepSpeedZeroConfig(stage=3, offload_param={"device": "none", **values})
         self._fill(whole._values["offload_param"], values)
@@ -205,7 +203,7 @@ _OFFLOAD: dict[str, type[Section]] = {
 
 
 class DeepSpeedZeroConfig(Section):
-    _section = ZERO_OPTIMIZATION
+    _path = (ZERO_OPTIMIZATION,)
 
     def _fill(self, tree: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         super()._fill(tree, given)
@@ -214,11 +212,11 @@ class DeepSpeedZeroConfig(Section):
 
 
 class DeepSpeedFP16Config(Section):
-    _section = "fp16"
+    _path = ("fp16",)
 
 
 class DeepSpeedBF16Config(Section):
-    _section = "bf16"
+    _path = ("bf16",)
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
@@ -227,23 +225,23 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
 
 
 class DeepSpeedZeroLeafModuleConfig(Section):
-    _section = "zero_optimization.leaf_module"
+    _path = (ZERO_OPTIMIZATION, "leaf_module")
 
 
 class TensorBoardConfig(Section):
-    _section = "tensorboard"
+    _path = ("tensorboard",)
 
 
 class CSVConfig(Section):
-    _section = "csv_monitor"
+    _path = ("csv_monitor",)
 
 
 class WandbConfig(Section):
-    _section = "wandb"
+    _path = ("wandb",)
 
 
 class CometConfig(Section):
-    _section = "comet"
+    _path = ("comet",)
 
 
 _MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")

@@ -7,7 +7,6 @@ import base64
 import contextlib
 import json
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -43,12 +42,13 @@ def fetch_hostfile(path: str | None) -> Hosts | None:
         text = line.split("#")[0].strip()
         if not text:
             continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
-        if match is None:
+        host, *slots = text.split()
+        count = slots[0].removeprefix("slots=") if len(slots) == 1 and slots[0].startswith("slots=") else ""
+        if not count.isdecimal():
             raise ConfigError(f"[launch] {path}, line {number}: must be `host slots=N`, got {line!r}")
-        if match[1] in hosts:
-            raise ConfigError(f"[launch] {path}, line {number}: host {match[1]} is there twice")
-        hosts[match[1]] = int(match[2])
+        if host in hosts:
+            raise ConfigError(f"[launch] {path}, line {number}: host {host} is there twice")
+        hosts[host] = int(count)
     if not hosts:
         raise ConfigError(f"[launch] {path} names no host")
     return hosts
@@ -90,10 +90,10 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
 def _slots(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-        if match is None:
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"[launch] slots must be like 0,2 or 0-3, got {text!r}")
-        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+        found.extend(range(int(first), int(last or first) + 1))
     return found
 
 

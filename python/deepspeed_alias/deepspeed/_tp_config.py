@@ -17,15 +17,13 @@ class AUTOTP_MODE(enum.Enum):
 
 
 class TPConfig(Section):
-    _section = "tensor_parallel.tp"
-
     def __init__(self, **values: Any) -> None:
         whole = TPTrainingConfig(autotp_size=values.get("tp_size", 1), tp=values)
         self._fill(whole._values["tp"], values)
 
 
 class TPTrainingConfig(Section):
-    _section = "tensor_parallel"
+    _path = ("tensor_parallel",)
 
     def _fill(self, tree: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         super()._fill(tree, given)

@@ -52,8 +52,8 @@ void ShmSegment::close_file() {
 
 std::shared_ptr<char> ShmSegment::map_private() const {
   void* const data = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd_, 0);
-  TESSERA_CHECK_DIST(data != MAP_FAILED, "comm", "shared memory: ", size_, " B are needed: cannot map: ",
-                     std::strerror(errno));
+  TESSERA_CHECK_DIST(data != MAP_FAILED, "comm", "shared memory: ", size_,
+                     " B are needed: cannot map: ", std::strerror(errno));
   return {static_cast<char*>(data), [size = size_](char* mapped) { munmap(mapped, size); }};
 }
 

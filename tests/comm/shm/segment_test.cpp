@@ -47,7 +47,7 @@ TEST(ShmSegment, SaysWhatIsNeededWhenThereIsNoMemory) {
   const size_t huge = size_t{1} << 62;
   EXPECT_HAS(message_of<c10::DistBackendError>([&] { segment->reserve(0, huge); }),
              "[comm] shared memory: 4611686018427387904 B are needed, ");
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { ShmSegment::create(size_t{1} << 60); }), 
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { ShmSegment::create(size_t{1} << 60); }),
              "1152921504606846976 B are needed");
 }
 

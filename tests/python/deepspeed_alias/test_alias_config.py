@@ -30,10 +30,13 @@ def section_error() -> type[BaseException]:
     return ValidationError
 
 
-@pytest.mark.parametrize("cls", [DeepSpeedZeroConfig, DeepSpeedFP16Config, DeepSpeedBF16Config])
+SECTIONS = {DeepSpeedZeroConfig: "zero_optimization", DeepSpeedFP16Config: "fp16", DeepSpeedBF16Config: "bf16"}
+
+
+@pytest.mark.parametrize("cls", SECTIONS)
 def test_every_key_of_a_section_is_an_attribute(cls: Any) -> None:
     made = cls()
-    tree = tessera.Config.from_json("{}").to_dict()[cls._section]
+    tree = tessera.Config.from_json("{}").to_dict()[SECTIONS[cls]]
     assert made.model_dump() == tree
     for key, value in tree.items():
         if isinstance(value, (bool, int, float, str)):
@@ -50,6 +53,8 @@ def test_values_both_spellings_and_offload() -> None:
     assert made.offload_optimizer.device is OffloadDeviceEnum.cpu and made.offload_optimizer.pin_memory
     assert DeepSpeedZeroOffloadOptimizerConfig(device="cpu", ratio=0.5).ratio == 0.5
     assert get_zero_config({"zero_optimization": True}).stage == 1
+    leaves = deepspeed.runtime.zero.leaf_module_config.DeepSpeedZeroLeafModuleConfig(classes=["a.B"], names=["c"])
+    assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["a.B"], ["c"], [])
 
 
 WRONG = [
