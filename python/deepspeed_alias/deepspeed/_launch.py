@@ -132,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
         flag = name in ("elastic_training", "bind_cores_to_rank")
         add(f"--{name}", help=argparse.SUPPRESS, **({"action": "store_true"} if flag else {"default": None}))
     launch.add_options(made)
+    made.set_defaults(master_port=launch.PORT)  # DeepSpeed's, on one host too
     return made
 
 
