@@ -320,6 +320,12 @@ TEST(CutModel, OtherUsesOfASliceAreErrorsOrTheLayers) {
     EXPECT_HAS(error_of<UsageError>([&] { weight.square().sum().backward(); }),
                "parameter 'layers.0.mlp.up_proj.weight', of which this rank has a slice (heuristics: column layer), is "
                "used by aten::");
+    const auto cast = [&](Gpt& of) {
+      return F::linear(x.to(at::kDouble), mlp(of)->up_proj->weight.to(at::kDouble)).sum();
+    };
+    cast(*net).backward();
+    EXPECT_TRUE(mlp(*net)->up_proj->weight.grad().defined());
+    net->zero_grad();
     EXPECT_TRUE(weight.clone().equal(weight));
     std::ostringstream text;
     text << weight;
@@ -331,12 +337,6 @@ TEST(CutModel, OtherUsesOfASliceAreErrorsOrTheLayers) {
     mlp(*net)->down_proj->weight.set_data(copy.mul(2));
     engine.forward(at::zeros({1, 4}, at::kLong));
     EXPECT_TRUE(cut_param(row) != nullptr);
-    const auto cast = [&](Gpt& of) {
-      return F::linear(x.to(at::kDouble), mlp(of)->up_proj->weight.to(at::kDouble)).sum();
-    };
-    cast(*net).backward();
-    EXPECT_TRUE(mlp(*net)->up_proj->weight.grad().defined());
-    net->zero_grad();
     const auto copy_of = std::dynamic_pointer_cast<MlpImpl>(mlp(*net)->clone());
     EXPECT_TRUE(same(copy_of->forward(x), mlp(*net)->forward(x)));
     // Cut for good: another engine takes it as it is, of the same ranks.
@@ -425,7 +425,22 @@ TEST(CutModel, WhatIsWrongIsNamed) {
   });
 }
 
-// Heads that cannot be dealt out whole; nothing is cut where nothing can be.
+// What a C++ class cannot be asked.
+TEST(CutModel, WhatIsNotKnownIsWarnedOf) {
+  torch::nn::Sequential attention, net;
+  attention->push_back("q_proj", line(4, 6, true));
+  attention->push_back("drop", torch::nn::Dropout(0.1));
+  attention->push_back("o_proj", line(6, 4, true));
+  net->push_back("attention", attention);
+  const std::string rules = R"(, "partition_config": {"layer_specs": [
+      {"patterns": [".*q_proj"]}, {"patterns": [".*o_proj"], "partition_type": "row"}]})";
+  const auto even = plan_for(*net, config_of(rules), 2), uneven = plan_for(*net, config_of(rules, 0, 4), 4);
+  ASSERT_EQ(even.warnings.size(), 1U);
+  EXPECT_HAS(even.warnings[0], "attention: how many heads it has is not known");
+  ASSERT_EQ(uneven.warnings.size(), 2U);
+  EXPECT_HAS(uneven.warnings[1], "attention.drop: ranks have slices of several sizes");
+}
+
 TEST(CutModel, ListsOfModules) {
   torch::nn::MultiheadAttention attention(torch::nn::MultiheadAttentionOptions(8, 2));
   const auto modules = plan_modules(*attention);
