@@ -427,11 +427,12 @@ TEST(CutModel, WhatIsWrongIsNamed) {
 
 // What a C++ class cannot be asked.
 TEST(CutModel, WhatIsNotKnownIsWarnedOf) {
-  torch::nn::Sequential attention, net;
+  torch::nn::Sequential attention;
+  const auto net = std::make_shared<torch::nn::Module>("Net");
   attention->push_back("q_proj", line(4, 6, true));
   attention->push_back("drop", torch::nn::Dropout(0.1));
   attention->push_back("o_proj", line(6, 4, true));
-  net->push_back("attention", attention);
+  net->register_module("attention", attention);
   const std::string rules = R"(, "partition_config": {"layer_specs": [
       {"patterns": [".*q_proj"]}, {"patterns": [".*o_proj"], "partition_type": "row"}]})";
   const auto even = plan_for(*net, config_of(rules), 2), uneven = plan_for(*net, config_of(rules, 0, 4), 4);
