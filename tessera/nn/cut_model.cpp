@@ -153,10 +153,11 @@ void warn_of_draws(const torch::nn::Module& module, parallel::Plan& plan) {
   if (std::ranges::none_of(plan.decisions, uneven)) return;
   for (const auto& [path, part] : parts_of(module)) {
     if (class_of(*part).find("Dropout") == std::string::npos) continue;
-    plan.warnings.push_back(path +
-                            ": ranks have slices of several sizes, so where this drops some of a slice they draw different "
-                            "numbers from there on, and what they hold whole is no longer dropped alike; use a size that "
-                            "tensor_parallel.autotp_size divides, or drop nothing between column and row layers");
+    plan.warnings.push_back(
+        path +
+        ": ranks have slices of several sizes, so where this drops some of a slice they draw different "
+        "numbers from there on, and what they hold whole is no longer dropped alike; use a size that "
+        "tensor_parallel.autotp_size divides, or drop nothing between column and row layers");
     return;
   }
 }

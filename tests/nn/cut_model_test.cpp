@@ -160,11 +160,11 @@ std::shared_ptr<Gpt> built(const Form& form) {
   return std::make_shared<Gpt>(form);
 }
 
-Config config_of(const std::string& section, int stage = 0, int size = 2, double rate = 0.5) {
-  return Config::from_json(c10::str(R"({"gradient_clipping": 0.7, "train_micro_batch_size_per_gpu": 2,
-      "optimizer": {"type": "SGD", "params": {"lr": )",
-                                    rate, R"(}}, "zero_optimization": {"stage": )", stage,
-                                    R"(}, "tensor_parallel": {"autotp_size": )", size, section, "}}"));
+Config config_of(const std::string& section, int stage = 0, int size = 2, const std::string& more = "") {
+  return Config::from_json(
+      c10::str(R"({"gradient_clipping": 0.7, "train_micro_batch_size_per_gpu": 2, )", more,
+               R"("optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": {"stage": )", stage,
+               R"(}, "tensor_parallel": {"autotp_size": )", size, section, "}}"));
 }
 
 at::Tensor own_part(const at::Tensor& whole, const shard::CutPtr& cut) {
@@ -281,6 +281,40 @@ TEST(CutModel, WholeValues) {
     EXPECT_NEAR(engine.forward(tokens).item<double>(), loss, 1e-5);
   });
   EXPECT_TRUE(std::filesystem::exists(std::filesystem::path(dir.path()) / "weights.safetensors"));
+}
+
+// In 16-bit modes, and built in partitions, as an engine of one rank.
+TEST(CutModel, ModesAndPartitionedModels) {
+  const at::Tensor tokens = at::randint(kWords, {kRows, kLength});
+  const auto losses = [&](auto& engine) {
+    std::vector<double> result;
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor loss = engine.forward(tokens);
+      result.push_back(loss.template item<double>());
+      engine.backward(loss);
+      engine.step();
+    }
+    return result;
+  };
+  for (const std::string more :
+       {R"("bf16": {"enabled": true}, )", R"("fp16": {"enabled": true, "initial_scale_power": 4}, )",
+        R"("torch_autocast": {"enabled": true, "dtype": "bfloat16"}, )", ""}) {
+    auto one = initialize(built({}), config_of("", 0, 0, more), comm::Mesh());
+    const std::vector<double> expected = losses(one);
+    for (const bool partitioned : {false, true})
+      testing::run_axes({{Axis::DpShard, 2}, {Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+        SCOPED_TRACE(c10::str(more, partitioned ? " built in partitions" : ""));
+        const Config config = config_of("", 3, 2, more);
+        const auto net = built({});
+        Construction building(config, mesh);
+        if (partitioned) building.partition(net);
+        auto engine = partitioned ? initialize(net, config, building) : initialize(net, config, mesh);
+        const std::vector<double> found = losses(engine);
+        for (size_t i = 0; i < found.size(); ++i)
+          EXPECT_NEAR(found[i], expected[i], more.empty() ? 1e-5 : 2e-2) << i;
+        EXPECT_EQ(net->layers[0]->template as<Block>()->mlp->up_proj->weight.size(0), kInner / 2);
+      });
+  }
 }
 
 // What a program may do with the weight of a cut layer besides calling the layer.
