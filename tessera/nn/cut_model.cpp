@@ -144,10 +144,29 @@ void warn_of_heads(const parallel::ModelFacts& facts, parallel::Plan& plan) {
   }
 }
 
+// A rank draws from a generator of its own; ranks that have slices of several sizes do not draw equally many numbers of it.
+void warn_of_draws(const torch::nn::Module& module, parallel::Plan& plan) {
+  const auto uneven = [](const Decision& d) {
+    const parallel::Sizes sizes = d.sizes();
+    return std::ranges::any_of(sizes, [&](int64_t size) { return size != sizes[0]; });
+  };
+  if (std::ranges::none_of(plan.decisions, uneven)) return;
+  for (const auto& [path, part] : parts_of(module)) {
+    if (class_of(*part).find("Dropout") == std::string::npos) continue;
+    plan.warnings.push_back(
+        path +
+        ": ranks have slices of several sizes, so where this drops some of a slice they draw different "
+        "numbers from there on, and what they hold whole is no longer dropped alike; use a size that "
+        "tensor_parallel.autotp_size divides, or drop nothing between column and row layers");
+    return;
+  }
+}
+
 parallel::Plan plan_with(const torch::nn::Module& module, const parallel::PlanOptions& options) {
   const parallel::ModelFacts facts = model_facts(module);
   parallel::Plan plan = parallel::make_plan(plan_modules(module), facts, options);
   warn_of_heads(facts, plan);
+  warn_of_draws(module, plan);
   return plan;
 }
 

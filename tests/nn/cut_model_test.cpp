@@ -160,11 +160,11 @@ std::shared_ptr<Gpt> built(const Form& form) {
   return std::make_shared<Gpt>(form);
 }
 
-Config config_of(const std::string& section, int stage = 0, int size = 2, double rate = 0.5) {
-  return Config::from_json(c10::str(R"({"gradient_clipping": 0.7, "train_micro_batch_size_per_gpu": 2,
-      "optimizer": {"type": "SGD", "params": {"lr": )",
-                                    rate, R"(}}, "zero_optimization": {"stage": )", stage,
-                                    R"(}, "tensor_parallel": {"autotp_size": )", size, section, "}}"));
+Config config_of(const std::string& section, int stage = 0, int size = 2, const std::string& more = "") {
+  return Config::from_json(
+      c10::str(R"({"gradient_clipping": 0.7, "train_micro_batch_size_per_gpu": 2, )", more,
+               R"("optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": {"stage": )", stage,
+               R"(}, "tensor_parallel": {"autotp_size": )", size, section, "}}"));
 }
 
 at::Tensor own_part(const at::Tensor& whole, const shard::CutPtr& cut) {
@@ -283,6 +283,40 @@ TEST(CutModel, WholeValues) {
   EXPECT_TRUE(std::filesystem::exists(std::filesystem::path(dir.path()) / "weights.safetensors"));
 }
 
+// In 16-bit modes, and built in partitions, as an engine of one rank.
+TEST(CutModel, ModesAndPartitionedModels) {
+  const at::Tensor tokens = at::randint(kWords, {kRows, kLength});
+  const auto losses = [&](auto& engine) {
+    std::vector<double> result;
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor loss = engine.forward(tokens);
+      result.push_back(loss.template item<double>());
+      engine.backward(loss);
+      engine.step();
+    }
+    return result;
+  };
+  for (const std::string more :
+       {R"("bf16": {"enabled": true}, )", R"("fp16": {"enabled": true, "initial_scale_power": 4}, )",
+        R"("torch_autocast": {"enabled": true, "dtype": "bfloat16"}, )", ""}) {
+    auto one = initialize(built({}), config_of("", 0, 0, more), comm::Mesh());
+    const std::vector<double> expected = losses(one);
+    for (const bool partitioned : {false, true})
+      testing::run_axes({{Axis::DpShard, 2}, {Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+        SCOPED_TRACE(c10::str(more, partitioned ? " built in partitions" : ""));
+        const Config config = config_of("", 3, 2, more);
+        const auto net = built({});
+        Construction building(config, mesh);
+        if (partitioned) building.partition(net);
+        auto engine = partitioned ? initialize(net, config, building) : initialize(net, config, mesh);
+        const std::vector<double> found = losses(engine);
+        for (size_t i = 0; i < found.size(); ++i)
+          EXPECT_NEAR(found[i], expected[i], more.empty() ? 1e-5 : 2e-2) << i;
+        EXPECT_EQ(net->layers[0]->template as<Block>()->mlp->up_proj->weight.size(0), kInner / 2);
+      });
+  }
+}
+
 // What a program may do with the weight of a cut layer besides calling the layer.
 TEST(CutModel, OtherUsesOfASliceAreErrorsOrTheLayers) {
   testing::run_axes({{Axis::Tp, 2}}, [](int, const comm::Mesh& mesh) {
@@ -320,6 +354,12 @@ TEST(CutModel, OtherUsesOfASliceAreErrorsOrTheLayers) {
     EXPECT_HAS(error_of<UsageError>([&] { weight.square().sum().backward(); }),
                "parameter 'layers.0.mlp.up_proj.weight', of which this rank has a slice (heuristics: column layer), is "
                "used by aten::");
+    const auto cast = [&](Gpt& of) {
+      return F::linear(x.to(at::kDouble), mlp(of)->up_proj->weight.to(at::kDouble)).sum();
+    };
+    cast(*net).backward();
+    EXPECT_TRUE(mlp(*net)->up_proj->weight.grad().defined());
+    net->zero_grad();
     EXPECT_TRUE(weight.clone().equal(weight));
     std::ostringstream text;
     text << weight;
@@ -331,12 +371,6 @@ TEST(CutModel, OtherUsesOfASliceAreErrorsOrTheLayers) {
     mlp(*net)->down_proj->weight.set_data(copy.mul(2));
     engine.forward(at::zeros({1, 4}, at::kLong));
     EXPECT_TRUE(cut_param(row) != nullptr);
-    const auto cast = [&](Gpt& of) {
-      return F::linear(x.to(at::kDouble), mlp(of)->up_proj->weight.to(at::kDouble)).sum();
-    };
-    cast(*net).backward();
-    EXPECT_TRUE(mlp(*net)->up_proj->weight.grad().defined());
-    net->zero_grad();
     const auto copy_of = std::dynamic_pointer_cast<MlpImpl>(mlp(*net)->clone());
     EXPECT_TRUE(same(copy_of->forward(x), mlp(*net)->forward(x)));
     // Cut for good: another engine takes it as it is, of the same ranks.
@@ -425,7 +459,23 @@ TEST(CutModel, WhatIsWrongIsNamed) {
   });
 }
 
-// Heads that cannot be dealt out whole; nothing is cut where nothing can be.
+// What a C++ class cannot be asked.
+TEST(CutModel, WhatIsNotKnownIsWarnedOf) {
+  torch::nn::Sequential attention;
+  const auto net = std::make_shared<torch::nn::Module>("Net");
+  attention->push_back("q_proj", line(4, 6, true));
+  attention->push_back("drop", torch::nn::Dropout(0.1));
+  attention->push_back("o_proj", line(6, 4, true));
+  net->register_module("attention", attention);
+  const std::string rules = R"(, "partition_config": {"layer_specs": [
+      {"patterns": [".*q_proj"]}, {"patterns": [".*o_proj"], "partition_type": "row"}]})";
+  const auto even = plan_for(*net, config_of(rules), 2), uneven = plan_for(*net, config_of(rules, 0, 4), 4);
+  ASSERT_EQ(even.warnings.size(), 1U);
+  EXPECT_HAS(even.warnings[0], "attention: how many heads it has is not known");
+  ASSERT_EQ(uneven.warnings.size(), 2U);
+  EXPECT_HAS(uneven.warnings[1], "attention.drop: ranks have slices of several sizes");
+}
+
 TEST(CutModel, ListsOfModules) {
   torch::nn::MultiheadAttention attention(torch::nn::MultiheadAttentionOptions(8, 2));
   const auto modules = plan_modules(*attention);

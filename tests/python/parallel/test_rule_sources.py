@@ -98,6 +98,20 @@ def test_what_is_wrong_is_named(section: dict[str, Any], message: str) -> None:
         planned(MODELS["llama"][0](), **section)
 
 
+def test_nothing_that_is_cut_is_an_error() -> None:
+    """Of weights that are tied one alone cannot be cut; a rule that says skip is another thing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    second, first = (
+        {"patterns": [f"{number}.weight"], "partition_type": kind} for number, kind in ((1, "row"), (0, "skip"))
+    )
+    with pytest.raises(
+        ValueError, match=r"autotp_size is 2, and nothing of this model is cut.*tied weights stay whole"
+    ):
+        planned(model, **custom(second))
+    assert not cut(planned(model, **custom(second, first)))
+
+
 def test_gathering_a_packed_weight_is_not_served() -> None:
     with pytest.raises(NotImplementedError, match="gather_output with shape"):
         planned(MODELS["llama"][0](), **custom({**COLUMN, "shape": [2, -1], "gather_output": True}))
@@ -159,11 +173,11 @@ def test_heads_that_cannot_be_dealt_out_are_refused_by_the_plan() -> None:
 def test_fused_layers_that_a_rule_takes_for_one_are_warned_of() -> None:
     rule = {"patterns": [".*query_key_value"]}
     made = planned(MODELS["chatglm"][0](), **custom(rule, ROW))
-    (warning,) = made.warnings
+    (warning,) = made.core.warnings
     assert "layers.0.self_attention.query_key_value (and 1 more) holds several" in warning and warning in str(made)
     for shape in ([3, -1], [1, -1]):
-        assert planned(MODELS["chatglm"][0](), **custom({**rule, "shape": shape}, ROW)).warnings == []
-    assert planned(MODELS["bloom"][0](), **custom(rule)).warnings == []  # head by head
+        assert planned(MODELS["chatglm"][0](), **custom({**rule, "shape": shape}, ROW)).core.warnings == []
+    assert planned(MODELS["bloom"][0](), **custom(rule)).core.warnings == []  # head by head
 
 
 def test_the_plan_can_be_read() -> None:
