@@ -9,11 +9,11 @@ namespace {
 
 using parallel::Partition;
 
-Config of(const std::string& section) {
+Config config_of(const std::string& section) {
   return Config::from_json(R"({"tensor_parallel": {"autotp_size": 2, )" + section + "}}");
 }
 PartitionRules rules_of(const std::string& section) {
-  return *partition_rules(of(section), {}, 2, standard_patterns());
+  return *partition_rules(config_of(section), {}, 2, standard_patterns());
 }
 std::string specs(const std::string& list) {
   return R"("partition_config": {"layer_specs": [)" + list + "]}";
@@ -44,7 +44,7 @@ TEST(PartitionRules, Keys) {
 }
 
 TEST(PartitionRules, Sources) {
-  EXPECT_FALSE(partition_rules(of(R"("tp_overlap_comm": true)"), {}, 2, standard_patterns()));
+  EXPECT_FALSE(partition_rules(config_of(R"("tp_overlap_comm": true)"), {}, 2, standard_patterns()));
   EXPECT_EQ(rules_of(R"("preset_model": "qwen2")").source, "preset qwen2");
   const std::string own = R"("layer_specs": [{"patterns": ["a"]}])";
   EXPECT_EQ(rules_of(R"("preset_model": "llama", "partition_config": {"use_default_specs": false, )" + own + "}")
@@ -77,13 +77,13 @@ TEST(PartitionRules, WhatIsWrongIsNamed) {
 }
 
 TEST(PartitionRules, PlanOptions) {
-  const Config config = of(R"("tp": {"tp_grain_size": 4}, "vocab_parallel_lm_head": true, "tp_overlap_comm": false)");
+  const Config config = config_of(R"("tp": {"tp_grain_size": 4}, "vocab_parallel_lm_head": true, "tp_overlap_comm": false)");
   const parallel::PlanOptions options = plan_options(config, 2, {});
   EXPECT_EQ(options.grain, 4);
   EXPECT_TRUE(options.vocab_parallel);
   EXPECT_EQ(options.head_names, (std::vector<std::string>{"lm_head", "embed_out"}));
   EXPECT_FALSE(overlaps_tensor_parallel(config));
-  EXPECT_TRUE(overlaps_tensor_parallel(of(R"("preset_model": "llama")")));
+  EXPECT_TRUE(overlaps_tensor_parallel(config_of(R"("preset_model": "llama")")));
 }
 
 }  // namespace
