@@ -31,7 +31,7 @@ bool is_vector(const std::string&, const at::Tensor& param) {
   return param.dim() < 2;
 }
 
-Config config(int stage, const std::string& more = "") {
+Config config_of_stage(int stage, const std::string& more = "") {
   return Config::from_json(
       R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {"stage": )" +
       std::to_string(stage) + "}, \"checkpoint\": {\"random_state\": true}" + more + "}");
@@ -110,7 +110,7 @@ std::vector<at::Tensor> plain_loop(const Case& test, int64_t steps) {
 std::vector<at::Tensor> train(const Case& test, int stage, const comm::GroupPtr& group, int64_t to,
                               const std::string& from, const std::string& folder) {
   auto model = net();
-  auto engine = initialize(model, config(stage, test.native ? kAdamW : ""), comm::Mesh(group), recipe_of(test, *model));
+  auto engine = initialize(model, config_of_stage(stage, test.native ? kAdamW : ""), comm::Mesh(group), recipe_of(test, *model));
   if (!from.empty()) {
     const Loaded loaded = engine.load_checkpoint(from);
     EXPECT_TRUE(loaded);
@@ -164,12 +164,12 @@ TEST(Recipe, TrainsAsThePlainLoopAndGoesOnAnywhere) {
 TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
   const auto built = [](std::vector<ParamGroup> groups, const std::shared_ptr<Optimizer>& optimizer = nullptr) {
     auto model = net();
-    return initialize(model, config(0, kAdamW), comm::Mesh(),
+    return initialize(model, config_of_stage(0, kAdamW), comm::Mesh(),
                       Recipe{.groups = std::move(groups), .optimizer = optimizer});
   };
   auto model = net();
   const auto params = model->parameters();
-  auto engine = initialize(model, config(0, kAdamW), comm::Mesh(),
+  auto engine = initialize(model, config_of_stage(0, kAdamW), comm::Mesh(),
                            Recipe{.groups = {{.params = {params[0]}, .frozen = true}, {.takes = is_vector}}});
   EXPECT_FALSE(params[0].requires_grad());
   EXPECT_EQ(engine.lr().size(), 3U);
@@ -185,7 +185,7 @@ TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
   EXPECT_HAS(testing::error_of<c10::ValueError>([&] {
                auto other = net();
                const at::Tensor bias = other->parameters()[1];
-               initialize(other, config(0, kAdamW), comm::Mesh(),
+               initialize(other, config_of_stage(0, kAdamW), comm::Mesh(),
                           Recipe{.groups = {{.params = {bias}}, {.params = {bias}}}});
              }),
              "param groups 0 and 1 both list '0.bias'");
@@ -206,7 +206,7 @@ TEST(Recipe, OptimizersThatCannotBeRunAreRefused) {
     auto model = net();
     const std::shared_ptr<Optimizer> optimizer = make(*model);
     return testing::error_of([&] {
-      initialize(model, config(stage, more), comm::Mesh(), Recipe{.optimizer = optimizer}).destroy();
+      initialize(model, config_of_stage(stage, more), comm::Mesh(), Recipe{.optimizer = optimizer}).destroy();
       EXPECT_EQ(optimizer->param_groups()[0].params().size(), 6U);  // they are back
     });
   };
@@ -242,7 +242,7 @@ class Broken : public Schedule {
 TEST(Recipe, RatesOfAScheduleAreChecked) {
   for (const auto& rates : {std::vector<double>{}, {0.1, 0.2}, {-0.1}, {std::nan("")}})
     EXPECT_HAS(testing::error_of<c10::ValueError>([&] {
-                 initialize(net(), config(0, kAdamW), comm::Mesh(),
+                 initialize(net(), config_of_stage(0, kAdamW), comm::Mesh(),
                             Recipe{.schedule = std::make_shared<Broken>(rates)});
                }),
                "[schedule] the schedule gives");
@@ -251,7 +251,7 @@ TEST(Recipe, RatesOfAScheduleAreChecked) {
 // What dropout draws after a resume is what it would have drawn.
 TEST(Recipe, GeneratorsGoOnWhereTheyWereSaved) {
   const io::TempFolder folder;
-  auto engine = initialize(net(), config(0, kAdamW), comm::Mesh());
+  auto engine = initialize(net(), config_of_stage(0, kAdamW), comm::Mesh());
   engine.save_checkpoint(folder.path());
   const at::Tensor next = at::rand({4});
   EXPECT_TRUE(engine.load_checkpoint(folder.path()));
