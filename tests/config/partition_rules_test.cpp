@@ -77,7 +77,8 @@ TEST(PartitionRules, WhatIsWrongIsNamed) {
 }
 
 TEST(PartitionRules, PlanOptions) {
-  const Config config = config_of(R"("tp": {"tp_grain_size": 4}, "vocab_parallel_lm_head": true, "tp_overlap_comm": false)");
+  const Config config =
+      config_of(R"("tp": {"tp_grain_size": 4}, "vocab_parallel_lm_head": true, "tp_overlap_comm": false)");
   const parallel::PlanOptions options = plan_options(config, 2, {});
   EXPECT_EQ(options.grain, 4);
   EXPECT_TRUE(options.vocab_parallel);

@@ -110,7 +110,8 @@ std::vector<at::Tensor> plain_loop(const Case& test, int64_t steps) {
 std::vector<at::Tensor> train(const Case& test, int stage, const comm::GroupPtr& group, int64_t to,
                               const std::string& from, const std::string& folder) {
   auto model = net();
-  auto engine = initialize(model, config_of_stage(stage, test.native ? kAdamW : ""), comm::Mesh(group), recipe_of(test, *model));
+  auto engine =
+      initialize(model, config_of_stage(stage, test.native ? kAdamW : ""), comm::Mesh(group), recipe_of(test, *model));
   if (!from.empty()) {
     const Loaded loaded = engine.load_checkpoint(from);
     EXPECT_TRUE(loaded);
