@@ -50,7 +50,7 @@ class HostGrads final : public shard::Home {
   at::TensorOptions options_;
   at::Tensor values_;
   at::Tensor squares_;
-  uint32_t version_ = 0;                // of the values then
+  int64_t version_ = 0;                 // of the values then
   std::shared_ptr<c10::Event> copied_;  // in either direction
 };
 

@@ -225,7 +225,7 @@ class Unit {
   void adopt_changed(const Param& param, const at::Tensor& before, const at::Tensor& now);
   void adopt_tile(shard::Range tile, const at::Tensor& same, const at::Tensor& now);
 
-  uint32_t master_version() const { return master_.is_here() ? master_.tensor()._version() : 0; }
+  int64_t master_version() const { return master_.is_here() ? master_.tensor()._version() : 0; }
 
   std::string name_;
   const Ranks& ranks_;
@@ -249,7 +249,7 @@ class Unit {
 
   shard::Buffer master_, residual_;
   std::array<shard::Buffer, 2> states_;
-  uint32_t known_master_ = 0;  // version after our last write: another one is that of a user who wrote to a view
+  int64_t known_master_ = 0;  // version after our last write: another one is that of a user who wrote to a view
   shard::StreamOrder order_;
 };
 

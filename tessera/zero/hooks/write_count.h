@@ -29,7 +29,7 @@ class WriteCount {
   bool was_set(const at::Tensor& tensor) const;
 
   std::shared_ptr<const void> accumulator_;  // an autograd node
-  uint32_t version_ = 0;
+  int64_t version_ = 0;
 };
 
 }  // namespace tessera::zero
