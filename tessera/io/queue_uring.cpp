@@ -49,6 +49,8 @@ __attribute__((no_sanitize("thread"))) int64_t moved_by(const io_uring_cqe* comp
   return completion->res;
 }
 
+constexpr std::chrono::seconds kPatience{5};  // with a kernel that takes nothing
+
 class UringQueue final : public Queue {
  public:
   explicit UringQueue(int depth) : depth_(depth) {
@@ -109,10 +111,14 @@ class UringQueue final : public Queue {
     else
       ::io_uring_prep_read(entry, fd, t.memory, bytes, static_cast<uint64_t>(t.offset));
     ::io_uring_sqe_set_data(entry, &t);
+    const auto begin = std::chrono::steady_clock::now();
     while (::io_uring_sq_ready(&ring_) > 0) {
       const int result = ::io_uring_submit(&ring_);
       if (result < 0 && result != -EAGAIN && result != -EBUSY && result != -EINTR) return -result;
-      if (result <= 0) std::this_thread::yield();  // it may lack memory for a moment
+      if (result > 0) continue;
+      // It may lack memory for a moment.
+      if (std::chrono::steady_clock::now() - begin > kPatience) return result < 0 ? -result : EAGAIN;
+      std::this_thread::yield();
     }
     return 0;
   }
