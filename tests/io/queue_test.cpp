@@ -14,8 +14,8 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdlib>
-#include <limits>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
