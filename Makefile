@@ -113,7 +113,7 @@ archive: $(BUILD)/stamp-configure
 	$(CMAKE) $(RELEASE) -DTESSERA_RELOCATABLE=ON
 	$(CMAKE) --build $(BUILD) -j $(JOBS)
 	$(PY) tools/abi.py $(BUILD)/libtessera.so
-	$(CMAKE) -DBUILD=$(BUILD) -DOUT=dist -DNAME=$(ARCHIVE) "-DFOLDERS=$(ROOT);$(VENV)" -P cmake/archive.cmake
+	$(CMAKE) -DBUILD=$(BUILD) -DOUT=$(ROOT)/dist -DNAME=$(ARCHIVE) "-DFOLDERS=$(ROOT);$(VENV)" -P cmake/archive.cmake
 	$(CMAKE) -DARCHIVE=$(ROOT)/dist/$(ARCHIVE).tar.gz -DSOURCE=$(ROOT)/tests/consumer -DWORK=$(ROOT)/$(BUILD)/archive \
 	  -DTORCH=$$($(PY) -c "import torch; print(torch.__path__[0])") -DCXX=$${CXX:-c++} -DNINJA=$(VENV)/bin/ninja -P tests/consumer/run.cmake
 
