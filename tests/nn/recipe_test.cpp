@@ -182,7 +182,6 @@ TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
              "[initialize] param group 1 takes no parameter");
   EXPECT_HAS(testing::error_of<c10::ValueError>([&] { built({{.params = {at::ones({2})}}}); }),
              "param group 0 lists a tensor of shape [2] that is no parameter of the module");
-  const at::Tensor first = model->parameters()[1];
   EXPECT_HAS(testing::error_of<c10::ValueError>([&] {
                auto other = net();
                const at::Tensor bias = other->parameters()[1];
