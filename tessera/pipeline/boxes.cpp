@@ -63,7 +63,7 @@ std::pair<int64_t, int64_t> nth(std::pair<int64_t, int64_t> rows, int parts, int
   return {begin, begin + size + (number < larger ? 1 : 0)};
 }
 
-std::pair<int64_t, int64_t> rows_of(int number, int ranks, int64_t rows, const std::optional<Sizes>& samples,
+std::pair<int64_t, int64_t> rows_held_by(int number, int ranks, int64_t rows, const std::optional<Sizes>& samples,
                                     const std::string& where) {
   if (!samples) return nth({0, rows}, ranks, number);
   Sizes ends{0};
@@ -118,7 +118,7 @@ std::vector<Box> wanted_of(const Layout& layout, const Dims& dims, const Sizes& 
   for (const auto& [dim, what] : cut_dims(layout, dims, whole, where)) {
     for (int part = 0; part < layout.parts(); ++part) {
       auto rows = all[dim];
-      if (what != Lies::Sequence) rows = rows_of(part / layout.sequence, layout.batch, whole[dim], samples, where);
+      if (what != Lies::Sequence) rows = rows_held_by(part / layout.sequence, layout.batch, whole[dim], samples, where);
       boxes[part][dim] = what == Lies::Batch ? rows : nth(rows, layout.sequence, part % layout.sequence);
     }
   }
