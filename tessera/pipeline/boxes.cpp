@@ -64,7 +64,7 @@ std::pair<int64_t, int64_t> nth(std::pair<int64_t, int64_t> rows, int parts, int
 }
 
 std::pair<int64_t, int64_t> rows_held_by(int number, int ranks, int64_t rows, const std::optional<Sizes>& samples,
-                                    const std::string& where) {
+                                         const std::string& where) {
   if (!samples) return nth({0, rows}, ranks, number);
   Sizes ends{0};
   for (const int64_t size : *samples)
