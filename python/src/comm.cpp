@@ -195,10 +195,10 @@ void bind_comm(py::module_& m) {
       .def_readonly("port", &Launch::port);
   m.def(
       "read_launch",
-      [](int rank, int size, bool discover, bool meets, int port) {
-        return read_launch({rank, size, discover, meets, port});
+      [](int rank, int size, bool discover, bool rendezvous, int port) {
+        return read_launch({rank, size, discover, rendezvous, port});
       },
-      py::arg("rank"), py::arg("size"), py::arg("discover"), py::arg("meets"), py::arg("port"));
+      py::arg("rank"), py::arg("size"), py::arg("discover"), py::arg("rendezvous"), py::arg("port"));
   m.def("launched_local_rank", [] { return launched_local_rank(); });
   m.def("free_port", [] { return hold_free_port().port; });  // its socket stays open until the process ends
 

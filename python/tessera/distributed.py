@@ -74,7 +74,9 @@ def init_distributed(
     place: tuple[str, int] | None = None
     if init_method is not None and init_method.startswith("tcp://"):
         rank, world_size, place = _given_by(init_method, rank, world_size)
-    launch = launched(rank, world_size, auto_mpi_discovery, distributed_port, meets=init_method in (None, "env://"))
+    launch = launched(
+        rank, world_size, auto_mpi_discovery, distributed_port, rendezvous=init_method in (None, "env://")
+    )
     rank, world_size = launch.rank, launch.size
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "tessera" in backend:
@@ -108,12 +110,12 @@ def launched(
     world_size: int = -1,
     auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,
-    meets: bool = True,
+    rendezvous: bool = True,
 ) -> _core.Launch:
-    """How this process was started; arguments win. Not `meets`: its ranks meet elsewhere, so no address is needed."""
+    """How this process was started; arguments win. Not `rendezvous`: that is elsewhere, no address needed."""
     try:
         port = 0 if distributed_port == 29500 else distributed_port
-        return _core.read_launch(rank, world_size, auto_mpi_discovery, meets, port)
+        return _core.read_launch(rank, world_size, auto_mpi_discovery, rendezvous, port)
     except ConfigError as error:
         raise ConfigError(f"[init_distributed] {str(error).partition('] ')[2]}") from None
 
@@ -266,6 +268,6 @@ def prepare(dist_init_required: bool | None, distributed_port: int) -> None:
     """What initialize() does about the default process group: nothing for a lone process nobody asked a group for."""
     if dist.is_available() and dist.is_initialized():
         return
-    several = launched(meets=False).size > 1
+    several = launched(rendezvous=False).size > 1
     if dist_init_required is False or dist_init_required or several:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

@@ -24,9 +24,15 @@ class IoError final : public c10::Error {
   using c10::Error::Error;
 };
 
+// Whether what() ends with the frames of who threw it: TORCH_SHOW_CPP_STACKTRACES, as for errors in Python.
+namespace detail {
+bool errors_have_frames();
+}
+
 template <class Class>
 [[noreturn, gnu::cold, gnu::noinline]] void fail(c10::SourceLocation where, std::string text) {
-  throw Class(where, std::move(text));
+  if (detail::errors_have_frames()) throw Class(where, std::move(text));
+  throw Class(std::move(text));
 }
 
 }  // namespace tessera

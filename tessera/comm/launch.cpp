@@ -147,8 +147,9 @@ Launch read_launch(const LaunchRequest& request) {
   own.local_size = ranks_of_host(by.names);
   const bool as_launched = by.other && own.size == env::get_int(by.names.size);
   own.address = env::get("MASTER_ADDR").value_or("");
-  if (own.address.empty() && own.size > 1 && as_launched && request.meets) own.address = address_of_job(own, by.names);
-  TESSERA_CHECK_VALUE(own.size == 1 || !request.meets || !own.address.empty(), "comm", "there are ", own.size,
+  if (own.address.empty() && own.size > 1 && as_launched && request.rendezvous)
+    own.address = address_of_job(own, by.names);
+  TESSERA_CHECK_VALUE(own.size == 1 || !request.rendezvous || !own.address.empty(), "comm", "there are ", own.size,
                       " ranks, but MASTER_ADDR, where rank 0 is, is not set",
                       by.other
                           ? "; set it for all ranks, as by mpirun -x MASTER_ADDR=HOST or mpiexec -genv MASTER_ADDR HOST"

@@ -1,4 +1,4 @@
-// How this process was started: which rank of how many it is, and where they meet.
+// How this process was started: which rank of how many it is, and where their rendezvous is.
 #pragma once
 
 #include <string>
@@ -11,14 +11,14 @@ namespace tessera::comm {
 // its own. SLURM sets most of its variables for the script of a job, too, and for the shell of salloc, where they tell of
 // ranks that are yet to be started: only a step (srun) has ranks, which SLURM_STEP_ID shows.
 // LOCAL_RANK, MASTER_ADDR and MASTER_PORT win over what a launcher knows by other names. Where they are not set, ranks of a step
-// meet at the first host of its list (127.0.0.1 where that is the only one), at a port from the numbers of job and step; ranks
+// have their rendezvous at the first host of its list (127.0.0.1 where that is the only one), at a port from the numbers of job and step; ranks
 // that Open MPI or PMI started, and which are all on one host, at 127.0.0.1.
 
 // What a caller says in place of the environment.
 struct LaunchRequest {
   int rank = -1, size = -1;  // from 0, from 1
   bool discover = true;      // whether other launchers than torchrun are asked
-  bool meets = true;         // whether the ranks meet at `address`; else it may be missing
+  bool rendezvous = true;    // whether the ranks have their rendezvous at `address`; else it may be missing
   int port = 0;              // where there is no MASTER_PORT; 0: see Launch
 };
 
@@ -26,7 +26,7 @@ struct Launch {
   int rank = 0, size = 1;
   int local_rank = 0;   // among the ranks of this host
   int local_size = 0;   // how many these are; 0: not known
-  std::string address;  // of the host of rank 0; empty where one rank has nobody to meet
+  std::string address;  // of the host of rank 0; empty where there is one rank
   int port = 0;         // 20000 to 31999 where it comes from the name of a job (SLURM's, PMIx's), else 29500
 };
 

@@ -9,21 +9,21 @@
 
 namespace tessera::nn {
 
-RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPlace place) {
+RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPosition position) {
   TESSERA_CHECK_VALUE(size > 0, "data", "the dataset is empty");
   TESSERA_CHECK_VALUE(0 <= rank && rank < ranks, "data", "rank ", rank, " of ", ranks, " ranks");
-  TESSERA_CHECK_VALUE(place.epoch >= 0 && place.samples >= 0, "data", "pass ", place.epoch, ", example ",
-                      place.samples);
+  TESSERA_CHECK_VALUE(position.epoch >= 0 && position.samples >= 0, "data", "pass ", position.epoch, ", example ",
+                      position.samples);
   at::Tensor order = at::arange(size, at::kLong);
   if (options.shuffle) {
-    const auto generator = at::detail::createCPUGenerator(options.seed + static_cast<uint64_t>(place.epoch));
+    const auto generator = at::detail::createCPUGenerator(options.seed + static_cast<uint64_t>(position.epoch));
     order = at::randperm(size, generator, at::kLong);
   }
-  const int64_t left = std::max<int64_t>(0, size - place.samples);
+  const int64_t left = std::max<int64_t>(0, size - position.samples);
   const int64_t each = options.drop_last ? left / ranks : (left + ranks - 1) / ranks;
   const auto* const examples = order.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < each; ++i)
-    mine_.push_back(static_cast<size_t>(examples[(place.samples + i * ranks + rank) % size]));
+    mine_.push_back(static_cast<size_t>(examples[(position.samples + i * ranks + rank) % size]));
 }
 
 std::optional<std::vector<size_t>> RankSampler::next(size_t batch_size) {
@@ -45,14 +45,14 @@ void RankSampler::load(torch::serialize::InputArchive& archive) {
   next_ = std::min(mine_.size(), static_cast<size_t>(std::max<int64_t>(0, next.toInt())));
 }
 
-c10::IValue to_value(DataPlace place) {
+c10::IValue to_value(DataPosition position) {
   c10::impl::GenericDict value(c10::StringType::get(), c10::AnyType::get());
-  value.insert("epoch", place.epoch);
-  value.insert("samples", place.samples);
+  value.insert("epoch", position.epoch);
+  value.insert("samples", position.samples);
   return value;
 }
 
-DataPlace data_place(const c10::IValue& value) {
+DataPosition data_position(const c10::IValue& value) {
   const auto count = [&](const char* key) {
     TESSERA_CHECK_IO(value.isGenericDict() && value.toGenericDict().contains(key) &&
                          value.toGenericDict().at(key).isInt() && value.toGenericDict().at(key).toInt() >= 0,

@@ -30,15 +30,15 @@ struct LoaderOptions {
 };
 
 // Where in the data a run is: which pass, and the examples of all ranks that it has given.
-struct DataPlace {
+struct DataPosition {
   int64_t epoch = 0, samples = 0;
 };
 
 // The examples of one rank in one pass: those of torch.utils.data.DistributedSampler for the same seed and epoch, so that C++ and Python
-// see the same order. A pass that goes on after `place.samples` gives every other example once, for any number of ranks.
+// see the same order. A pass that goes on after `position.samples` gives every other example once, for any number of ranks.
 class RankSampler : public torch::data::samplers::Sampler<> {
  public:
-  RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPlace place);
+  RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPosition position);
   void reset(std::optional<size_t> /*new_size*/ = std::nullopt) override { next_ = 0; }
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -50,9 +50,9 @@ class RankSampler : public torch::data::samplers::Sampler<> {
   size_t next_ = 0;
 };
 
-c10::IValue to_value(DataPlace place);
+c10::IValue to_value(DataPosition position);
 // IoError for what is none.
-DataPlace data_place(const c10::IValue& value);
+DataPosition data_position(const c10::IValue& value);
 
 // A batch is what the dataset makes of its examples (BatchType). One pass at a time, on one thread.
 template <class Dataset>
@@ -92,7 +92,7 @@ class Loader {
 
   // The next pass. A pass that is left early is over.
   Iterator begin() {
-    const DataPlace from{epoch_++, std::exchange(skip_, 0)};
+    const DataPosition from{epoch_++, std::exchange(skip_, 0)};
     RankSampler sampler(static_cast<int64_t>(*dataset_.size()), rank_, ranks_, options_, from);
     auto options = torch::data::DataLoaderOptions(static_cast<size_t>(batch_size_)).workers(options_.workers);
     options.drop_last(options_.drop_last);
@@ -109,11 +109,13 @@ class Loader {
   Iterator end() const { return {}; }
 
   // For checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
-  c10::IValue state() const { return to_value(under_way_ ? DataPlace{epoch_ - 1, given_} : DataPlace{epoch_, 0}); }
+  c10::IValue state() const {
+    return to_value(under_way_ ? DataPosition{epoch_ - 1, given_} : DataPosition{epoch_, 0});
+  }
   void load_state(const c10::IValue& state) {
-    const DataPlace place = data_place(state);
-    epoch_ = place.epoch;
-    skip_ = place.samples;
+    const DataPosition position = data_position(state);
+    epoch_ = position.epoch;
+    skip_ = position.samples;
     under_way_ = false;
   }
   int64_t epoch() const { return under_way_ ? epoch_ - 1 : epoch_; }

@@ -144,7 +144,7 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
   agreed = true;
   agree_built(parts, true);
   connect(std::move(ties));
-} catch (const c10::DistBackendError& error) {  // this rank comes to no meeting any more
+} catch (const c10::DistBackendError& error) {  // this rank has no exchange any more
   parts.everyone->abort(
       c10::str("[pipeline] ", ranks_of(parts).name(), " failed while it was built: ", error.what_without_backtrace()));
   throw;

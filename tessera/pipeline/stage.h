@@ -16,7 +16,7 @@ namespace tessera::pipeline {
 struct Failure {
   std::string text;
   bool announced = false;  // by another rank, whose error it is
-  bool lost = false;       // a connection broke, or the program is to end: this rank comes to no meeting any more
+  bool lost = false;       // a connection broke, or the program is to end: this rank has no exchange any more
 };
 
 // What a C++ exception says.

@@ -31,9 +31,9 @@ std::exception_ptr first_error(const Engines& engines, F call) {
   return first;
 }
 
-class Meeting {
+class AllRanks {
  public:
-  Meeting(comm::Group* everyone, at::Device device) : everyone_(everyone), device_(device) {}
+  AllRanks(comm::Group* everyone, at::Device device) : everyone_(everyone), device_(device) {}
   bool alone() const { return everyone_ == nullptr; }
   Rows rows(const std::vector<double>& own, comm::Label label) const {
     return alone() ? Rows{own} : rows_of(*everyone_, own, label, device_);
@@ -67,11 +67,11 @@ bool common_boundary(const Rows& rows) {
                 "). Give them the same gradient_accumulation_steps and step them together only");
 }
 
-double common_norm(const Engines& engines, const Meeting& meeting) {
+double common_norm(const Engines& engines, const AllRanks& all) {
   double own = 0;
   // Each: others of its ranks may hold no engine that failed.
-  const auto problem = first_error(engines, [&](Stepping& engine) { own += engine.square(meeting.alone()); });
-  const Rows rows = meeting.rows({own, problem ? 1.0 : 0.0}, "the norm of several engines");
+  const auto problem = first_error(engines, [&](Stepping& engine) { own += engine.square(all.alone()); });
+  const Rows rows = all.rows({own, problem ? 1.0 : 0.0}, "the norm of several engines");
   if (problem) std::rethrow_exception(problem);
   const int failed = first_with(rows, 1);
   TESSERA_CHECK(failed < 0, "step_together", "no engine was stepped: the norm failed on rank ", failed,
@@ -85,7 +85,7 @@ double common_norm(const Engines& engines, const Meeting& meeting) {
 }  // namespace
 
 Stepped step_together(const Engines& engines, comm::Group* everyone, at::Device device) {
-  const Meeting meeting(everyone, device);
+  const AllRanks all(everyone, device);
   bool boundary = false, between = false;
   for (Stepping* engine : engines)
     (engine->at_boundary() ? boundary : between) = true;
@@ -96,17 +96,17 @@ Stepped step_together(const Engines& engines, comm::Group* everyone, at::Device 
     goes_on = true;
   });
   const Rows rows =
-      meeting.rows({boundary ? 1.0 : 0.0, between ? 1.0 : 0.0, problem ? 1.0 : 0.0}, "engines that step together");
+      all.rows({boundary ? 1.0 : 0.0, between ? 1.0 : 0.0, problem ? 1.0 : 0.0}, "engines that step together");
   const bool all_at_boundary = common_boundary(rows);
   // Between two boundaries the ranks of an engine exchange nothing, so that nobody waits for this one.
-  if (problem && !(meeting.alone() && all_at_boundary)) std::rethrow_exception(problem);
+  if (problem && !(all.alone() && all_at_boundary)) std::rethrow_exception(problem);
   const int stuck = first_with(rows, 2);
   TESSERA_CHECK(problem || stuck < 0, "step_together", "no engine was stepped: rank ", stuck,
                 " cannot step, see the error there");
   for (Stepping* engine : engines)
     engine->checked();
   Stepped stepped;
-  if (all_at_boundary) stepped.norm = common_norm(engines, meeting);
+  if (all_at_boundary) stepped.norm = common_norm(engines, all);
   problem = first_error(engines, [&](Stepping& engine) { stepped.applied = engine.step(stepped.norm); });
   if (problem) std::rethrow_exception(problem);
   return stepped;

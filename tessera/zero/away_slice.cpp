@@ -138,7 +138,7 @@ void AwaySlice::drop(at::Device device) {
 
 void AwaySlice::end_gather() {
   for (at::Tensor* memory : {&words_, &failed_}) {  // made on the stream of copies, which does not wait for what ranks
-    order_.keep(*memory);                           // tell each other there
+    order_.keep(*memory);                           // exchange there
     memory->reset();
   }
 }

@@ -269,7 +269,7 @@ void BackwardDriver::reduce_replicas() {
   reducer_->finish_replicas();
 }
 
-// Stage 0: a parameter without a gradient on this rank has one when other ranks do. They need not tell: a place that is
+// Stage 0: a parameter without a gradient on this rank has one when other ranks do. They need not announce it: a place that is
 // not zero after the reduction says so, and where it is zero (their gradients were) p.grad None means the same.
 void BackwardDriver::show_remote_grads() {
   for (const ParamId id : units_.trained_ids()) {

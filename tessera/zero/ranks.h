@@ -36,7 +36,7 @@ struct Ranks {
   // One rank's values for all that have the same. Collective; returns when done. `root` counts as rank() does.
   void broadcast(const at::Tensor& tensor, int root, comm::Label label) const;
 
-  // What ranks tell each other, along all three: numbers in CPU tensors, which travel by way of the device. Collective;
+  // What ranks exchange, along all three: numbers in CPU tensors, which travel by way of the device. Collective;
   // return when done.
   void agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const;
   // Numbers of all(), by place(): `mine`, and behind them `computed` (0-d, double), which may be on the device. As many on all

@@ -77,7 +77,7 @@ void Reducer::launch_complete() {
   }
 }
 
-SumPlace& Reducer::place_of(const Unit& unit) {
+SumDestination& Reducer::destination_of(const Unit& unit) {
   if (sunk_ != nullptr) return *sunk_;
   if (unit.host_grads()) return host_;
   return kept_;
@@ -86,7 +86,7 @@ SumPlace& Reducer::place_of(const Unit& unit) {
 void Reducer::launch_alone(Unit& unit) {
   const at::Tensor bucket = unit.give_partial();
   unit.progress().launch_alone();
-  place_of(unit).take_alone(unit, bucket);
+  destination_of(unit).take_alone(unit, bucket);
 }
 
 void Reducer::launch(Unit& unit) {
@@ -97,18 +97,18 @@ void Reducer::launch(Unit& unit) {
   if (one_rank(unit)) return launch_alone(unit);
   const PhaseScope scope(phases_, Phase::Reduce, unit.name());
   make_room();
-  SumPlace& place = place_of(unit);
+  SumDestination& destination = destination_of(unit);
   Reduction work{.unit = &unit, .bucket = unit.partial(), .pooled = unit.progress().pooled()};
   // Memory first: where there is none, nothing has changed.
-  place.prepare(work);
+  destination.prepare(work);
   work.sent = buckets_.cast_to_travel(unit, unit.partial());
   const at::Tensor& source = work.sent.defined() ? work.sent : work.bucket;
   work.sum = source.narrow(0, unit.owned().begin, unit.owned().size());
-  place.launch(work, source, averaging_.mean_of(unit).op, "gradients of unit '" + unit.name() + "'");
+  destination.launch(work, source, averaging_.mean_of(unit).op, "gradients of unit '" + unit.name() + "'");
   in_flight_.push_back(std::move(work));
   unit.give_partial();
   unit.progress().launch();
-  place.launched(in_flight_.back());
+  destination.launched(in_flight_.back());
 }
 
 void Reducer::finish_oldest() {
@@ -124,7 +124,7 @@ void Reducer::finish_oldest() {
     work.presence.wait();
     if (!dropping_) {
       if (const double rest = averaging_.mean_of(unit).rest; rest != 1.0) shard::scaled_copy(work.sum, work.sum, rest);
-      place_of(unit).take(work);
+      destination_of(unit).take(work);
     }
   } catch (...) {
     give_back(work);

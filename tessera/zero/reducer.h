@@ -47,7 +47,7 @@
 #include "tessera/zero/contributions.h"
 #include "tessera/zero/ranks.h"
 #include "tessera/zero/replica_sums.h"
-#include "tessera/zero/sum_place.h"
+#include "tessera/zero/sum_destination.h"
 
 namespace tessera::zero {
 
@@ -117,7 +117,7 @@ class Reducer {
   void forget(Unit& unit);
 
  private:
-  SumPlace& place_of(const Unit& unit);
+  SumDestination& destination_of(const Unit& unit);
   void make_room();
   void launch(Unit& unit);
   void launch_complete();
@@ -141,7 +141,7 @@ class Reducer {
   KeptSum kept_;
   HostSum host_;
   SumSink* sink_ = nullptr;
-  std::unique_ptr<SumPlace> sunk_;  // with a sink: of all units
+  std::unique_ptr<SumDestination> sunk_;  // with a sink: of all units
   std::deque<Reduction> in_flight_;
   ReplicaSums replicas_;
 };

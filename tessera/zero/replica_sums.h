@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "tessera/base/phases.h"
-#include "tessera/zero/sum_place.h"
+#include "tessera/zero/sum_destination.h"
 
 namespace tessera::zero {
 

@@ -30,7 +30,7 @@ c10::Device lives_at(bool is_here, const Unit& unit) {
 
 c10::Device place_of_update(const Unit& unit) {
   const c10::Device device = unit.flat().options().device();
-  if (device.is_cpu() || states_on_device(unit) || unit.state_place().by_device) return device;
+  if (device.is_cpu() || states_on_device(unit) || unit.state_residence().by_device) return device;
   const auto narrow = [](const shard::Buffer* b) {
     return !b->defined() || b->options().dtype().itemsize() <= kNarrow;
   };

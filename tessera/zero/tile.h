@@ -6,7 +6,7 @@
 //     is on its way there while one is updated and one goes home, each on a stream of its own beside what computes. So in a backward
 //     that updates they are hidden behind it. Nothing waits for them but who reads what they bring.
 //   - On the host, where fp32 states live elsewhere: they are more bytes than gradients and weights, which come to the host, and
-//     weights go back. Of such units a share may be the device's all the same (StatePlace::by_device), so that the link is busy
+//     weights go back. Of such units a share may be the device's all the same (StateResidence::by_device), so that the link is busy
 //     while the host's memory is: streams of the two are apart, and what the host updates waits for nothing of the device's.
 //   Bits are the same: kernels of the host and of the device have the same ones.
 #pragma once

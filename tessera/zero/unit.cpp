@@ -29,8 +29,8 @@ at::Tensor place_for(const shard::Buffer& buffer, shard::Range range) {
 
 Unit::Unit(std::string name, std::vector<Param> params, const Options& options,
            const shard::StagePlacements& placements, bool resident, const Ranks& ranks, at::Tensor space,
-           StatePlace states)
-    : name_(std::move(name)), ranks_(ranks), params_(std::move(params)), options_(options), state_place_(states) {
+           StateResidence states)
+    : name_(std::move(name)), ranks_(ranks), params_(std::move(params)), options_(options), state_residence_(states) {
   const int rank = ranks_.shard->rank(), size = ranks_.shard->size();
   using shard::Placement;
   std::vector<int64_t> numels;
@@ -108,8 +108,8 @@ void Unit::drop_squares() {
 }
 
 shard::Buffer Unit::make(shard::Quantity what, const at::TensorOptions& options) const {
-  if (!options_.home || !state_place_.away) return {owned_.size(), options};
-  const bool pin = state_place_.by_device && options_.pin_memory;
+  if (!options_.home || !state_residence_.away) return {owned_.size(), options};
+  const bool pin = state_residence_.by_device && options_.pin_memory;
   return {owned_.size(), options, options_.home(what, owned_.size(), options.pinned_memory(pin))};
 }
 

@@ -61,7 +61,7 @@ using shard::kTile;
 
 // Of a unit's masters and optimizer states: whether they live where Options::home says, and whether the device updates them
 // there, which else their dtype decides (place_of_update()). Page-locked memory is asked for then.
-struct StatePlace {
+struct StateResidence {
   bool away = true, by_device = false;
 };
 
@@ -70,7 +70,7 @@ class Unit {
   // `ranks`: of this unit; must outlive it. `resident`: its parameters stay whole on every rank whatever the stage.
   // `space`: see FlatParams.
   Unit(std::string name, std::vector<Param> params, const Options& options, const shard::StagePlacements& placements,
-       bool resident, const Ranks& ranks, at::Tensor space = {}, StatePlace states = {});
+       bool resident, const Ranks& ranks, at::Tensor space = {}, StateResidence states = {});
 
   const std::string& name() const { return name_; }
   const Ranks& ranks() const { return ranks_; }  // that exchange its gradients and share its states
@@ -206,7 +206,7 @@ class Unit {
   at::Tensor read_master(shard::Range range) const;
   // Copies `values` into them. The weights follow where they are part of the master, else in refresh_weights().
   void write_master(shard::Range range, const at::Tensor& values);
-  const StatePlace& state_place() const { return state_place_; }
+  const StateResidence& state_residence() const { return state_residence_; }
   // Master, residual and states, whether or not there are such.
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master_, &residual_, &states_[0], &states_[1]}; }
   std::array<shard::Buffer*, 4> state_buffers() { return {&master_, &residual_, &states_[0], &states_[1]}; }
@@ -234,7 +234,7 @@ class Unit {
   shard::Range owned_;
   std::unique_ptr<FlatParams> flat_;
   Options options_;
-  StatePlace state_place_;
+  StateResidence state_residence_;
   bool root_ = false;
   at::ScalarType travel_;
   LaunchAt launch_at_ = LaunchAt::Complete;

@@ -345,7 +345,7 @@ void Units::check_client(const std::vector<ParamSpec>& params) const {
 }
 
 // The same on all ranks that exchange gradients or weights: their sizes are, and the order in which units are built.
-StatePlace Units::state_place_of(const std::vector<const ParamSpec*>& members) {
+StateResidence Units::state_residence_of(const std::vector<const ParamSpec*>& members) {
   int64_t size = 0;
   for (const ParamSpec* p : members)
     size += p->tensor.numel();
@@ -366,7 +366,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   }
   const Set& set = set_of(*originals.front());
   auto made = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
-                                     set.ranks, space_of(originals), state_place_of(originals));
+                                     set.ranks, space_of(originals), state_residence_of(originals));
   Unit* const unit = made.get();
   units_.push_back(std::move(made));  // it has the parameters from here on, and undo() finds it
   const int number = unsharder_->add(&unit->flat(), set.gathers);
@@ -592,7 +592,7 @@ void Units::release(const std::string& message) {
 }
 
 void Units::return_host_memory() const noexcept {
-  const bool had_some = has_homes() || was_away_ || ranks().all() > 1;  // what ranks tell each other passes through it
+  const bool had_some = has_homes() || was_away_ || ranks().all() > 1;  // what ranks exchange passes through it
   if (had_some && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
 }
 

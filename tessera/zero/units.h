@@ -151,7 +151,7 @@ class Units {
   void undo() noexcept;
   void take_host_memory(std::ptrdiff_t first);
   void check_client(const std::vector<ParamSpec>& params) const;
-  StatePlace state_place_of(const std::vector<const ParamSpec*>& members);
+  StateResidence state_residence_of(const std::vector<const ParamSpec*>& members);
   void build_unit(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals);
   void build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,
                     std::vector<FlatParams::Item> items);

@@ -8,7 +8,7 @@
 //   - The thread has a stream of its own. A unit's update comes after what its streams were given before add(). The thread calls
 //     no group, takes no lock of an engine's and runs no Python. It works on its units' buffers and on the engine's Lanes, which
 //     nobody else uses meanwhile, and leaves Unit::order to who runs the model.
-//   - Of each unit it tells when the way back of its weights was launched, with events. await() is for who uses a unit: the
+//   - Of each unit it announces when the way back of its weights was launched, with events. await() is for who uses a unit: the
 //     host waits until that was announced, the current stream for the events.
 //   - Weights that are whole on several ranks are gathered by the thread that runs the model, in the order that open() was given,
 //     all up to the unit that it uses: modules must run in the same order on all ranks, as those of partitioned parameters must.
@@ -24,7 +24,7 @@
 //   - What the device updates keeps its bucket until that was launched. The thread takes these first, and of more than kHeld the
 //     backward waits.
 //   - Of the others the thread takes that which the next forward uses first, so that what is left at the end is used late.
-//   Ranks tell each other whether the last update failed with what they compare before the first unit of the next backward is
+//   Ranks exchange whether the last update failed with what they compare before the first unit of the next backward is
 //   updated. A backward that threw leaves the lane open: nothing waits for units that have not come, and the next one, or
 //   who drops the gradients, ends it. Nothing of it is gathered, because not all ranks may have come as far.
 #pragma once

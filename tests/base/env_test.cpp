@@ -4,6 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tessera/base/error.h"
 
 namespace tessera {
 
@@ -26,6 +31,31 @@ TEST(Env, ReadsIntegersAndNamesTheVariableOtherwise) {
     } catch (const c10::ValueError& e) {
       EXPECT_NE(std::string(e.what()).find("TESSERA_TEST_VARIABLE"), std::string::npos);
     }
+  }
+}
+
+// Frames come behind the message where they are asked for, for every class of error.
+TEST(Error, WhatIsTheMessageAlone) {
+  const std::vector<std::function<void()>> calls = {
+      [] { TESSERA_CHECK_VALUE(false, "test", "said"); }, [] { TESSERA_CHECK(false, "test", "said"); },
+      [] { TESSERA_CHECK_IO(false, "test", "said"); },    [] { TESSERA_CHECK_BUILT(false, "test", "said"); },
+      [] { TESSERA_CHECK_DIST(false, "test", "said"); },
+  };
+  const auto what_of = [](const auto& call) -> std::string {
+    try {
+      call();
+    } catch (const c10::Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  for (const auto& call : calls) {
+    EXPECT_EQ(what_of(call), "[test] said");
+    ASSERT_EQ(setenv("TORCH_SHOW_CPP_STACKTRACES", "1", 1), 0);
+    const std::string longer = what_of(call);
+    ASSERT_EQ(unsetenv("TORCH_SHOW_CPP_STACKTRACES"), 0);
+    EXPECT_EQ(longer.rfind("[test] said\n", 0), 0u) << longer;
+    EXPECT_NE(longer.find("Exception raised from"), std::string::npos) << longer;
   }
 }
 

@@ -96,7 +96,7 @@ const Row kRows[] = {
     {"no address",
      {{"RANK", "0"}, {"WORLD_SIZE", "2"}},
      "there are 2 ranks, but MASTER_ADDR, where rank 0 is, is not set; torchrun"},
-    {"another meeting point", {{"RANK", "0"}, {"WORLD_SIZE", "2"}}, "0/2 0/0 :29500", {.meets = false}},
+    {"another meeting point", {{"RANK", "0"}, {"WORLD_SIZE", "2"}}, "0/2 0/0 :29500", {.rendezvous = false}},
     {"a port of the caller", {{"RANK", "0"}, {"WORLD_SIZE", "1"}}, "0/1 0/0 :81", {.port = 81}},
     {"no rank", {{"WORLD_SIZE", "2"}}, "WORLD_SIZE is 2, but RANK is not set"},
     {"no size", {{"RANK", "1"}}, "WORLD_SIZE is not set; it must be the number of ranks, 1 at least"},

@@ -58,11 +58,11 @@ def values(call: int, rank: int, shape: Any, dtype: torch.dtype) -> torch.Tensor
     return numbers > 0 if dtype == torch.bool else (numbers / (8 if dtype.is_floating_point else 1)).to(dtype)
 
 
-Meeting = tuple[int, str]  # port of the test's store, and a prefix of its own for each body
+Rendezvous = tuple[int, str]  # port of the test's store, and a prefix of its own for each body
 
 
-def start(rank: int, world: int, meeting: Meeting, timeout: float = 120.0, backend: str = "tessera") -> None:
-    port, number = meeting
+def start(rank: int, world: int, rendezvous: Rendezvous, timeout: float = 120.0, backend: str = "tessera") -> None:
+    port, number = rendezvous
     torch.set_num_threads(1)
     tessera.distributed.register_backend()
     tessera.distributed.register_backend()
@@ -145,8 +145,8 @@ def every_collective(group: Any, rank: int, world: int) -> None:
                 assert same(got, reduced([w[rank] for w in wholes], op))
 
 
-def collectives(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def collectives(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     assert dist.get_backend() == "tessera"
     every_collective(None, rank, world)
     finish()
@@ -157,9 +157,9 @@ def test_every_collective_of_every_dtype(world: int) -> None:
     run(world, collectives)
 
 
-def forms(rank: int, world: int, meeting: Meeting) -> None:
+def forms(rank: int, world: int, rendezvous: Rendezvous) -> None:
     """Shapes, layouts and kinds of call that are less common."""
-    start(rank, world, meeting)
+    start(rank, world, rendezvous)
     # channels last, transposed, a slice with gaps: results land in the tensor itself
     for view in (
         lambda: torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
@@ -224,8 +224,8 @@ def forms(rank: int, world: int, meeting: Meeting) -> None:
     finish()
 
 
-def handles(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def handles(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     # many in flight, waited for in any order, polled, by future, and forgotten
     tensors = [torch.full((n,), float(rank + 1)) for n in (10, 200_000, 3, 1_000_000, 50)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors]
@@ -265,8 +265,8 @@ def test_less_common_forms_and_handles() -> None:
     run(2, forms, handles)
 
 
-def messages(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def messages(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     right, left = (rank + 1) % world, (rank - 1) % world
     for n in (0, 1, 1000, 1_000_000):  # the last is more than a ring holds
         sent, got = torch.full((n,), float(rank)), torch.empty(n)
@@ -332,8 +332,8 @@ def test_messages_between_two_ranks() -> None:
     run(3, messages)
 
 
-def groups(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def groups(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     rows, columns = mesh.get_group("a"), mesh.get_group("b")
     odd = dist.new_group([1, 3])
@@ -368,8 +368,8 @@ def plain(world: int, steps: int) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def engines_of_others(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def engines_of_others(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     want = plain(world, 3)
     for kind in ("ddp", "fsdp", "compiled"):
         model: Any = make()
@@ -416,10 +416,10 @@ def test_ddp_fsdp_and_functional_collectives() -> None:
 # ---- the choice
 
 
-def chosen(rank: int, world: int, meeting: Meeting, backend: str, transport: str, hosts: int, want: str) -> None:
+def chosen(rank: int, world: int, rendezvous: Rendezvous, backend: str, transport: str, hosts: int, want: str) -> None:
     os.environ["TESSERA_TRANSPORT"] = transport
     os.environ["TESSERA_HOST_ID"] = str(rank % hosts)
-    start(rank, world, meeting, backend=backend)
+    start(rank, world, rendezvous, backend=backend)
     group = tessera.c10d_group("0")
     assert group.name == want, group.name
     group.barrier()
@@ -429,20 +429,20 @@ def chosen(rank: int, world: int, meeting: Meeting, backend: str, transport: str
     finish()
 
 
-def refused(rank: int, world: int, meeting: Meeting, transports: list[str], hosts: int, text: str) -> None:
+def refused(rank: int, world: int, rendezvous: Rendezvous, transports: list[str], hosts: int, text: str) -> None:
     os.environ["TESSERA_TRANSPORT"] = transports[rank]
     os.environ["TESSERA_HOST_ID"] = str(rank % hosts)
-    start(rank, world, meeting, backend="gloo")
+    start(rank, world, rendezvous, backend="gloo")
     with pytest.raises((RuntimeError, ValueError), match=text):
         tessera.c10d_group("0")
     finish()
 
 
-def across_hosts(rank: int, world: int, meeting: Meeting) -> None:
+def across_hosts(rank: int, world: int, rendezvous: Rendezvous) -> None:
     """Engines over memory within two hosts and Gloo between them: all stages alike, and as plain PyTorch."""
     os.environ["TESSERA_TRANSPORT"] = "auto"
     os.environ["TESSERA_HOST_ID"] = str(rank // 2)
-    start(rank, world, meeting, backend="gloo")
+    start(rank, world, rendezvous, backend="gloo")
     assert tessera.c10d_group("0").name == "shared memory and gloo"
     want = plain(world, 3)
     first: dict[str, torch.Tensor] = {}
@@ -493,8 +493,8 @@ def error_of(rank: int, world: int) -> Iterator[list[str]]:
     assert f"rank {rank} of {world}" in caught[0], caught
 
 
-def losing(rank: int, meeting: Meeting, moment: str) -> None:
-    start(rank, 3, meeting, timeout=300)
+def losing(rank: int, rendezvous: Rendezvous, moment: str) -> None:
+    start(rank, 3, rendezvous, timeout=300)
     dist.barrier()
     big = torch.ones(8_000_000)
     if rank == 1:
@@ -532,8 +532,8 @@ def test_a_killed_rank_is_named(moment: str) -> None:
     assert [process.exitcode for process in ranks] == [0, -signal.SIGKILL, 0]
 
 
-def late(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting, timeout=2)
+def late(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous, timeout=2)
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
@@ -549,16 +549,16 @@ def late(rank: int, world: int, meeting: Meeting) -> None:
     dist.destroy_process_group()
 
 
-def different(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def different(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     with error_of(rank, 2) as text:
         dist.all_reduce(torch.ones(4 if rank == 0 else 5))
     assert "rank 0 called all_reduce (16 B, Float, sum), rank 1 called all_reduce (20 B, Float, sum)" in text[0]
     dist.destroy_process_group()
 
 
-def different_sizes(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def different_sizes(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     sizes = ([1, 2], [2, 2])[rank]
     with error_of(rank, 2) as text:
         dist.all_gather([torch.ones(n) for n in sizes], torch.ones(sizes[rank]))

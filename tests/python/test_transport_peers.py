@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torn_down
-from test_transport import Meeting, finish, run, start
+from test_transport import Rendezvous, finish, run, start
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -20,8 +20,8 @@ def sparse(rank: int, entries: int, dtype: torch.dtype = torch.float32) -> torch
     return torch.sparse_coo_tensor(places, torch.randn(entries, 8, generator=generator).to(dtype), (50, 8))
 
 
-def sparse_sums(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def sparse_sums(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     for entries in (0, 1, 30, 5000):
         want = torch.zeros(50, 8)
         for r in range(world):
@@ -52,8 +52,8 @@ def sparse_sums(rank: int, world: int, meeting: Meeting) -> None:
     finish()
 
 
-def profiles(rank: int, world: int, meeting: Meeting) -> None:
-    start(rank, world, meeting)
+def profiles(rank: int, world: int, rendezvous: Rendezvous) -> None:
+    start(rank, world, rendezvous)
     tensor, large = torch.ones(4, 3), torch.ones(8, 3)
     with torch.profiler.profile(record_shapes=True) as profile:
         dist.all_reduce(tensor)
@@ -72,9 +72,9 @@ def profiles(rank: int, world: int, meeting: Meeting) -> None:
     finish()
 
 
-def chains(rank: int, world: int, meeting: Meeting) -> None:
+def chains(rank: int, world: int, rendezvous: Rendezvous) -> None:
     """Callbacks of futures that wait for further collectives, as DDP's PowerSGD has them."""
-    start(rank, world, meeting)
+    start(rank, world, rendezvous)
 
     def summed(n: int) -> torch.futures.Future[list[torch.Tensor]]:
         return dist.all_reduce(torch.ones(n), async_op=True).get_future()
@@ -92,9 +92,9 @@ def test_sparse_sums_profiles_and_chains() -> None:
     run(2, sparse_sums, profiles, chains)
 
 
-def splits(rank: int, world: int, meeting: Meeting) -> None:
+def splits(rank: int, world: int, rendezvous: Rendezvous) -> None:
     """Ranks 1 and 3 leave the whole together, then a group of all is made of both halves."""
-    start(rank, world, meeting)
+    start(rank, world, rendezvous)
     limit = datetime.timedelta(seconds=50)
     whole = dist.group.WORLD
     odd = whole.split_group([1, 3], timeout=limit, group_name="odd")

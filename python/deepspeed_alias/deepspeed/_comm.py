@@ -134,11 +134,11 @@ get_local_rank_from_launcher = get_local_rank
 
 
 def get_world_rank_from_launcher() -> int:
-    return distributed.launched(meets=False).rank
+    return distributed.launched(rendezvous=False).rank
 
 
 def get_world_size_from_launcher() -> int:
-    return distributed.launched(meets=False).size
+    return distributed.launched(rendezvous=False).size
 
 
 def get_world_group() -> Any:

@@ -76,7 +76,7 @@ def manifest_of(folder: str, hints: Hints | None = None, trusted: bool = False, 
     if not any(_MODEL.fullmatch(name) for name in names):
         return ""
     try:
-        return _Layout(folder, names, hints or Hints(), trusted, skip).manifest()
+        return _Folder(folder, names, hints or Hints(), trusted, skip).manifest()
     except IoError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError, IndexError, OverflowError, RecursionError) as error:
@@ -85,7 +85,7 @@ def manifest_of(folder: str, hints: Hints | None = None, trusted: bool = False, 
         ) from error
 
 
-class _Layout:
+class _Folder:
     def __init__(self, folder: str, names: list[str], hints: Hints, trusted: bool, skip: bool) -> None:
         self.folder, self.hints, self._objects, self._skips = folder, hints, (trusted, skip), skip
         self.files: dict[str, PtFile] = {}

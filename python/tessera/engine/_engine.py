@@ -23,6 +23,7 @@ from tessera.engine._accumulation import Accumulation
 from tessera.engine._checkpoint import Checkpoints
 from tessera.engine._contents import Contents
 from tessera.engine._delegate import method_of, property_of, weak
+from tessera.engine._device import keep_device, move_to_device, settle_buffers
 from tessera.engine._end import end, give_up
 from tessera.engine._forward import Forward
 from tessera.engine._info import Info
@@ -31,7 +32,6 @@ from tessera.engine._loaders import Loaders
 from tessera.engine._look import Look, own_error_first
 from tessera.engine._moving import Moving
 from tessera.engine._norms import Norms
-from tessera.engine._place import keep_place, place, settle_buffers
 from tessera.engine._preflight import check_modules
 from tessera.engine._ranks import Ranks
 from tessera.engine._report import warn_of
@@ -138,7 +138,7 @@ class Engine(nn.Module):
         device = checked_device(group, model.parameters())
         self._ranks = Ranks(group, self._settings, device, sequence_parallel, tensor_parallel)
         self._warn(self._settings.warnings)
-        put_back = [keep_optimizer(optimizer), keep_place(model)]
+        put_back = [keep_optimizer(optimizer), keep_device(model)]
         try:
             batch = self._settings.resolve_batch(self._ranks.dp_world_size)
             partitions = self._settings.placements.shards_params and self._ranks.share_states() > 1
@@ -148,7 +148,7 @@ class Engine(nn.Module):
                 self._ranks.mesh = _core.timed_mesh(self._ranks.mesh, self._watch.calls)
             self._parallel = TensorParallel(model, self._settings, self._ranks.mesh, cuts=self._ranks.cuts)
             self._warn(self._parallel.warnings)
-            self.device = place(model, device)
+            self.device = move_to_device(model, device)
             self._warn(emulated(self._settings, self.device))
             model_parameters = as_lists(model_parameters)
             base = self._build_optimizer(model_parameters)

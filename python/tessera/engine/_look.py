@@ -46,7 +46,7 @@ class Look:
         return None
 
     def look(self, before_step: bool) -> tuple[str, Exception | None]:
-        """What keeps this rank from an update, for the others to hear, and the error behind it. Local."""
+        """What keeps this rank from an update, to be announced to the others, and the error behind it. Local."""
         if self.looked is not None:
             return self.looked
         problem = self._followed()

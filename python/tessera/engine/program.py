@@ -16,7 +16,7 @@ class Program:
     of_several = False  # its checkpoints are those of several engines: engine/checkpoint.h
 
     def speaks(self) -> bool:
-        """Whether warnings and progress of this engine are told."""
+        """Whether this engine logs warnings and progress."""
         return True
 
     def optimizer_made(self, base: torch.optim.Optimizer | None) -> None:

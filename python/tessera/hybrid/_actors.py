@@ -38,7 +38,7 @@ class ActorError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The store that the ranks of all groups of a program reach, in the driver's process."""
 
     address: str
@@ -65,13 +65,13 @@ class Place:
     rank: int
     ranks: int
     timeout: float
-    meeting: Meeting | None
+    rendezvous: Rendezvous | None
 
     def store(self) -> Any:
         """For Link.sender() and Link.receiver()."""
-        if self.meeting is None:
+        if self.rendezvous is None:
             raise UsageError(f"[hybrid] group '{self.group}' is not part of a Program, so there is no store for links")
-        return self.meeting.store(self.timeout)
+        return self.rendezvous.store(self.timeout)
 
 
 class Host:
@@ -79,7 +79,7 @@ class Host:
 
     def __init__(self) -> None:
         self.object: Any = None
-        self.place: Place | None = None  # as long as this process: see Meeting.exchange
+        self.place: Place | None = None  # as long as this process: see Rendezvous.exchange
 
     def address(self) -> tuple[str, int]:
         """Where the store of the ranks is."""
@@ -162,9 +162,9 @@ class ActorGroup:
         ]
         return Pending(self, "address", [self._actors[0].address.remote()])
 
-    def begin_objects(self, master: tuple[str, int], meeting: Meeting | None) -> Pending:
+    def begin_objects(self, master: tuple[str, int], rendezvous: Rendezvous | None) -> Pending:
         make = (self.kind, self.args, self.kwargs)
-        places = [Place(self.name, rank, self.ranks, self.timeout, meeting) for rank in range(self.ranks)]
+        places = [Place(self.name, rank, self.ranks, self.timeout, rendezvous) for rank in range(self.ranks)]
         refs = [a.build.remote(p, master, self.backend, make) for a, p in zip(self._actors, places, strict=True)]
         return Pending(self, "__init__", refs)
 
@@ -216,7 +216,7 @@ class ActorGroup:
             self._bundles = None
 
 
-def start_together(groups: Sequence[ActorGroup], meeting: Meeting | None = None) -> None:
+def start_together(groups: Sequence[ActorGroup], rendezvous: Rendezvous | None = None) -> None:
     """Starts them at the same time: most of it is each process importing what it needs. All of them or none."""
     if not import_ray().is_initialized():
         raise UsageError("[hybrid] there is no Ray cluster yet; call ray.init() first")
@@ -225,7 +225,7 @@ def start_together(groups: Sequence[ActorGroup], meeting: Meeting | None = None)
     timeout = max((group.timeout for group in groups), default=0.0)
     try:
         addresses = wait(*(group.begin_actors() for group in groups), timeout=timeout)
-        objects = [group.begin_objects(found[0], meeting) for group, found in zip(groups, addresses, strict=True)]
+        objects = [group.begin_objects(found[0], rendezvous) for group, found in zip(groups, addresses, strict=True)]
         wait(*objects, timeout=timeout)
     except BaseException:
         for group in groups:

@@ -1,4 +1,4 @@
-"""What both ends of a link have in Python: the ranks' meeting, and the end in the core (tessera/pipeline/link.h)."""
+"""What both ends of a link have in Python: the ranks' rendezvous, and the end in the core (tessera/pipeline/link.h)."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class End:
 
         core = None if engine is None else engine.core
 
-        def connect(meeting: Any, processes: list[dict[str, Any]]) -> Any:
+        def connect(rendezvous: Any, processes: list[dict[str, Any]]) -> Any:
             p2p: Any
             if link.transport == "ray":
                 from tessera.hybrid._object_store import ObjectStore
 
                 channel = ObjectStore(
-                    store.exchange(), f"{store.meeting}/{link.name}", number, names, processes, timeout
+                    store.exchange(), f"{store.rendezvous}/{link.name}", number, names, processes, timeout
                 )
                 p2p = _core.PythonPointToPoint(number, len(names), channel)
             else:
                 wait = timedelta(seconds=timeout)
-                p2p = _core.store_point_to_point(meeting, number, len(names), wait, link.transport == "auto")
+                p2p = _core.store_point_to_point(rendezvous, number, len(names), wait, link.transport == "auto")
             return kind(link.source, link.target, link.dims, sides, rank, p2p, core)
 
         self._joining = Joining(C10D.PrefixStore(f"link/{link.name}", store), names, number, timeout, connect)

@@ -44,7 +44,7 @@ class MeetingStore(C10D.PrefixStore):
 
     def __init__(self, prefix: str, store: Any, exchange: Callable[[], Any]) -> None:
         super().__init__(prefix, store)
-        self.meeting = prefix
+        self.rendezvous = prefix
         self.exchange = exchange
 
 

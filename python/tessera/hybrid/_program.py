@@ -16,7 +16,7 @@ from typing import Any
 
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
-from tessera.hybrid._actors import ActorGroup, Meeting, Pending, import_ray, start_together, wait
+from tessera.hybrid._actors import ActorGroup, Pending, Rendezvous, import_ray, start_together, wait
 from tessera.hybrid._joining import C10D
 
 _MANIFEST = "program.json"
@@ -52,8 +52,8 @@ class Program:
         if self._store is None:
             self._store = _serve(address)
         # What ranks of an earlier start have left in the store is not for these. Without the name no key is found.
-        meeting = Meeting(address, self._store.port, f"tessera-{secrets.token_hex(16)}")
-        start_together(list(self._groups.values()), meeting)
+        rendezvous = Rendezvous(address, self._store.port, f"tessera-{secrets.token_hex(16)}")
+        start_together(list(self._groups.values()), rendezvous)
 
     def stop(self) -> None:
         """Ends all actors. Safe to call twice."""

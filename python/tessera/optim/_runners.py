@@ -391,7 +391,7 @@ class ExternalRunner(Runner):
         return value if part is None else part.float().view(master.shape).clone()
 
     def gather(self, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
-        """A rank that has no part of a parameter hears of its states from the others."""
+        """A rank that has no part of a parameter gets its states from the others. Collective."""
         kinds = {
             number: {key: type(value).__name__ for key, value in self.base.state.get(target, {}).items()}
             for number, _, target in self._masters

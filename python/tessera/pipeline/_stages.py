@@ -28,7 +28,7 @@ class Stages(Program):
             yield
         except StageFailed:
             raise
-        except dist.DistBackendError as error:  # this rank comes to no meeting any more
+        except dist.DistBackendError as error:  # this rank has no exchange any more
             self._everyone.group.abort(self._failure_text(error))
             raise
         except Exception as error:

@@ -333,7 +333,7 @@ def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
     # Over the ranks of all slices of the model, too: what is to be cut is whole as yet.
     sizes = {} if config is None else {**mesh_sizes(config), "tp": 1}
     mesh, _ = core_mesh(group, **sizes, device=group_device(group))
-    expected = distributed.launched(meets=False).size if group is None and mesh.batch_size() == 1 else 1
+    expected = distributed.launched(rendezvous=False).size if group is None and mesh.batch_size() == 1 else 1
     if expected > 1:
         raise RuntimeError(
             f"[zero.Init] the process group has 1 rank, but {expected} were started: call init_distributed() (or "

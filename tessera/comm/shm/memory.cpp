@@ -44,19 +44,19 @@ at::Tensor shm_memory(Group& group, int64_t bytes, Label label) {
       if (constexpr std::string_view origin = "[comm] "; trouble.starts_with(origin)) trouble.erase(0, origin.size());
     }
   };
-  ShmPlace place;
+  ShmAddress address;
   if (group.rank() == 0) {
     attempt([&] {
       auto made = ShmSegment::create(size);
       made->reserve(0, size);
-      place = made->offer();
+      address = made->offer();
       return made;
     });
   }
-  const at::Tensor sent = at::from_blob(&place, {static_cast<int64_t>(sizeof(place))}, at::kByte);
+  const at::Tensor sent = at::from_blob(&address, {static_cast<int64_t>(sizeof(address))}, at::kByte);
   group.broadcast(sent, 0, what).wait();
   // Where rank 0 has none, it says why.
-  if (group.rank() != 0 && place.pid != 0) attempt([&] { return ShmSegment::attach(place, size); });
+  if (group.rank() != 0 && address.pid != 0) attempt([&] { return ShmSegment::attach(address, size); });
   agree(group, trouble, what);
   segment->close_file();
   char* const data = segment->data() + kHead;

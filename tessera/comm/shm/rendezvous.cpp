@@ -22,16 +22,16 @@ std::shared_ptr<ShmSegment> create_segment(int size) {
 std::shared_ptr<ShmSegment> join_segment(c10d::Store& store, int rank, int size) {
   if (rank == 0) {
     auto segment = create_segment(size);
-    const ShmPlace place = segment->offer();
+    const ShmAddress address = segment->offer();
     store.set(kSegmentKey,
-              std::to_string(place.pid) + " " + std::to_string(place.fd) + " " + std::to_string(place.secret));
+              std::to_string(address.pid) + " " + std::to_string(address.fd) + " " + std::to_string(address.secret));
     return segment;
   }
   std::istringstream text(announced_by(store, kSegmentKey, 0));
-  ShmPlace place;
-  text >> place.pid >> place.fd >> place.secret;
+  ShmAddress address;
+  text >> address.pid >> address.fd >> address.secret;
   TESSERA_CHECK_DIST(text, "comm", "shared memory: rank 0 could not make a segment");
-  return ShmSegment::attach(place, ShmLayout{size}.total());
+  return ShmSegment::attach(address, ShmLayout{size}.total());
 }
 
 std::string line_of(const std::exception& error) {

@@ -81,18 +81,18 @@ std::shared_ptr<ShmSegment> ShmSegment::attach(int pid, int fd, size_t bytes) {
   return std::shared_ptr<ShmSegment>(new ShmSegment(own, bytes));
 }
 
-ShmPlace ShmSegment::offer() const {
+ShmAddress ShmSegment::offer() const {
   std::random_device random;
   const auto secret = static_cast<int64_t>(static_cast<uint64_t>(random()) << 32 | random());
   std::memcpy(data_, &secret, sizeof(secret));
   return {getpid(), fd_, secret};
 }
 
-std::shared_ptr<ShmSegment> ShmSegment::attach(const ShmPlace& place, size_t bytes) {
-  auto segment = attach(static_cast<int>(place.pid), static_cast<int>(place.fd), bytes);
+std::shared_ptr<ShmSegment> ShmSegment::attach(const ShmAddress& address, size_t bytes) {
+  auto segment = attach(static_cast<int>(address.pid), static_cast<int>(address.fd), bytes);
   int64_t secret = 0;
   std::memcpy(&secret, segment->data(), sizeof(secret));
-  TESSERA_CHECK_DIST(secret == place.secret, "comm", "shared memory: process ", place.pid,
+  TESSERA_CHECK_DIST(secret == address.secret, "comm", "shared memory: process ", address.pid,
                      " has another segment than the one it has offered; do all ranks run on one host?");
   return segment;
 }

@@ -16,7 +16,7 @@
 namespace tessera::comm {
 
 // Where a segment is, and a random number that proves that it is this one.
-struct ShmPlace {
+struct ShmAddress {
   int64_t pid = 0, fd = -1, secret = 0;
 };
 
@@ -27,7 +27,7 @@ class ShmSegment {
   // The segment that the running process `pid` has open as `fd`.
   static std::shared_ptr<ShmSegment> attach(int pid, int fd, size_t bytes);
   // The same for a segment that its creator has offered.
-  static std::shared_ptr<ShmSegment> attach(const ShmPlace& place, size_t bytes);
+  static std::shared_ptr<ShmSegment> attach(const ShmAddress& address, size_t bytes);
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
@@ -39,7 +39,7 @@ class ShmSegment {
   size_t size() const { return size_; }
   int fd() const { return fd_; }
   // Writes the secret to the first 8 bytes, which have memory.
-  ShmPlace offer() const;
+  ShmAddress offer() const;
   // Nobody can attach from here on; those who have keep the memory.
   void close_file();
   // Makes sure that [offset, offset + bytes) has memory.

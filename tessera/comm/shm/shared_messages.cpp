@@ -27,7 +27,7 @@ size_t round_to_pages(size_t bytes) {
 // A tensor that others can map.
 struct Shared {
   std::shared_ptr<ShmSegment> segment;
-  ShmPlace place;
+  ShmAddress address;
   std::map<int, int64_t> sent;  // how often, by rank
 };
 using SharedPtr = std::shared_ptr<Shared>;
@@ -66,7 +66,7 @@ class SharedMessages final : public PointToPoint {
     auto shared = std::make_shared<Shared>();
     shared->segment = ShmSegment::create(size_of_segment(bytes));
     shared->segment->reserve(0, shared->segment->size());
-    shared->place = shared->segment->offer();
+    shared->address = shared->segment->offer();
     char* const data = shared->segment->data() + before_;
     made_[data] = shared;
     const at::Tensor copy =
@@ -86,9 +86,10 @@ class SharedMessages final : public PointToPoint {
       const at::Tensor copy = share(tensor);
       shared = made_.at(static_cast<const char*>(copy.const_data_ptr())).lock();
     }
-    const ShmPlace& place = shared->place;
+    const ShmAddress& address = shared->address;
     const at::Tensor announced = at::empty({kWords}, at::kLong);
-    std::copy_n(std::array{place.pid, place.fd, place.secret}.data(), kWords, announced.mutable_data_ptr<int64_t>());
+    std::copy_n(std::array{address.pid, address.fd, address.secret}.data(), kWords,
+                announced.mutable_data_ptr<int64_t>());
     const int64_t times = ++shared->sent[to];
     const int64_t number = inner_->send(announced, to, tag, label);
     sent_.emplace(number, Sent{std::move(shared), to, times});
@@ -101,7 +102,7 @@ class SharedMessages final : public PointToPoint {
     const at::Tensor announced = at::empty({kWords}, at::kLong);
     inner_->receive(announced, from, tag, label);
     const auto* word = announced.const_data_ptr<int64_t>();
-    const auto segment = ShmSegment::attach(ShmPlace{word[0], word[1], word[2]}, size_of_segment(bytes));
+    const auto segment = ShmSegment::attach(ShmAddress{word[0], word[1], word[2]}, size_of_segment(bytes));
     auto own = segment->map_private();
     taken_in(*segment, rank()).fetch_add(1, std::memory_order_release);
     char* const data = own.get() + before_;
@@ -119,7 +120,7 @@ class SharedMessages final : public PointToPoint {
     const auto found = sent_.extract(number);
     if (!found) return;
     const Sent& sent = found.mapped();
-    // Who has its place maps it at once: the sleeps are few.
+    // Who has its address maps it at once: the sleeps are few.
     for (const auto end = std::chrono::steady_clock::now() + timeout_; !sent.is_taken();) {
       TESSERA_CHECK_DIST(std::chrono::steady_clock::now() < end, "comm", "rank ", rank(), " of ", size(), ": rank ",
                          sent.to, " did not take a message within ", timeout_.count(), " ms");

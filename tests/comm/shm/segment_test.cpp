@@ -27,11 +27,11 @@ TEST(ShmSegment, IsOneMemoryForAllWhoAttach) {
 TEST(ShmSegment, IsTakenForNoOtherThanTheOneOffered) {
   const auto segment = ShmSegment::create(4096);
   segment->reserve(0, 4096);
-  ShmPlace place = segment->offer();
-  ShmSegment::attach(place, 4096)->data()[8] = 'x';
+  ShmAddress address = segment->offer();
+  ShmSegment::attach(address, 4096)->data()[8] = 'x';
   EXPECT_EQ(segment->data()[8], 'x');
-  EXPECT_NE(segment->offer().secret, place.secret);
-  EXPECT_HAS(message_of<c10::DistBackendError>([&] { ShmSegment::attach(place, 4096); }), "another segment");
+  EXPECT_NE(segment->offer().secret, address.secret);
+  EXPECT_HAS(message_of<c10::DistBackendError>([&] { ShmSegment::attach(address, 4096); }), "another segment");
 }
 
 TEST(ShmSegment, OutlivesItsCreator) {

@@ -18,7 +18,7 @@ STAGES = [0, 1, 2, 3]
 SMALL_UNITS = {"min_unit_elements": 1}
 
 
-class Meeting:
+class Barrier:
     """A second group of ranks as threads: all_reduce, which waits for all of them."""
 
     def __init__(self, size: int) -> None:
@@ -38,13 +38,13 @@ class SumOfGradients(torch.autograd.Function):
     """The identity; its backward adds the gradients of all ranks, as tensor and sequence parallel layers do."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, meeting: Meeting, rank: int) -> torch.Tensor:
-        ctx.meeting, ctx.rank = meeting, rank
+    def forward(ctx: Any, x: torch.Tensor, barrier: Barrier, rank: int) -> torch.Tensor:
+        ctx.barrier, ctx.rank = barrier, rank
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.meeting.sum(ctx.rank, grad), None, None
+        return ctx.barrier.sum(ctx.rank, grad), None, None
 
 
 class Shifted(nn.Linear):
@@ -62,22 +62,22 @@ class Shifted(nn.Linear):
 class Talks(nn.Module):
     """A collective of the user's between the layers, none of whose shifts rank 1 uses."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, barrier: Barrier) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Shifted(6) for _ in range(4))
-        self.meeting = meeting
+        self.barrier = barrier
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         for layer in self.layers:
-            x = SumOfGradients.apply(x + layer(x, shifts=rank == 0), self.meeting, rank)
+            x = SumOfGradients.apply(x + layer(x, shifts=rank == 0), self.barrier, rank)
         return x.pow(2).mean()
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_collective_of_the_users_inside_a_backward(stage: int, accumulation: int) -> None:
-    meeting = Meeting(2)
-    models = [make(Talks, meeting) for _ in range(2)]
+    barrier = Barrier(2)
+    models = [make(Talks, barrier) for _ in range(2)]
 
     def body(rank: int, group: tessera.Group) -> Any:
         engine = tessera.Engine(models[rank], config(stage, accumulation, tessera=SMALL_UNITS), group=group)

@@ -18,7 +18,7 @@ from tessera.errors import ConfigError
 from tessera.zero.engines import holder_of
 
 
-def place(model: nn.Module, device: torch.device | None) -> torch.device:
+def move_to_device(model: nn.Module, device: torch.device | None) -> torch.device:
     """The device of `model`'s parameters, the CPU where it has none.
 
     A plain model on the CPU is moved to `device` before. None is moved that is elsewhere already, whose parameters an
@@ -44,7 +44,7 @@ def settle_buffers(model: nn.Module, settings: _core.Config) -> None:
         raise ConfigError(f"[config] data_types.keep_in_fp32_modules: {error} in {kept}") from None
 
 
-def keep_place(model: nn.Module) -> Callable[[], None]:
+def keep_device(model: nn.Module) -> Callable[[], None]:
     """What moves `model` back to the device where it is now, if some of it has left it."""
 
     def devices() -> set[torch.device]:

@@ -1,4 +1,4 @@
-// SumPlace: where the sum of a unit's gradients goes once it is over all ranks of the unit's group. There are three: the
+// SumDestination: where the sum of a unit's gradients goes once it is over all ranks of the unit's group. There are three: the
 // gradients that the unit keeps, host memory, and whoever takes sums as they arrive.
 #pragma once
 
@@ -41,9 +41,9 @@ class SumSink {
   virtual void refuse() = 0;
 };
 
-class SumPlace {
+class SumDestination {
  public:
-  virtual ~SumPlace() = default;
+  virtual ~SumDestination() = default;
   // Memory that the reduction needs. Where there is none, nothing has changed.
   virtual void prepare(Reduction&) {}
   // Launches the sum of `source`, the contributions as they travel, into work.sum, whose owned range it is there (stage 0: in all
@@ -58,7 +58,7 @@ class SumPlace {
 };
 
 // The gradients of the owned range: a slice, or all of them in stage 0.
-class KeptSum final : public SumPlace {
+class KeptSum final : public SumDestination {
  public:
   explicit KeptSum(Contributions& contributions) : contributions_(contributions) {}
   void prepare(Reduction& work) override;
@@ -70,7 +70,7 @@ class KeptSum final : public SumPlace {
 };
 
 // Note [Gradients leave] in host_grads.h
-class HostSum final : public SumPlace {
+class HostSum final : public SumDestination {
  public:
   HostSum(Contributions& contributions, GradBuckets& buckets) : contributions_(contributions), buckets_(buckets) {}
   void launched(Reduction& work) override;
@@ -89,7 +89,7 @@ class HostSum final : public SumPlace {
 };
 
 // A sink, which gets too who has a gradient.
-class SunkSum final : public SumPlace {
+class SunkSum final : public SumDestination {
  public:
   SunkSum(SumSink& sink, GradBuckets& buckets) : sink_(sink), buckets_(buckets) {}
   void prepare(Reduction& work) override;

@@ -1,4 +1,4 @@
-#include "tessera/zero/sum_place.h"
+#include "tessera/zero/sum_destination.h"
 
 #include <ATen/ops/ones.h>
 
@@ -23,7 +23,7 @@ void GradBuckets::free() {
     pool->free_kept();
 }
 
-void SumPlace::launch(Reduction& work, const at::Tensor& source, comm::ReduceOp op, const std::string& label) {
+void SumDestination::launch(Reduction& work, const at::Tensor& source, comm::ReduceOp op, const std::string& label) {
   comm::Group& group = *work.unit->ranks().shard;
   work.pending = work.unit->grads_are_visible() ? group.all_reduce(source, op, label)
                                                 : group.reduce_scatter(work.sum, source, op, label);
@@ -44,7 +44,7 @@ void KeptSum::launch(Reduction& work, const at::Tensor& source, comm::ReduceOp o
     if (!work.sent.defined()) work.sum = work.own.tensor();
     work.unit->take_grads(std::exchange(work.own, {}));  // contributions that lay there live on in work.bucket
   }
-  SumPlace::launch(work, source, op, label);
+  SumDestination::launch(work, source, op, label);
 }
 
 void KeptSum::take(Reduction& work) {
@@ -108,7 +108,7 @@ void SunkSum::prepare(Reduction& work) {
 
 void SunkSum::launch(Reduction& work, const at::Tensor& source, comm::ReduceOp op, const std::string& label) {
   work.presence = work.unit->ranks().shard->all_reduce(work.present, comm::ReduceOp::Max, label + ", which have one");
-  SumPlace::launch(work, source, op, label);
+  SumDestination::launch(work, source, op, label);
 }
 
 void SunkSum::take(Reduction& work) {
