@@ -52,7 +52,7 @@ def tessera(options: GptOptions, zero: dict[str, Any]) -> Train:
     import tessera
 
     config = _config(zero) | {"tessera": {"update_in_backward": True}}
-    with tessera.zero.Init(config_dict_or_path=config, enabled=zero["stage"] == 3):
+    with tessera.zero.Init(config=config, enabled=zero["stage"] == 3):
         model = Gpt(options)
     return _engine(tessera.initialize(model=model, config=config)[0])
 

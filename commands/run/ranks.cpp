@@ -46,12 +46,9 @@ void set_variables(const Options& options, int local, int number, int port) {
   set("RANK", number);
   set("WORLD_SIZE", options.nodes * options.ranks);
   set("LOCAL_RANK", local);
-  for (const char* name : {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"})
-    set(name, options.ranks);
-  for (const char* name : {"GROUP_RANK", "CROSS_RANK"})
-    set(name, options.node);
-  for (const char* name : {"GROUP_WORLD_SIZE", "CROSS_SIZE"})
-    set(name, options.nodes);
+  set("LOCAL_WORLD_SIZE", options.ranks);
+  set("GROUP_RANK", options.node);
+  set("GROUP_WORLD_SIZE", options.nodes);
   set("MASTER_ADDR", options.master_addr);
   set("MASTER_PORT", port);
   unsetenv("TORCHELASTIC_USE_AGENT_STORE");

@@ -81,9 +81,9 @@ class VisionRank:
     def __init__(self, place: Place, job: Job) -> None:
         self.job = job
         groups = initialize_sequence_parallel(job.vision_ranks)
-        tower = Tower(job.model(), groups.get_sequence_parallel_group(), place.rank, place.ranks)
+        tower = Tower(job.model(), groups.sequence, place.rank, place.ranks)
         config = job.config() | (LOW_STATES if job.precision == "low" else {})
-        self.engine, *_ = tessera.initialize(model=tower, config=config, mpu=groups)
+        self.engine, *_ = tessera.initialize(model=tower, config=config, group=groups)
         self.link = job.link().sender(place.store(), place.rank, self.engine)
 
     def train(self, step: int) -> dict[str, float]:

@@ -52,7 +52,7 @@ def main() -> None:
     torch.manual_seed(0)
     text = Text(load_text(args.data), args.context)
     config = configuration(args.nvme, args.parameters)
-    with tessera.zero.Init(config_dict_or_path=config, enabled=args.parameters):
+    with tessera.zero.Init(config=config, enabled=args.parameters):
         model = Gpt(GptOptions(args.layers, args.width, args.heads, args.context))
     engine, *_ = tessera.initialize(model=model, config=config)
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]

@@ -59,23 +59,3 @@ def _decode(text: str) -> str:
             f"[initialize] config is neither a file that exists nor JSON text, nor url-safe base64 of it: {text!r:.200}"
         )
     return decoded
-
-
-def choose_config(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration among `config`, its alias `config_params` and `args.deepspeed_config`."""
-    from_args = argument(args, "deepspeed_config")
-    if config is not None and config_params is not None and config is not config_params:
-        raise ConfigError("[initialize] config and config_params are two names of one argument; pass one of them")
-    config = config if config is not None else config_params
-    if config is not None and from_args is not None:
-        raise ConfigError("[initialize] both config and args.deepspeed_config are given; pass one of them")
-    if config is None and from_args is None:
-        raise ConfigError("[initialize] no configuration: pass config= (a dict or a path) or args.deepspeed_config")
-    return config if config is not None else from_args
-
-
-def argument(args: Any, name: str) -> Any:
-    """What `args`, a mapping or a namespace, has by that name; else None."""
-    if isinstance(args, Mapping):
-        return args.get(name)
-    return getattr(args, name, None)

@@ -31,22 +31,6 @@ class RankOrder(tuple[int, ...]):
     """All processes of the job in another order than their numbers', for core_mesh() to lay out."""
 
 
-def order_of(slices: Any) -> RankOrder | None:
-    """For torch groups that each hold the slices of one model (`slices`: this rank's): the order in which they follow
-    one another; None where that is the processes' own. ConfigError where they are no layout of all. Collective."""
-    world = dist.get_world_size()
-    rows: list[list[int]] = [[]] * world
-    dist.all_gather_object(rows, dist.get_process_group_ranks(slices))
-    parts = sorted({tuple(sorted(row)) for row in rows})
-    order = [rank for part in parts for rank in part]
-    columns = [sorted(part[place] for part in parts) for place in range(len(parts[0]))]
-    if sorted(order) != list(range(world)) or len({len(part) for part in parts}) > 1:
-        raise ConfigError(f"[initialize] tp_group: the groups {parts} are no equal parts of {world} processes")
-    if columns != [[part[place] for part in parts] for place in range(len(parts[0]))]:
-        raise ConfigError(f"[initialize] tp_group: ranks of the groups {parts} have their places in another order")
-    return None if order == list(range(world)) else RankOrder(order)
-
-
 def world_of(mesh: _core.Mesh) -> tuple[int, int]:
     """(rank, size) among all processes of the job; among the ranks of `mesh` where torch knows no others."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

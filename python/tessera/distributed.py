@@ -33,31 +33,29 @@ def register_backend() -> None:
 
     After it, `torch.distributed.init_process_group("tessera")` (or "cpu:tessera,cuda:nccl") gives process groups whose
     CPU collectives go through shared memory where their ranks share a host, and through Gloo where not.
-    init_distributed(dist_backend="tessera") calls it itself.
+    init_distributed("tessera") calls it itself.
     """
     if "tessera" not in dist.Backend.backend_list:
         dist.Backend.register_backend("tessera", _core.tessera_backend, devices=["cpu"])
 
 
 def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: datetime.timedelta | None = None,
+    backend: str | None = None,
     init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
+    timeout: datetime.timedelta | None = None,
     world_size: int = -1,
+    rank: int = -1,
+    *,
+    other_launchers: bool = True,
+    port: int = 0,
 ) -> None:
     """Creates the default process group of torch.distributed; does nothing when there is one.
 
     Ranks come from the arguments or from the environment: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
-    `tessera launch`, tessera-run and torchrun set them; with `auto_mpi_discovery` also what mpirun, mpiexec and srun
-    set. Without any the process is a world of its own and opens no port. `distributed_port`, unless 29500, wins over
-    the port of a job, and MASTER_PORT over it. `dist_backend` None: nccl where CUDA runs, else gloo; "tessera" is that
-    of register_backend(). `verbose` and `config` are not read: they are there for callers that pass them.
+    `tessera launch`, tessera-run and torchrun set them; with `other_launchers` also what mpirun, mpiexec and srun set.
+    Without any the process is a world of its own and opens no port. `port`, where it is given, wins over the port of a
+    job, and MASTER_PORT over it. `backend` None: nccl where CUDA runs, else gloo; "tessera" is that of
+    register_backend().
 
     Where the back end is an accelerator's own, as NCCL, this rank's device (own_device()) is the current one from here
     on, and the group is bound to it. ConfigError on all ranks where one of them has none, or that of another.
@@ -66,19 +64,13 @@ def init_distributed(
         raise RuntimeError("[init_distributed] this torch has no torch.distributed")
     if dist.is_initialized():
         return
-    if dist_init_required is False:
-        raise RuntimeError(
-            "[init_distributed] dist_init_required is False, but there is no process group yet; call "
-            "torch.distributed.init_process_group first"
-        )
     place: tuple[str, int] | None = None
     if init_method is not None and init_method.startswith("tcp://"):
         rank, world_size, place = _given_by(init_method, rank, world_size)
-    launch = launched(
-        rank, world_size, auto_mpi_discovery, distributed_port, rendezvous=init_method in (None, "env://")
-    )
+    launch = launched(rank, world_size, other_launchers, port, rendezvous=init_method in (None, "env://"))
     rank, world_size = launch.rank, launch.size
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    named = backend is not None
+    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "tessera" in backend:
         register_backend()
     timeout = timeout or DEFAULT_TIMEOUT
@@ -96,7 +88,7 @@ def init_distributed(
 
     back_ends = str(dist.distributed_c10d.BackendConfig(dist.Backend(backend)))
     device = own_device(back_ends)
-    announced = _Announced(back_ends, device, "" if device else _why_none(back_ends, chosen=dist_backend is not None))
+    announced = _Announced(back_ends, device, "" if device else _why_none(back_ends, chosen=named))
     announced.check("init_distributed", lambda text: _core.exchange_all(store, rank, world_size, "devices", text))
     bound = device if "nccl" in backend else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=bound)
@@ -108,14 +100,13 @@ def init_distributed(
 def launched(
     rank: int = -1,
     world_size: int = -1,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    other_launchers: bool = True,
+    port: int = 0,
     rendezvous: bool = True,
 ) -> _core.Launch:
     """How this process was started; arguments win. Not `rendezvous`: that is elsewhere, no address needed."""
     try:
-        port = 0 if distributed_port == 29500 else distributed_port
-        return _core.read_launch(rank, world_size, auto_mpi_discovery, rendezvous, port)
+        return _core.read_launch(rank, world_size, other_launchers, rendezvous, port)
     except ConfigError as error:
         raise ConfigError(f"[init_distributed] {str(error).partition('] ')[2]}") from None
 
@@ -251,7 +242,7 @@ def _unlike(rank: int, ranks: list[dict[str, str]]) -> str:
     ]
     return (
         ", ".join(lines) + ". All ranks need a device, or none may: mend that rank's, or let all talk over Gloo: "
-        'tessera.init_distributed(dist_backend="gloo")'
+        'tessera.init_distributed("gloo")'
     )
 
 
@@ -260,14 +251,11 @@ def _shared(first: int, rank: int, of: dict[str, str]) -> str:
         f"ranks {first} and {rank} of host {of['host']!r} have one device, {of['device']}, and the back end "
         f"{of['back_ends']!r} needs one for each rank. Start no more ranks on a host than it has devices (tessera "
         "launch --num_gpus, torchrun --nproc-per-node; a rank's device is that of LOCAL_RANK unless the program chose "
-        'another), or let them talk over Gloo: tessera.init_distributed(dist_backend="gloo")'
+        'another), or let them talk over Gloo: tessera.init_distributed("gloo")'
     )
 
 
-def prepare(dist_init_required: bool | None, distributed_port: int) -> None:
+def prepare() -> None:
     """What initialize() does about the default process group: nothing for a lone process nobody asked a group for."""
-    if dist.is_available() and dist.is_initialized():
-        return
-    several = launched(rendezvous=False).size > 1
-    if dist_init_required is False or dist_init_required or several:
-        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if not (dist.is_available() and dist.is_initialized()) and launched(rendezvous=False).size > 1:
+        init_distributed()

@@ -37,7 +37,7 @@ class ModuleProfile:
 class FlopsProfiler:
     """Profiles the forwards between start_profile() and stop_profile(); hooks are there in between only."""
 
-    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0) -> None:
         """`recompute_fwd_factor`: the share of the forward that checkpointed activations compute again."""
         self.model = model
         self.recompute_fwd_factor = recompute_fwd_factor

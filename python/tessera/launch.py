@@ -93,7 +93,6 @@ def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nod
     if options.with_local_rank:
         command.append(f"--local_rank={macros.local_rank}")
     command += options.arguments
-    os.environ.update(LOCAL_SIZE=str(len(slots)), CROSS_RANK=str(node), CROSS_SIZE=str(nodes))
     if len(slots) > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(slots))))
     port = options.master_port or (_core.free_port() if nodes == 1 else PORT)

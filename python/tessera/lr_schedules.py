@@ -248,10 +248,6 @@ class OneCycle(Schedule):
             )
         super().__init__(optimizer, _filled(_core.OneCycle(), locals()), last_batch_iteration)
 
-    def get_mom(self) -> list[Any]:
-        """The betas of the param groups as they are now, momentum where there are none."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
-
 
 class LRRangeTest(Schedule):
     """Grows the rate from lr_range_test_min_lr, to find the largest that still trains."""

@@ -151,7 +151,7 @@ def train(
         "losses": torch.stack(losses).cpu(),
         "masters": masters(engine),
         "skipped": engine.skipped_steps,
-        "norm": engine.get_global_grad_norm(),
+        "norm": engine.global_grad_norm(),
     }
     if keep:
         return found | {"engine": engine}

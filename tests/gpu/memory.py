@@ -204,7 +204,7 @@ def huge_unit() -> dict[str, Any]:
     w = engine.module.w.detach()
     values = w[at].float().tolist()
     rest = float(w[1:1000].float().mean()), float(w[n - 1000 : n - 1].float().mean())
-    norm = engine.get_global_grad_norm()
+    norm = engine.global_grad_norm()
     engine.destroy()
     ok = values == [0.5] * 3 and rest == (1.0, 1.0) and abs(norm - 3**0.5) < 1e-6
     return {"ok": ok, "values": values, "rest": rest, "norm": norm, "peak_gb": gb(peak())}

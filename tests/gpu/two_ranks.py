@@ -156,7 +156,7 @@ def one_rank() -> dict[str, Any]:
     engine = tessera.initialize(model=net(), config=config(3, "bf16 14"))[0]
     found["device"] = str(engine.device)
     train(config(3, "bf16 14"), steps=2, engine=engine)
-    with tessera.zero.Init(config_dict_or_path=config(3, "bf16 14")):
+    with tessera.zero.Init(config=config(3, "bf16 14")):
         built = net()
     found["built on"] = str(next(built.parameters()).device)
     tessera.initialize(model=built, config=config(3, "bf16 14"))[0].destroy()

@@ -95,7 +95,7 @@ def shared_by_models() -> str:
 def shared_by_zero_init() -> str:
     dist.init_process_group(NAME)
     os.environ["LOCAL_RANK"] = "0"
-    return found(lambda: tessera.zero.Init(config_dict_or_path=config(3)))
+    return found(lambda: tessera.zero.Init(config=config(3)))
 
 
 def no_kernels_on_one() -> str:

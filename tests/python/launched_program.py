@@ -6,7 +6,8 @@ import time
 
 local = [argument for argument in sys.argv if argument.startswith("--local_rank=")]
 sys.argv = [argument for argument in sys.argv if argument not in local]
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_PORT")
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"]
+names += [name for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE") if name in os.environ]  # of `deepspeed` alone
 with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
     file.write(" ".join(os.environ[name] for name in names) + "|" + "|".join(sys.argv[2:] + local))
 if "SECRET" in os.environ:

@@ -156,7 +156,7 @@ def memory(folder: Path, elements: int, parameters: bool = False) -> None:
     def train(size: int) -> list[int]:
         before = resident("VmRSS:")
         Path("/proc/self/clear_refs").write_text("5")
-        with tessera.zero.Init(config_dict_or_path=cfg, enabled=parameters):
+        with tessera.zero.Init(config=cfg, enabled=parameters):
             model = Sum(size)
         engine = tessera.initialize(model=model, config=cfg)[0]
         peaks = [resident("VmHWM:") - before]

@@ -400,7 +400,7 @@ def test_fp16_has_the_rules_of_torch_gradscaler(stage: int, world: int) -> None:
             assert engine.lr_scheduler.last_batch_iteration == done + (not overflow)
             assert engine.loss_scaler.loss_scale == scales[number], "updated once for each step"
             assert all(v.equal(before[n]) for n, v in weights(engine.module).items()) is overflow
-        assert engine.get_global_grad_norm() < 100, "of unscaled gradients"
+        assert engine.global_grad_norm() < 100, "of unscaled gradients"
 
     engines(make(), world, cast_config(stage, "fp16", 2, scheduler=schedule, gradient_clipping=0.1), body)
 

@@ -75,7 +75,7 @@ def test_each_rank_has_a_device_of_its_own(case: str, expected: list[str], stand
         assert "timed out" not in text, text  # a warning of torch's for each wait that looks around
         assert text.splitlines()[-1].startswith(start.replace("HOST", socket.gethostname())), text
         if start.startswith("ConfigError"):
-            assert 'tessera.init_distributed(dist_backend="gloo")' in text
+            assert 'tessera.init_distributed("gloo")' in text
 
 
 def test_tests_and_their_programs_see_no_gpu(tmp_path: Path) -> None:

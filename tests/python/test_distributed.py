@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import os
@@ -12,7 +11,6 @@ import socket
 import sys
 import time
 import traceback
-import types
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,25 +60,20 @@ def enter(rank: int, world: int, port: int, transport: str) -> None:
     os.environ["TESSERA_TRANSPORT"] = transport
 
 
-TWO_BATCHES = ("sp", "tp", "mesh_param", "configuration", "mpu")  # of four ranks, told in several ways
+TWO_BATCHES = ("sp", "tp", "argument", "configuration", "groups")  # of four ranks, told in several ways
 
 
 def two_batches(way: str, model: torch.nn.Module, cfg: dict[str, Any]) -> tessera.Engine:
     if way in ("sp", "tp"):
         return tessera.Engine(model, cfg, group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", way)))
-    if way == "mesh_param":
-        return tessera.initialize(model=model, config=cfg, mesh_param=(2, 2))[0]
+    if way == "argument":
+        return tessera.initialize(model=model, config=cfg, sequence_parallel=2)[0]
     if way == "configuration":
         return tessera.initialize(model=model, config=cfg | {"sequence_parallel_size": 2})[0]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
     both = mesh._flatten("both").get_group()
-    mpu = types.SimpleNamespace(
-        get_data_parallel_group=lambda: mesh.get_group("data"),
-        get_sequence_parallel_group=lambda: mesh.get_group("sequence"),
-        get_sequence_parallel_world_size=lambda: 2,
-        get_sequence_data_parallel_group=lambda: both,
-    )
-    return tessera.initialize(model=model, config=cfg, mpu=mpu)[0]
+    groups = tessera.sequence.SequenceParallelGroups(mesh.get_group("sequence"), mesh.get_group("data"), both)
+    return tessera.initialize(model=model, config=cfg, group=groups)[0]
 
 
 def worker(rank: int, world: int, port: int, transport: str, folder: str) -> None:
@@ -107,7 +100,7 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
     if world == 4:  # hybrid sharding from the configuration and from a DeviceMesh: alike, and as sharding over all
         options = adam(3, 1, False)
         options["zero_optimization"]["mics_shard_size"] = 2
-        with tessera.zero.Init(config_dict_or_path=options):
+        with tessera.zero.Init(config=options):
             model = make(seed=rank)
         engine = tessera.initialize(model=model, config=options)[0]
         assert engine.world_size == 4 and engine.global_rank == rank
@@ -120,15 +113,14 @@ def worker(rank: int, world: int, port: int, transport: str, folder: str) -> Non
         for way in TWO_BATCHES:
             engine = two_batches(way, make(seed=rank), adam(2, 1, False))
             assert (engine.dp_world_size, engine.world_size) == (2, 4)
-            assert (engine.sp_world_size, engine.mp_world_size) == ((1, 2) if way == "tp" else (2, 1))
+            assert (engine.sp_world_size, engine.tp_world_size) == ((1, 2) if way == "tp" else (2, 1))
             assert engine.seq_dp_world_size == (2 if way == "tp" else 4)
-            assert engine.get_model_parallel_rank() + engine.get_sequence_parallel_rank() == rank % 2
+            assert engine.tp_rank + engine.sp_rank == rank % 2
             results[way] = train(engine, rank // 2, 1)
             engine.destroy()
-        with pytest.raises(ValueError, match=r"asks for 3 data-parallel x 1 sequence-parallel ranks.*there are 4"):
-            tessera.initialize(model=make(), config=adam(2, 1, False), mesh_param=(3, 1))
-        with pytest.raises(ValueError, match=r"sequence_parallel_size 3 x .* does not divide the 4 ranks"):
-            tessera.initialize(model=make(), config=adam(2, 1, False) | {"sequence_parallel_size": 3})
+        for asked, key in (({}, {"sequence_parallel_size": 3}), ({"sequence_parallel": 3}, {})):
+            with pytest.raises(ValueError, match=r"sequence_parallel_size 3 x .* does not divide the 4 ranks"):
+                tessera.initialize(model=make(), config=adam(2, 1, False) | key, **asked)
         with pytest.raises(ValueError, match="name them, in this order"):
             tessera.Engine(
                 make(), adam(2, 1, False), group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "sp"))
@@ -266,7 +258,8 @@ def threads_of_gloo() -> list[str]:
 
 def ended(rank: int, ranks: int, port: int, transport: str, stage: int) -> None:
     enter(rank, ranks, port, transport)
-    engine = tessera.initialize(model=make(), config=adam(stage, 1, False), dist_init_required=True)[0]
+    tessera.init_distributed("gloo")
+    engine = tessera.initialize(model=make(), config=adam(stage, 1, False))[0]
     train(engine, rank, 1)
     assert threads_of_gloo()
     engine.destroy()
@@ -433,7 +426,7 @@ def test_ranks_of_another_launcher_are_one_world(names: list[str], environment: 
 def test_another_launcher_is_not_asked_where_torchruns_names_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    tessera.init_distributed("gloo", auto_mpi_discovery=False)
+    tessera.init_distributed("gloo", other_launchers=False)
     assert torch.distributed.get_world_size() == 1
     torch.distributed.destroy_process_group()
 
@@ -460,27 +453,22 @@ def test_a_mute_port_ends_what_comes_by_a_method() -> None:
         tessera.init_distributed("gloo", init_method=method)
 
 
-def test_process_group_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_arguments() -> None:
     assert not torch.distributed.is_initialized()
     engine = tessera.initialize(model=make(), config=config())[0]
     assert not torch.distributed.is_initialized(), "a lone process gets no process group it did not ask for"
     engine.destroy()
-    with pytest.raises(RuntimeError, match="dist_init_required"):
-        tessera.initialize(model=make(), config=config(), dist_init_required=False)
     with pytest.raises(tessera.ConfigError, match="rank is 3, but world_size is 2"):
         tessera.init_distributed("gloo", rank=3, world_size=2)
     tessera.init_distributed("gloo")
     try:
         tessera.init_distributed("nccl")  # a second call does nothing, whatever it names
         assert torch.distributed.get_world_size() == 1
-        engine = tessera.initialize(model=make(), config=config(), dist_init_required=True)[0]
+        engine = tessera.initialize(model=make(), config=config())[0]
         assert (engine.world_size, engine.global_rank, engine.local_rank) == (1, 0, 0)
         engine.destroy()
     finally:
         torch.distributed.destroy_process_group()
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(tessera.ConfigError, match="LOCAL_RANK"):
-        tessera.initialize(args=argparse.Namespace(local_rank=0), model=make(), config=config())
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

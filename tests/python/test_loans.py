@@ -51,7 +51,7 @@ def _saved(model: nn.Module) -> bytes:
 
 def marked(model: nn.Module) -> None:
     """A user's own marks and hooks, which stay."""
-    zero.set_z3_leaf_module(model.blocks[0], True)
+    zero.set_leaf_module(model.blocks[0], True)
     model.embed.weight.comm_dtype = torch.float32
     model.embed.bias.requires_grad_(False)
     zero.register_external_parameter(model.embed, model.blocks[1].linear.bias)

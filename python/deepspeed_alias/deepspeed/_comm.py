@@ -8,7 +8,6 @@ collectives are timed, by the section comms_logger of its configuration; a progr
 from __future__ import annotations
 
 import datetime
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from deepspeed import _groups
 from deepspeed._logging import logger
-from deepspeed._small import timeout_of_environment
+from deepspeed._small import TORCH_DISTRIBUTED_DEFAULT_PORT, timeout_of_environment
 from tessera import _core, distributed
 
 _DEFAULTS = {
@@ -111,13 +110,40 @@ def _coalesced(works: Sequence[Any], async_op: bool) -> _Works | None:
     return None
 
 
-@functools.wraps(distributed.init_distributed)  # whose signature callers inspect
-def init_distributed(*args: Any, **kwargs: Any) -> None:
-    # DEEPSPEED_TIMEOUT (minutes) holds where no time-out is given.
-    given = inspect.signature(distributed.init_distributed).bind(*args, **kwargs).arguments
-    if given.get("timeout") is None:
-        given["timeout"] = timeout_of_environment()
-    distributed.init_distributed(**given)
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """tessera.init_distributed. DEEPSPEED_TIMEOUT (minutes) holds where no time-out is given; `verbose` and `config`
+    are not read. `distributed_port`, unless 29500, wins over the port of a job."""
+    timeout = timeout_of_environment() if timeout is None else timeout
+    check_required(dist_init_required)
+    port = port_of(distributed_port)
+    distributed.init_distributed(
+        dist_backend, init_method, timeout, world_size, rank, other_launchers=auto_mpi_discovery, port=port
+    )
+
+
+def check_required(dist_init_required: bool | None) -> None:
+    """RuntimeError where the caller has said that there is a process group, and there is none."""
+    if dist_init_required is False and not dist.is_initialized():
+        raise RuntimeError(
+            "[init_distributed] dist_init_required is False, but there is no process group yet; call "
+            "torch.distributed.init_process_group first"
+        )
+
+
+def port_of(distributed_port: int) -> int:
+    """As tessera.init_distributed takes it: the default leaves the choice to the environment."""
+    return 0 if distributed_port == TORCH_DISTRIBUTED_DEFAULT_PORT else distributed_port
 
 
 def __getattr__(name: str) -> Any:

@@ -304,9 +304,24 @@ class DeepSpeedEngine(nn.Module):
 
     # ---- the world, configuration
 
-    def get_type(self) -> list[Any]:
+    def _groups(self) -> list[dict[str, Any]]:
         base = self._engine.basic_optimizer
-        return [] if base is None else [group.get("type", 0.0) for group in base.param_groups]
+        return [] if base is None else base.param_groups
+
+    def get_type(self) -> list[Any]:
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        return _schedules.momentum_of(self._groups())
+
+    def get_global_grad_norm(self) -> float | None:
+        return self._engine.global_grad_norm()
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(train batch, micro batch, accumulation steps)."""
+        engine = self._engine
+        micro_batch, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        return engine.train_batch_size(), micro_batch, steps
 
     def optimizer_name(self) -> str | None:
         """The configured type, or the class of the client's optimizer."""
@@ -322,10 +337,22 @@ class DeepSpeedEngine(nn.Module):
     def autotp_size(self) -> int:
         """Ranks that the engine cuts its model over; else what tensor_parallel.autotp_size says, 0 or 1."""
         cut = self._engine.parallel_plan() is not None
-        return self._engine.mp_world_size if cut else self._engine.config.tensor_parallel.autotp_size
+        return self.mp_world_size if cut else self._engine.config.tensor_parallel.autotp_size
 
-    def get_tensor_parallel_rank(self) -> int:
-        return self._engine.get_model_parallel_rank()
+    @property
+    def mp_world_size(self) -> int:
+        return self._engine.tp_world_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self._engine.dp_rank
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self._engine.sp_rank
+
+    def get_model_parallel_rank(self) -> int:
+        return self._engine.tp_rank
+
+    get_tensor_parallel_rank = get_model_parallel_rank
 
     @property
     def config(self) -> dict[str, Any]:

@@ -195,7 +195,14 @@ def _run_node(options: argparse.Namespace, slots: Slots, named: bool) -> int:
     if not 0 <= node < nodes:
         raise ConfigError(f"[launch] --no_ssh on {nodes} hosts needs --node_rank 0 to {nodes - 1}, got {node}")
     options.master_addr = options.master_addr or (next(iter(slots)) if nodes > 1 else "")
+    os.environ.update(_own_variables(slots, node))
     return launch.run_here(options, list(slots.values())[node], named, nodes, node)
+
+
+def _own_variables(slots: Slots, node: int) -> dict[str, str]:
+    """What ranks find beside the variables of torch's agent."""
+    ranks = len(list(slots.values())[node])
+    return {"LOCAL_SIZE": str(ranks), "CROSS_RANK": str(node), "CROSS_SIZE": str(len(slots))}
 
 
 def _source(script: str) -> None:
@@ -224,6 +231,7 @@ def _exports(slots: Slots, node: int) -> str:
             if equals and key.strip().isidentifier():
                 found[key.strip()] = value.strip()
     found[VISIBLE] = ",".join(map(str, list(slots.values())[node]))
+    found |= _own_variables(slots, node)
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in found.items())
 
 

@@ -15,7 +15,7 @@ from deepspeed import _ops
 from deepspeed._lazy import NotServed
 from deepspeed._zero import DeepSpeedZeRoOffload, ZeRORuntimeException
 from tessera import _core, optim
-from tessera.zero import get_z3_leaf_modules
+from tessera.zero import get_leaf_modules
 
 MEMORY_OPT_ALLREDUCE_SIZE = 500_000_000
 DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
@@ -127,7 +127,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """The parameters of each leaf module."""
-        return {module: list(module.parameters()) for module in get_z3_leaf_modules(self._owner.module)}
+        return {module: list(module.parameters()) for module in get_leaf_modules(self._owner.module)}
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):

@@ -26,6 +26,11 @@ _OPTIONS = {
 }
 
 
+def momentum_of(groups: list[dict[str, Any]]) -> list[Any]:
+    """Betas of Adam-likes, else momentum, one per param group, as they are now."""
+    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+
 class _Shown(ours.Schedule):
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("_options")
@@ -97,6 +102,9 @@ class OneCycle(_Shown, ours.OneCycle):
     @property
     def max_lrs(self) -> list[float]:
         return self._each(self._options.cycle_max_lr)
+
+    def get_mom(self) -> list[Any]:
+        return momentum_of(self.optimizer.param_groups)
 
     @property
     def min_moms(self) -> list[tuple[float, float]]:

@@ -11,8 +11,9 @@ import torch.distributed as torch_dist
 
 from deepspeed import _comm as dist  # noqa: F401
 from deepspeed import _lazy
+from deepspeed._mpu import Mpu
 
-_made: list[Any] = [None, None]  # the world that they are of, and a SequenceParallelGroups
+_made: list[Any] = [None, None]  # the world that they are of, and an Mpu
 
 
 def __getattr__(name: str) -> Any:
@@ -21,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
 def initialize_sequence_parallel(sequence_parallel_size: int, **sizes: int) -> Any:
     """Ranks that follow one another share a sequence. Returns the groups. Collective over all processes."""
-    made = sequence.initialize_sequence_parallel(sequence_parallel_size, **sizes)
+    made = Mpu(sequence.initialize_sequence_parallel(sequence_parallel_size, **sizes))
     _made[:] = [torch_dist.group.WORLD, made]
     return made
 

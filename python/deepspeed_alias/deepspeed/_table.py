@@ -53,10 +53,13 @@ _TOPOLOGIES = _same(
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
 )
 
-_LEAF = (
-    "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module z3_leaf_parameter set_z3_leaf_module "
-    "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
-)
+_LEAF = {
+    **{f"{verb}_z3_leaf_modules": f"tessera.zero:{verb}_leaf_modules" for verb in ("set", "unset", "get")},
+    **{f"set_z3_leaf_modules_by_{what}": f"tessera.zero:set_leaf_modules_by_{what}" for what in ("name", "suffix")},
+    "set_z3_leaf_module": "tessera.zero:set_leaf_module",
+    "z3_leaf_module": "tessera.zero:is_leaf_module",
+    "z3_leaf_parameter": "tessera.zero:is_leaf_parameter",
+}
 _SAFE = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
     "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
@@ -113,7 +116,7 @@ _MUON = (
     "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam zeropower_via_newtonschulz5 "
     "zeropower_via_gram_newtonschulz"
 )
-_PROFILER = _same("tessera.flops", "FlopsProfiler get_model_profile")
+_PROFILER = {**_same("._watching", "FlopsProfiler"), **_same("tessera.flops", "get_model_profile")}
 _BUILD = {  # what an installation says of itself
     "version": "deepspeed:__version__",
     **dict.fromkeys(("compatible_ops", "installed_ops"), "._ops:compatible_ops"),
@@ -121,7 +124,7 @@ _BUILD = {  # what an installation says of itself
     **_same("._ops", "torch_info accelerator_name"),
 }
 _ULYSSES_SP = {
-    "UlyssesSPAttentionHF": "tessera.sequence:TransformersAttention",
+    **_same("._sequence", "UlyssesSPAttentionHF"),
     "UlyssesSPDataLoaderAdapter": "tessera.sequence:SequenceLoader",
     **_same("tessera.sequence", "TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute"),
 }
@@ -314,7 +317,7 @@ MODULES: dict[str, Rows] = {
     ),
     "deepspeed.utils": {
         **_same("._fragments", _SAFE),
-        **_same("tessera.zero", _LEAF),
+        **_LEAF,
         **_same("._logging", "logger log_dist set_log_level_from_string LoggerFactory"),
         "RepeatingLoader": "tessera.data:RepeatingLoader",
         "OnDevice": "._small:OnDevice",
@@ -346,7 +349,7 @@ MODULES: dict[str, Rows] = {
         **_same("._fragments", _SAFE),
         **_same("._helpers", "fragment_address"),
     },
-    "deepspeed.utils.z3_leaf_module": _same("tessera.zero", _LEAF),
+    "deepspeed.utils.z3_leaf_module": _LEAF,
     "deepspeed.utils.nvtx": _same("._small", "instrument_w_nvtx"),
     "deepspeed.utils.timer": {
         **_same("._timers", f"{_TIMERS} NoopTimer"),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tessera.engine.front import core_group
 from tessera.errors import ConfigError, UsageError
-from tessera.parallel.engines import Record, cut_of, cuts_of, made
+from tessera.parallel.engines import cut_of, cuts_of
 from torch import nn
 
 import tessera
@@ -24,6 +24,7 @@ from tessera import _core, parallel
 
 ROOT = __name__.split(".")[0]
 _RECORD = "_TP_MODEL_INIT_ARGS"  # of the package: programs set it to None by hand
+_NOTE = "_tessera_tp_model_init"  # of models: Record
 _training = True
 
 
@@ -36,6 +37,13 @@ def is_autotp_training_mode() -> bool:
     return _training
 
 
+@dataclasses.dataclass(frozen=True)
+class Record:
+    size: int
+    dtype: torch.dtype
+    group: Any = None  # of torch: the ranks that hold slices of one model
+
+
 def _recorded() -> Record | None:
     found: dict[str, Any] | None = sys.modules[ROOT].__dict__.get(_RECORD)
     return None if found is None else Record(found["tp_size"], found["dtype"], found["tp_group"])
@@ -43,14 +51,34 @@ def _recorded() -> Record | None:
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
     """Returns the model as it is; the next initialize cuts it into `tp_size` slices."""
-    record = made(tp_size, dtype, kwargs.get("tp_group"), _recorded())
+    record = _made(tp_size, dtype, kwargs.get("tp_group"), _recorded())
     setattr(sys.modules[ROOT], _RECORD, {"tp_size": record.size, "dtype": record.dtype, "tp_group": record.group})
     return model
 
 
+def _made(tp_size: int, dtype: torch.dtype, group: Any, before: Record | None) -> Record:
+    """A record of what is asked for. ConfigError where it is wrong, or contradicts the one `before`."""
+    if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
+        raise ConfigError(f"[tp_model_init] tp_size must be an integer of 1 or more, got {tp_size!r}")
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"[tp_model_init] dtype must be a torch.dtype, got {dtype!r}")
+    if group is not None and _size(group) != tp_size:
+        raise ConfigError(f"[tp_model_init] tp_group has {_size(group)} ranks, tp_size is {tp_size}")
+    record = Record(tp_size, dtype, group)
+    if before is not None and (
+        (before.size, before.dtype, _size(before.group)) != (record.size, record.dtype, _size(record.group))
+    ):
+        raise ConfigError(f"[tp_model_init] Conflicting tp_model_init: {before}, then {record}")
+    return record
+
+
+def _size(group: Any) -> int:
+    return 0 if group is None else int(group.size() if callable(group.size) else group.size)
+
+
 def handed_over(given: Any, model: nn.Module | None) -> Any:
-    """What was recorded is noted on the model, where tessera.initialize compares it with the configuration, and is used
-    up. Returns the configuration without the group that only this package knows, with the size."""
+    """What was recorded is noted on the model, from where take_record() gets it, and is used up. Returns the
+    configuration without the group that only this package knows, with the size."""
     record = _recorded()
     if record is None or model is None:
         return given
@@ -63,12 +91,38 @@ def handed_over(given: Any, model: nn.Module | None) -> Any:
     if inner.get("tp_group", record.group) is not record.group:
         raise ConfigError("[initialize] tensor_parallel.tp.tp_group is another group than tp_model_init's")
     setattr(sys.modules[ROOT], _RECORD, None)
-    parallel.tp_model_init(model, record.size, record.dtype, tp_group=record.group)
+    vars(model)[_NOTE] = _made(record.size, record.dtype, record.group, vars(model).get(_NOTE))
     if not isinstance(given, Mapping):
         return given
     tp = {key: value for key, value in inner.items() if key != "tp_group"}
     size = (section or {}).get("autotp_size") or tp.get("tp_size") or record.size
     return {**given, "tensor_parallel": {**(section or {}), **({"tp": tp} if inner else {}), "autotp_size": size}}
+
+
+def take_record(model: nn.Module, config: tessera.Config, mpu: Any) -> Record | None:
+    """What was asked for, checked against the configuration; it is gone from the model afterwards."""
+    record: Record | None = vars(model).get(_NOTE)
+    if record is None:
+        return None
+    if record.group is not None and mpu is not None:
+        raise ConfigError("[initialize] tp_model_init provided tp_group, and mpu is given too; pass one of them")
+    section = config.tensor_parallel
+    for key, value, off in (("tp.tp_size", section.tp.tp_size, 1), ("autotp_size", section.autotp_size, 0)):
+        if value not in (record.size, off):
+            raise ConfigError(
+                f"[initialize] Conflicting tensor_parallel.{key}: the configuration says {value}, tp_model_init said "
+                f"{record.size}"
+            )
+    for key, part, dtype in (("bf16", config.bf16, torch.bfloat16), ("fp16", config.fp16, torch.float16)):
+        if part.enabled and record.dtype != dtype:
+            raise ConfigError(f"[initialize] Conflicting dtype: {key}.enabled, but tp_model_init said {record.dtype}")
+    if "tensor_parallel.dtype" in config.given and section.dtype != record.dtype:
+        raise ConfigError(
+            f"[initialize] Conflicting tensor_parallel.dtype: the configuration says "
+            f"{section.dtype}, tp_model_init said {record.dtype}"
+        )
+    del vars(model)[_NOTE]
+    return record
 
 
 # ---- layers

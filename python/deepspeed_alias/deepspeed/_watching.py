@@ -1,4 +1,4 @@
-"""deepspeed.monitor: the writers of tessera.monitor under the attributes that callers read."""
+"""deepspeed.monitor: the writers of tessera.monitor under the attributes that callers read; the profiler of flops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 from tessera.monitor import WRITERS, Event, Monitor, Writer
+from torch import nn
+
+from tessera import flops
 
 
 class _Absent:
@@ -84,3 +87,10 @@ class MonitorMaster(Monitor):
             raise AttributeError(name)
         writer = self.writers.get(_NAMES[name])
         return _Absent() if writer is None else _Present(writer)
+
+
+class FlopsProfiler(flops.FlopsProfiler):
+    """tessera.flops.FlopsProfiler; `ds_engine` is not asked."""
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        super().__init__(model, recompute_fwd_factor)

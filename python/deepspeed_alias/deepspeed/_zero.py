@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from tessera.errors import ConfigError
 from tessera.optim.engines import is_tested
 from torch import nn
 
@@ -29,21 +29,56 @@ class ZeroParamType(enum.Enum):
     REMOTE = 3
 
 
-_OF_INIT = inspect.signature(tessera.zero.Init.__init__)
-
-
 class Init(tessera.zero.Init):
-    """tessera.zero.Init; creates the process group where there is none, as DeepSpeed does."""
+    """tessera.zero.Init; creates the process group where there is none, as DeepSpeed does. `config` is the old name of
+    `config_dict_or_path`; `mem_efficient_linear` is not read. The ranks: the first that is given of the groups, else
+    the data-parallel ones of `mpu`, else all processes."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _OF_INIT.bind(self, *args, **kwargs).arguments
-        if given.get("enabled", True):
-            distributed.init_distributed()
-        for name in {"config_dict_or_path", "config"} & given.keys():
-            given[name] = read(given[name])
-        super().__init__(**{name: value for name, value in given.items() if name != "self"})
-
-    __init__.__signature__ = _OF_INIT  # type: ignore[attr-defined]
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: bool = True,
+    ) -> None:
+        if not enabled:
+            super().__init__(enabled=False)
+            return
+        distributed.init_distributed()
+        refused = {
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "param_swapper": param_swapper is not None,
+        }
+        if any(refused.values()):
+            names = ", ".join(name for name, value in refused.items() if value)
+            raise NotImplementedError(f"[zero.Init] not served by this version: {names}")
+        if config_dict_or_path is not None and config is not None:
+            raise ConfigError("[zero.Init] config is the old name of config_dict_or_path; pass one of them")
+        group = data_parallel_group or zero_param_parallel_group or sequence_data_parallel_group
+        if group is None and mpu is not None:
+            group = mpu.get_data_parallel_group()
+        super().__init__(
+            module,
+            read(config if config_dict_or_path is None else config_dict_or_path),
+            dtype=dtype,
+            group=group,
+            remote_device=remote_device,
+            pin_memory=pin_memory,
+            tensor_overrides=tensor_overrides,
+        )
 
     def _partition(self, module: nn.Module) -> None:
         super()._partition(module)

@@ -27,7 +27,7 @@ from tessera.optim.engines import (
 from tessera.parallel.engines import TensorParallel
 from tessera.units import ROOT, UnitPolicy, outline
 from tessera.zero.engines import early_of
-from tessera.zero.leaf import LEAF_MARK, apply_config, leaf_paths, z3_leaf_module
+from tessera.zero.leaf import LEAF_MARK, apply_config, is_leaf_module, leaf_paths
 
 Base = torch.optim.Optimizer | None
 
@@ -85,7 +85,7 @@ def units_of(
     with loans.watching(model.modules(), LEAF_MARK):
         warnings = apply_config(model, settings)
     for module in model.modules():
-        if z3_leaf_module(module):
+        if is_leaf_module(module):
             for param in module.parameters():
                 loans.put(param, LEAF_MARK, True)
     return _core.partition_units(outline(model), units, leaf_paths(model)), warnings

@@ -52,6 +52,7 @@ from tessera.optim.engines import (
     nothing_trained,
 )
 from tessera.parallel.engines import TensorParallel
+from tessera.sequence import SequenceParallelGroups
 from tessera.units import UnitPolicy, default_unit_policy
 from tessera.zero.engines import Partition, partition_again, taken_over, whole_for_good
 from tessera.zero.leaf import leaf_paths
@@ -61,7 +62,8 @@ class Engine(nn.Module):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 
     `group`: the ranks (a torch ProcessGroup or a group of tessera; default: all processes), which the configuration's
-    sizes lay out on axes, or a mesh of them (a DeviceMesh or a mesh of tessera: dp_replicate, dp_shard, sp, tp).
+    sizes lay out on axes, or a mesh of them (a DeviceMesh or a mesh of tessera: dp_replicate, dp_shard, sp, tp), or
+    sequence.SequenceParallelGroups.
     `unit_policy`: which parameters travel together, see tessera.units.
     `sequence_parallel`: ranks of a sequence, in place of the configuration's sequence_parallel_size; `tensor_parallel`:
     ranks that the model is cut over, in place of tensor_parallel.autotp_size.
@@ -133,6 +135,8 @@ class Engine(nn.Module):
         self._open_regions = []
         self._loans = Loans()
         this = weak(self)
+        if isinstance(group, SequenceParallelGroups):
+            group = group.mesh(self._settings.tensor_parallel.autotp_size)
         self._info, self._weights = Info(this), Weights(this)
         self._checkpoints, self._loaders = Checkpoints(this), Loaders(this)
         device = checked_device(group, model.parameters())
@@ -415,11 +419,10 @@ class Engine(nn.Module):
     global_steps = property_of("_info", Info.global_steps)
     skipped_steps = property_of("_info", Info.skipped_steps)
     was_step_applied = method_of("_info", Info.was_step_applied)
-    get_global_grad_norm = method_of("_info", Info.get_global_grad_norm)
+    global_grad_norm = method_of("_info", Info.global_grad_norm)
     train_batch_size = method_of("_info", Info.train_batch_size)
     train_micro_batch_size_per_gpu = method_of("_info", Info.train_micro_batch_size_per_gpu)
     gradient_accumulation_steps = method_of("_info", Info.gradient_accumulation_steps)
-    get_batch_info = method_of("_info", Info.get_batch_info)
     set_train_batch_size = method_of("_info", Info.set_train_batch_size)
     set_train_micro_batch_size = method_of("_info", Info.set_train_micro_batch_size)
     recompute = method_of("_info", Info.recompute)
@@ -428,7 +431,6 @@ class Engine(nn.Module):
     timed_calls = property_of("_info", Info.timed_calls)
     comm_summary = method_of("_info", Info.comm_summary)
     get_lr = method_of("_info", Info.get_lr)
-    get_mom = method_of("_info", Info.get_mom)
     parallel_plan = method_of("_info", Info.parallel_plan)
     monitor = property_of("_info", Info.monitor)
     flops_profiler = property_of("_info", Info.flops_profiler)
@@ -438,11 +440,11 @@ class Engine(nn.Module):
     dp_world_size = property_of("_ranks", Ranks.dp_world_size)
     seq_dp_world_size = property_of("_ranks", Ranks.seq_dp_world_size)
     sp_world_size = property_of("_ranks", Ranks.sp_world_size)
-    mp_world_size = property_of("_ranks", Ranks.mp_world_size)
+    tp_world_size = property_of("_ranks", Ranks.tp_world_size)
     process_group = method_of("_ranks", Ranks.process_group)
-    get_data_parallel_rank = method_of("_ranks", Ranks.get_data_parallel_rank)
-    get_sequence_parallel_rank = method_of("_ranks", Ranks.get_sequence_parallel_rank)
-    get_model_parallel_rank = method_of("_ranks", Ranks.get_model_parallel_rank)
+    dp_rank = property_of("_ranks", Ranks.dp_rank)
+    sp_rank = property_of("_ranks", Ranks.sp_rank)
+    tp_rank = property_of("_ranks", Ranks.tp_rank)
 
     # ---------------------------------------------------------------- progress and configuration
 

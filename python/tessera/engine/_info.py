@@ -57,7 +57,7 @@ class Info:
         """True when the last step() updated parameters."""
         return self._engine.core.was_step_applied()
 
-    def get_global_grad_norm(self) -> float | None:
+    def global_grad_norm(self) -> float | None:
         """Global L2 norm before clipping of the last applied step; None before the first."""
         return self._engine.core.global_grad_norm()
 
@@ -72,10 +72,6 @@ class Info:
 
     def gradient_accumulation_steps(self) -> int:
         return self._engine.core.options().gradient_accumulation_steps
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(train batch, micro batch, accumulation steps)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Changes the accumulation steps so that a step takes this many samples. ConfigError when it cannot."""
@@ -101,7 +97,7 @@ class Info:
         are kept in slices there, and the backward is collective over them; with tessera.sequence_parallel_norms they
         are parts already."""
         section, ranks = self._engine._settings.activation_checkpointing, self._engine._ranks
-        alike = ranks.mp_world_size > 1 and not self._engine._parallel.cuts_sequence
+        alike = ranks.tp_world_size > 1 and not self._engine._parallel.cuts_sequence
         cuts = alike and section.partition_activations
         call = Recompute(
             offload=section.cpu_checkpointing,
@@ -152,16 +148,9 @@ class Info:
         return rows
 
     # ---- optimizer
-    def _groups(self) -> list[dict[str, Any]]:
-        base = self._engine.basic_optimizer
-        return [] if base is None else base.param_groups
-
     def get_lr(self) -> list[Any]:
-        return [group.get("lr", 0.0) for group in self._groups()]
-
-    def get_mom(self) -> list[Any]:
-        """Betas of Adam-likes, else momentum, one per param group."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+        base = self._engine.basic_optimizer
+        return [] if base is None else [group.get("lr", 0.0) for group in base.param_groups]
 
     # ---- how the model is cut
     def parallel_plan(self) -> ParallelPlan | None:

@@ -43,7 +43,7 @@ class Loaders:
         return make_loader(
             dataset,
             batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
-            rank=engine._ranks.get_data_parallel_rank(),
+            rank=engine._ranks.dp_rank,
             world_size=engine._ranks.dp_world_size,
             route=route,
             pin_memory=pin_memory,

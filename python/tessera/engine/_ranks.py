@@ -70,7 +70,7 @@ class Ranks:
         return self.mesh.size(_core.Axis.Sp)
 
     @property
-    def mp_world_size(self) -> int:
+    def tp_world_size(self) -> int:
         """Ranks that hold slices of one model."""
         return self.mesh.size(_core.Axis.Tp)
 
@@ -79,11 +79,14 @@ class Ranks:
         none: one rank along it, or groups that are not torch's."""
         return self._made.along.get(axis)
 
-    def get_data_parallel_rank(self) -> int:
+    @property
+    def dp_rank(self) -> int:
         return self._batch_rank
 
-    def get_sequence_parallel_rank(self) -> int:
+    @property
+    def sp_rank(self) -> int:
         return self.mesh.rank(_core.Axis.Sp)
 
-    def get_model_parallel_rank(self) -> int:
+    @property
+    def tp_rank(self) -> int:
         return self.mesh.rank(_core.Axis.Tp)

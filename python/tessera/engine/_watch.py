@@ -39,7 +39,6 @@ class Watched(Protocol):
     @property
     def loss_scaler(self) -> LossScaler: ...
     def get_lr(self) -> list[Any]: ...
-    def get_mom(self) -> list[Any]: ...
 
 
 class Watch:
@@ -124,7 +123,7 @@ class Watch:
                 engine.global_steps,
                 engine.skipped_steps,
                 engine.get_lr(),
-                engine.get_mom(),
+                momentum_of(engine.basic_optimizer),
             )
         if self._memory and self._speaks and engine.global_steps % (self._every or 1) == 0:
             logger.info("memory (MB) | %s", " | ".join(memory_line(engine)))
@@ -188,6 +187,11 @@ class Watch:
 
     def close(self) -> None:
         self.monitor.close()
+
+
+def momentum_of(base: torch.optim.Optimizer | None) -> list[Any]:
+    """Betas of Adam-likes, else momentum, one per param group."""
+    return [] if base is None else [group.get("betas", group.get("momentum", 0.0)) for group in base.param_groups]
 
 
 def memory_line(engine: Watched) -> list[str]:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from tessera import _core
-from tessera._config import argument, choose_config, load_config, text_of
+from tessera._config import load_config, text_of
 from tessera._deepspeed import put_script
-from tessera._mesh import core_group
+from tessera._mesh import RankOrder, core_group
 from tessera.optim.engines import Optimizer
 
-__all__ = ["Front", "argument", "choose_config", "core_group", "engine_behind", "load_config", "put_script", "text_of"]
+__all__ = ["Front", "RankOrder", "core_group", "engine_behind", "load_config", "put_script", "text_of"]
 
 
 def engine_behind(given: Any) -> Any:

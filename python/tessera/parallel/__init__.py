@@ -2,8 +2,8 @@
 
 tessera.initialize does it where the configuration says tensor_parallel.autotp_size; see docs/tensor_parallel.md. Here
 is what can be done before: shard_model() and load_slices(), for models that no rank can hold whole; column_linear() and
-row_linear(), for layers that a program cuts itself; register_class(), for what weights do not say of a class;
-tp_model_init(). And afterwards: WholeSlices.
+row_linear(), for layers that a program cuts itself; register_class(), for what weights do not say of a class. And
+afterwards: WholeSlices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from tessera.parallel._modules import (
     VocabEmbedding,
 )
 from tessera.parallel._plan import ParallelPlan, make_plan
-from tessera.parallel._record import tp_model_init
 
 __all__ = [
     "ColumnLinear",
@@ -47,7 +46,6 @@ __all__ = [
     "register_class",
     "row_linear",
     "shard_model",
-    "tp_model_init",
 ]
 
 

@@ -50,7 +50,7 @@ def check_same_inputs(args: Any, kwargs: Any, group: _core.Group, device: torch.
             f"Data inconsistency within the TP group: {', '.join(names)} of the first forward differs between rank 0 "
             f"and rank {rank} of the {group.size} that hold slices of one model (tensor_parallel.autotp_size). "
             "Give them the same batch: a sampler counts data-parallel ranks (engine.dp_world_size, "
-            "engine.get_data_parallel_rank()), not all"
+            "engine.dp_rank), not all"
         )
 
 

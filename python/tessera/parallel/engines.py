@@ -20,11 +20,10 @@ from tessera.parallel._inputs import check_same_inputs, explain_sizes
 from tessera.parallel._inside import Watch
 from tessera.parallel._modules import Ranks, cut_of
 from tessera.parallel._plan import ParallelPlan, make_plan
-from tessera.parallel._record import Record, made, take_record
 from tessera.parallel._regions import KEY
 from tessera.parallel._rules import facts_of_config
 
-__all__ = ["Record", "TensorParallel", "cut_of", "cuts_of", "facts_of_config", "made", "take_record"]
+__all__ = ["TensorParallel", "cut_of", "cuts_of", "facts_of_config"]
 
 _Spec = tuple[tuple[int, ...], int, tuple[tuple[int, int], ...]]
 

@@ -1,4 +1,4 @@
-"""Groups of sequence-parallel training as an object: the `mpu` of tessera.initialize."""
+"""Groups of sequence-parallel training as an object, which tessera.initialize takes as `group`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from tessera.errors import ConfigError
 
 
 class SequenceParallelGroups:
-    """The ranks that share a sequence with this one, those that have another batch, both, and those that hold other
-    slices of the model (none by default): torch ProcessGroups or groups of tessera. To be given to tessera.initialize
-    as `mpu`."""
+    """The ranks that share a sequence with this one (`sequence`), those that have another batch (`data`), both, over
+    which gradients are averaged and states sharded (`both`), and those that hold other slices of the model (`tensor`,
+    none by default): torch ProcessGroups or groups of tessera. To be given to tessera.initialize as `group`."""
 
     def __init__(self, sequence: Any, data: Any, both: Any, tensor: Any = None) -> None:
-        self._groups = {"sequence": sequence, "data": data, "both": both}
-        self._groups["tensor"] = _core.single_group() if tensor is None else tensor
-        self._core = {name: core_group(group) for name, group in self._groups.items()}
-        sizes = {name: group.size for name, group in self._core.items()}
-        if sizes["sequence"] * sizes["data"] != sizes["both"]:
+        self.sequence, self.data, self.both = sequence, data, both
+        self.tensor = _core.single_group() if tensor is None else tensor
+        self._core = {name: core_group(getattr(self, name)) for name in ("sequence", "data", "both", "tensor")}
+        if self.size() * self.size("data") != self.size("both"):
             raise ConfigError(
-                f"[sequence] {sizes['sequence']} sequence-parallel x {sizes['data']} data-parallel ranks are not the "
-                f"{sizes['both']} ranks of both"
+                f"[sequence] {self.size()} sequence-parallel x {self.size('data')} data-parallel ranks are not the "
+                f"{self.size('both')} ranks of both"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallelGroups:
@@ -34,42 +33,28 @@ class SequenceParallelGroups:
     def core(self, name: str = "sequence") -> _core.Group:
         return self._core[name]
 
-    def get_sequence_parallel_group(self) -> Any:
-        return self._groups["sequence"]
+    def rank(self, name: str = "sequence") -> int:
+        """This rank's number in a group."""
+        return self._core[name].rank
 
-    def get_sequence_parallel_rank(self) -> int:
-        return self._core["sequence"].rank
+    def size(self, name: str = "sequence") -> int:
+        return self._core[name].size
 
-    def get_sequence_parallel_world_size(self) -> int:
-        return self._core["sequence"].size
-
-    def get_data_parallel_group(self) -> Any:
-        return self._groups["data"]
-
-    def get_data_parallel_rank(self) -> int:
-        return self._core["data"].rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._core["data"].size
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        """Over which gradients are averaged and states sharded."""
-        return self._groups["both"]
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return self._core["both"].rank
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return self._core["both"].size
-
-    def get_tensor_model_parallel_group(self) -> Any:
-        return self._groups["tensor"]
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._core["tensor"].rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self._core["tensor"].size
+    def mesh(self, slices: int = 1) -> _core.Mesh:
+        """The ranks on the axes of a mesh. ConfigError where a model is to be cut into `slices` and no group holds
+        them."""
+        if self.size("tensor") == 1 and slices > 1:
+            raise ConfigError(
+                f"[sequence] tensor_parallel.autotp_size is {slices}, and the groups have no tensor-parallel ones; "
+                "register_with_transformers and initialize_sequence_parallel make them where they get "
+                f"tensor_parallel_size={slices}"
+            )
+        mesh, axes = _core.Mesh(), _core.Axis
+        for axis, name in ((axes.DpShard, "data"), (axes.Sp, "sequence"), (axes.Tp, "tensor")):
+            mesh.set(axis, self._core[name])
+        if self.size() > 1 and self.size("data") > 1:
+            mesh.set([axes.DpShard, axes.Sp], self._core["both"])
+        return mesh
 
 
 def initialize_sequence_parallel(

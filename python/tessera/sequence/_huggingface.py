@@ -84,7 +84,7 @@ class TransformersAttention:
         tensor_parallel_size: int = 1,
     ) -> SequenceParallelGroups | None:
         """From now on the model's attention runs over sequence_parallel_size ranks. Returns the groups, to be given to
-        tessera.initialize as `mpu`; None, and nothing changes, for a size of 1.
+        tessera.initialize as `group`; None, and nothing changes, for a size of 1.
 
         model_name_or_path: a model, what has a `.config`, or a name or path: then it holds for all models of that type
         made later. core_attn_implementation: the model's own attn_implementation, which runs inside: "sdpa" or one of
@@ -107,10 +107,10 @@ class TransformersAttention:
         groups = groups or initialize_sequence_parallel(
             sequence_parallel_size, tensor_parallel_size=tensor_parallel_size
         )
-        if groups.get_sequence_parallel_world_size() != sequence_parallel_size:
+        if groups.size() != sequence_parallel_size:
             raise ConfigError(
                 f"[{_LABEL}] sequence_parallel_size is {sequence_parallel_size}, the groups have "
-                f"{groups.get_sequence_parallel_world_size()} ranks a sequence"
+                f"{groups.size()} ranks a sequence"
             )
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         fixed = not seq_length_is_variable

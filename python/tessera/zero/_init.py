@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tessera import _core, distributed
-from tessera._config import choose_config, load_config
+from tessera._config import load_config
 from tessera._device import checked_device, group_device, move
 from tessera._mesh import core_mesh, mesh_sizes
 from tessera.errors import ConfigError
@@ -181,7 +181,7 @@ class Init:
     tessera.initialize may be called inside. Where the process group has a back end of an accelerator's own, as NCCL,
     the parameters are there, and so is what torch's factory functions make inside, unless `tensor_overrides` is False.
     Collective: all ranks build the same modules in the same order. With one rank parameters are only cast.
-    `data_parallel_group` (or `zero_param_parallel_group`, or that of `mpu`): the ranks that share the parameters.
+    `group`: the ranks that share the parameters (a torch ProcessGroup or a group of tessera; default: all processes).
     `remote_device`: where each rank's part lives, "cpu" (with `pin_memory` page-locked), or "nvme" in the nvme_path of
     the configuration's offload_param; that of the configuration's offload_param if it says so. Then one rank
     partitions too.
@@ -192,40 +192,22 @@ class Init:
     def __init__(
         self,
         module: nn.Module | None = None,
-        data_parallel_group: Any = None,
-        mem_efficient_linear: bool = True,
+        config: Any = None,
+        *,
+        dtype: torch.dtype | None = None,
+        group: Any = None,
         remote_device: str | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: Any = None,
-        config: Any = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False,
-        zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: Any = None,
-        param_swapper: Any = None,
         tensor_overrides: bool = True,
+        enabled: bool = True,
     ) -> None:
         self._enabled = enabled
         if not enabled:
             return
-        refused = {
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
-            "param_swapper": param_swapper is not None,
-        }
-        if any(refused.values()):
-            names = ", ".join(name for name, value in refused.items() if value)
-            raise NotImplementedError(f"[zero.Init] not served by this version: {names}")
-        loaded = _load(config_dict_or_path, config)
+        loaded = None if config is None else load_config(config)
         self._dtype = _dtype(dtype, loaded)
-        group = data_parallel_group or zero_param_parallel_group or sequence_data_parallel_group
-        if group is None and mpu is not None:
-            group = mpu.get_data_parallel_group()
         if group is None:
-            distributed.prepare(None, 29500)
+            distributed.prepare()
         device = checked_device(group)
         self._early = EarlyParameters(_mesh(group, loaded), device, *_home(remote_device, pin_memory, loaded))
         self._factories = torch.device(device) if tensor_overrides and device is not None else nullcontext()
@@ -296,14 +278,6 @@ class Init:
             module.__dict__[_EARLY] = self._early
 
 
-def _load(config_dict_or_path: Any, config: Any) -> _core.Config | None:
-    if config_dict_or_path is not None and config is not None:
-        raise ConfigError("[zero.Init] config is the old name of config_dict_or_path; pass one of them")
-    if config_dict_or_path is None and config is None:
-        return None
-    return load_config(choose_config(None, config, config_dict_or_path))
-
-
 def _dtype(dtype: torch.dtype | None, config: _core.Config | None) -> torch.dtype:
     if dtype is not None:
         if not dtype.is_floating_point:
@@ -337,7 +311,7 @@ def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
     if expected > 1:
         raise RuntimeError(
             f"[zero.Init] the process group has 1 rank, but {expected} were started: call init_distributed() (or "
-            "torch.distributed.init_process_group) with all ranks first, or pass data_parallel_group"
+            "torch.distributed.init_process_group) with all ranks first, or pass the group"
         )
     return mesh
 

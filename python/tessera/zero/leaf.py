@@ -13,14 +13,14 @@ from tessera.units import outline
 
 __all__ = [
     "DEFAULT_LEAF_MODULE_CLASSES",
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
+    "get_leaf_modules",
+    "is_leaf_module",
+    "is_leaf_parameter",
+    "set_leaf_module",
+    "set_leaf_modules",
+    "set_leaf_modules_by_name",
+    "set_leaf_modules_by_suffix",
+    "unset_leaf_modules",
 ]
 
 LEAF_MARK = "_z3_leaf"
@@ -42,7 +42,7 @@ def _set(model: nn.Module, numbers: Iterable[int], flag: bool) -> list[nn.Module
     modules = list(model.modules())
     found = [modules[number] for number in numbers]
     for module in found:
-        set_z3_leaf_module(module, flag)
+        set_leaf_module(module, flag)
     return found
 
 
@@ -60,21 +60,21 @@ def _mark(
     return _set(model, sorted(found), flag)
 
 
-def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
+def set_leaf_module(module: nn.Module, flag: bool) -> None:
     """Marks one module, or takes its mark away. Marks count when the engine is built."""
     setattr(module, LEAF_MARK, flag)
 
 
-def z3_leaf_module(module: nn.Module) -> bool:
+def is_leaf_module(module: nn.Module) -> bool:
     return bool(getattr(module, LEAF_MARK, False))
 
 
-def z3_leaf_parameter(param: torch.Tensor) -> bool:
+def is_leaf_parameter(param: torch.Tensor) -> bool:
     """True for a parameter of a leaf module, once its engine is built."""
     return bool(getattr(param, LEAF_MARK, False))
 
 
-def set_z3_leaf_modules(
+def set_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[ClassOrName] | ClassOrName, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Marks modules by class (subclasses too) or class name, bare or "path.to.module.ClassName". Returns them.
@@ -83,15 +83,15 @@ def set_z3_leaf_modules(
     return _mark(model, classes_or_names, True, raise_if_not_found)
 
 
-def unset_z3_leaf_modules(
+def unset_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[ClassOrName] | ClassOrName, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Takes marks away; matches as set_z3_leaf_modules."""
+    """Takes marks away; matches as set_leaf_modules."""
     return _mark(model, classes_or_names, False, raise_if_not_found)
 
 
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if z3_leaf_module(module)]
+def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if is_leaf_module(module)]
 
 
 def _mark_paths(
@@ -105,14 +105,14 @@ def _mark_paths(
     return _set(model, dict.fromkeys(number for item in items for number in found[item]), flag), missing
 
 
-def set_z3_leaf_modules_by_name(
+def set_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Marks by exact path, as in named_modules(). Returns the modules and the names that match nothing."""
     return _mark_paths(model, module_names, flag, raise_if_not_found, _core.LeafBy.Name, "named")
 
 
-def set_z3_leaf_modules_by_suffix(
+def set_leaf_modules_by_suffix(
     model: nn.Module, suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Marks by the end of the path. Returns the modules and the suffixes that match nothing."""
@@ -129,5 +129,5 @@ def apply_config(model: nn.Module, config: _core.Config) -> list[str]:
 
 def leaf_paths(model: nn.Module) -> list[str]:
     """Paths of the marked modules that are in no other marked module."""
-    marked = [number for number, module in enumerate(model.modules()) if z3_leaf_module(module)]
+    marked = [number for number, module in enumerate(model.modules()) if is_leaf_module(module)]
     return _core.outermost(outline(model), marked)

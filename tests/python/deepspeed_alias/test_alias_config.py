@@ -128,6 +128,11 @@ def test_tp_model_init_is_recorded() -> None:
     deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="Conflicting tp_model_init"):
         deepspeed.tp_model_init(model, 4, torch.bfloat16)
+    with pytest.raises(ValueError, match="autotp_size 2 does not divide the 1 ranks"):
+        deepspeed.initialize(model=model, config=config())
+    deepspeed.initialize(model=model, config=config())[0].destroy()  # it is used up
+    with pytest.raises(ValueError, match="tp_group has 3 ranks, tp_size is 2"):
+        deepspeed.tp_model_init(model, 2, torch.float32, tp_group=tessera.thread_groups(3)[0])
 
 
 CONFLICTS = [

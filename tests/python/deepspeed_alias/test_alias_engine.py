@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -96,6 +97,11 @@ def test_getters() -> None:
     assert engine.bfloat16_enabled() and engine.zero_optimization() and engine.managed_gradient_accumulation()
     assert not (engine.fp16_enabled() or engine.dynamic_loss_scale() or engine.torch_autocast_enabled())
     assert engine.get_tensor_parallel_rank() == 0 and engine.autotp_size() == 0
+    assert (
+        engine.get_data_parallel_rank() == engine.get_sequence_parallel_rank() == engine.get_model_parallel_rank() == 0
+    )
+    assert engine.get_batch_info() == (4, 4, 1) and engine.mp_world_size == 1
+    assert engine.get_mom() == [(0.9, 0.999)] and engine.get_global_grad_norm() is None
     assert not hasattr(engine, "sparse_allreduce")
     with pytest.raises(NotImplementedError, match=r"engine\.sparse_allreduce is not served.*no_sync"):
         engine.sparse_allreduce()
@@ -183,6 +189,12 @@ def test_errors_of_arguments_are_assertions() -> None:
     args = argparse.Namespace(deepspeed_config="a.json")
     with pytest.raises(AssertionError, match="both config"):
         deepspeed.initialize(args=args, model=make(), config=config())
+    with pytest.raises(AssertionError, match="two names"):
+        deepspeed.initialize(model=make(), config=config(), config_params=config())
+    with pytest.raises(AssertionError, match=r"args\.local_rank must be an integer"):
+        deepspeed.initialize(args=argparse.Namespace(local_rank="0"), model=make(), config=config())
+    with pytest.raises(AssertionError, match="mesh_param asks for 2 data-parallel"):
+        deepspeed.initialize(model=make(), config=config(), mesh_param=(2, 1))
     with pytest.raises(AssertionError, match="no configuration"):
         deepspeed.initialize(model=make())
     with pytest.raises(AssertionError, match="requires an optimizer"):
@@ -194,6 +206,10 @@ def test_errors_of_arguments_are_assertions() -> None:
 def test_forms_of_arguments(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(args={"local_rank": 0}, model=make(), config_params=config(), mpu=None)
     losses_of(engine)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config(1)))
+    for args in (argparse.Namespace(deepspeed_config=str(path), local_rank=0), {"deepspeed_config": str(path)}):
+        assert deepspeed.initialize(args, make())[0].zero_optimization_stage() == 1
     without = {key: value for key, value in config(3).items() if key != "optimizer"}
     engine, optimizer, *_ = deepspeed.initialize(
         args=argparse.Namespace(device_rank=0), model=make(), config=without, model_parameters=[], optimizer=None

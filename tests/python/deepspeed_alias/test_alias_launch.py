@@ -17,6 +17,13 @@ from support import free_port
 
 from tessera import launch
 
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher puts them into its environment, which here is that of the tests."""
+    for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 HOSTS = {"a": 4, "b": 2, "c": 1}
 
 
@@ -246,7 +253,7 @@ def test_hosts_over_ssh(launched_program: Path, tmp_path: Path, monkeypatch: pyt
     child = start("-H", hosts, "--num_gpus", 1, "--master_port", port, *more, launched_program, tmp_path, "a b")
     assert child.wait(timeout=180) == 0
     for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port}|a b|--local_rank=0"
+        assert (tmp_path / str(rank)).read_text() == f"{rank} 2 0 1 {rank} 2 {port} 1 {rank} 2|a b|--local_rank=0"
     assert [file.read_text() for file in tmp_path.glob("logs/**/stdout.log")] == ["secret it's hidden\n"] * 2
     # Every user of both hosts sees command lines; no file stays.
     assert "hidden" not in (folder / "command lines").read_text()

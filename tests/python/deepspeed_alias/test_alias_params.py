@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,13 @@ def test_init_marks_what_it_holds() -> None:
     assert type(model.special) is Special
     with deepspeed.zero.Init(enabled=False):
         assert not hasattr(nn.Linear(2, 2).weight, "ds_id")
+    with pytest.raises(tessera.ConfigError, match="config_dict_or_path"):
+        deepspeed.zero.Init(config={}, config_dict_or_path={})
+    with pytest.raises(NotImplementedError, match="zero_quantized_weights"):
+        deepspeed.zero.Init(remote_device="nvme", zero_quantized_weights=True)
+    mpu = types.SimpleNamespace(get_data_parallel_group=lambda: tessera.thread_groups(1)[0])
+    with deepspeed.zero.Init(dtype=torch.bfloat16, mpu=mpu):
+        assert nn.Linear(2, 2).weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("constructor", ["arange", "empty", "ones"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from typing import Any
 
 import deepspeed
@@ -13,6 +14,8 @@ from deepspeed.module_inject.layers import GatherReplacedLayerParams, LinearAllr
 from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size, get_shard_size_list, set_num_kv_heads
 from support import free_port, run_processes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
 
 WORLD, WIDTH = 4, 12
 
@@ -148,8 +151,50 @@ def sequence_groups(rank: int) -> None:
     engine.destroy()
 
 
+def meshes(rank: int) -> None:
+    """Two ranks a sequence, as mesh_param and as an mpu of the caller's own say it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
+    both = mesh._flatten("both").get_group()
+    mpu = types.SimpleNamespace(
+        get_data_parallel_group=lambda: mesh.get_group("data"),
+        get_sequence_parallel_group=lambda: mesh.get_group("sequence"),
+        get_sequence_parallel_world_size=lambda: 2,
+        get_sequence_data_parallel_group=lambda: both,
+    )
+    config = settings(1)
+    del config["tensor_parallel"]
+    for given in ({"mesh_param": (2, 2)}, {"mpu": mpu}):
+        engine = deepspeed.initialize(model=Stack(), config=config, **given)[0]
+        assert (engine.sequence_parallel_size, engine.dp_world_size, engine.seq_dp_world_size) == (2, 2, 4)
+        assert (engine.get_sequence_parallel_rank(), engine.get_data_parallel_rank()) == (rank % 2, rank // 2)
+        engine.destroy()
+    with pytest.raises(ValueError, match=r"asks for 3 data-parallel x 1 sequence-parallel ranks.*there are 4"):
+        deepspeed.initialize(model=Stack(), config=config, mesh_param=(3, 1))
+    cut = config | {"tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(ValueError, match=r"autotp_size is 2, and mpu has sequence-parallel .* tensor_parallel_size=2"):
+        deepspeed.initialize(model=Stack(), config=cut, mpu=mpu)
+
+
+def registered(rank: int) -> None:
+    """The groups of a registered model of Transformers are an mpu."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
+    model = LlamaForCausalLM(config)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1)
+    assert dist.get_process_group_ranks(mpu.get_sequence_parallel_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert (mpu.get_sequence_parallel_rank(), mpu.get_data_parallel_rank()) == (rank % 2, rank // 2)
+    assert mpu.get_sequence_data_parallel_world_size() == 4 and mpu.get_tensor_model_parallel_world_size() == 1
+    engine = deepspeed.initialize(model=model, config=settings(1) | {"tensor_parallel": {}}, mpu=mpu)[0]
+    assert engine.sequence_parallel_size == 2 and engine.seq_parallel_group is mpu.get_sequence_parallel_group()
+    engine.destroy()
+    assert UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 1, 1) is None
+
+
 def worker(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
+    meshes(rank)
+    registered(rank)
     sequence_groups(rank)
     gathered(rank)
     other_groups(rank)

@@ -44,8 +44,9 @@ def test_accumulation_and_counters(stage: int) -> None:
     before = weights(model)
 
     def body(engine: tessera.Engine, rank: int) -> Any:
-        assert engine.get_batch_info() == (4 * 3 * 2, 4, 3)
-        assert not engine.was_step_applied() and engine.get_global_grad_norm() is None
+        assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (4 * 3 * 2, 4)
+        assert engine.gradient_accumulation_steps() == 3
+        assert not engine.was_step_applied() and engine.global_grad_norm() is None
         for k in range(6):
             assert engine.is_gradient_accumulation_boundary() == (k % 3 == 2)
             micro(engine, 10 * rank + k)
@@ -54,7 +55,7 @@ def test_accumulation_and_counters(stage: int) -> None:
                 assert_close(weights(engine.module), before)
             assert (engine.micro_steps, engine.global_steps) == (k + 1, (k + 1) // 3)
         assert engine.global_samples == 2 * 24 and engine.skipped_steps == 0
-        assert engine.get_global_grad_norm() > 0
+        assert engine.global_grad_norm() > 0
         return weights(engine.module)
 
     plain = copy.deepcopy(model)
@@ -185,9 +186,9 @@ def test_clipping_and_norms(stage: int) -> None:
     def body(engine: tessera.Engine, rank: int) -> Any:
         engine(*batch(rank)).backward()
         assert engine.grad_norm() == pytest.approx(norm, rel=1e-5)
-        assert engine.get_global_grad_norm() is None
+        assert engine.global_grad_norm() is None
         engine.step()
-        assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5)
+        assert engine.global_grad_norm() == pytest.approx(norm, rel=1e-5)
         return weights(engine.module)
 
     want = {n: p - 0.1 * expected[n] * limit / (norm + 1e-6) for n, p in weights(model).items()}

@@ -11,14 +11,18 @@ from support import config, make, micro
 import tessera
 
 
+def batch_of(engine: tessera.Engine) -> tuple[int, int, int]:
+    return engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+
+
 def test_batch_setters() -> None:
     engine = tessera.Engine(make(), config(accumulation=2))
     engine.set_train_batch_size(16)
-    assert engine.get_batch_info() == (16, 4, 4)
+    assert batch_of(engine) == (16, 4, 4)
     with pytest.raises(ValueError, match="not divisible"):
         engine.set_train_batch_size(10)
     engine.set_train_micro_batch_size(3)
-    assert engine.get_batch_info() == (12, 3, 4)
+    assert batch_of(engine) == (12, 3, 4)
     for k in range(4):
         micro(engine, k)
     assert engine.global_steps == 1 and engine.global_samples == 12
@@ -31,8 +35,7 @@ def test_getters() -> None:
     cfg = config(2, bf16=True, steps_per_print=5, gradient_clipping=0.5)
     engine = tessera.Engine(make(), cfg)
     assert engine.communication_data_type == torch.bfloat16 and engine.device == torch.device("cpu")
-    assert (engine.mp_world_size, engine.dp_world_size, engine.seq_dp_world_size) == (1, 1, 1)
-    assert engine.get_mom() == [0]
+    assert (engine.tp_world_size, engine.dp_world_size, engine.seq_dp_world_size) == (1, 1, 1)
     assert engine.config.get("zero_optimization.leaf_module.names") == [] and engine.config.get("bf16.enabled") is True
     tree = engine.config.to_dict()
     assert tree["gradient_clipping"] == 0.5 and tree["tessera"] == engine.config.get("tessera")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from typing import Any
 
@@ -30,24 +29,21 @@ def test_arguments_by_position_and_all_names() -> None:
 
     parameters = inspect.signature(tessera.initialize).parameters
     own = [name for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert own == ["unit_policy", "engine_type"]
-    assert [name for name in parameters if name not in own] == [
-        "args",
-        "model",
+    assert [name for name in parameters if name not in own] == ["model", "config"]
+    assert own == [
         "optimizer",
         "model_parameters",
         "training_data",
         "lr_scheduler",
-        "distributed_port",
-        "mpu",
-        "dist_init_required",
         "collate_fn",
-        "config",
-        "mesh_param",
-        "config_params",
+        "group",
+        "sequence_parallel",
+        "tensor_parallel",
+        "unit_policy",
+        "engine_type",
     ]
     with pytest.raises(AttributeError):
-        _ = tessera.initialize(None, make(), config=config())[0].no_such_attribute
+        _ = tessera.initialize(make(), config())[0].no_such_attribute
 
 
 def wrong_arguments() -> list[Any]:
@@ -59,9 +55,6 @@ def wrong_arguments() -> list[Any]:
         pytest.param({"config": cfg}, "model", id="no model"),
         pytest.param({"model": 3, "config": cfg}, "Module", id="model of another type"),
         pytest.param({"model": model}, "no configuration", id="no config"),
-        pytest.param(
-            {"model": model, "config": cfg, "args": argparse.Namespace(deepspeed_config="x")}, "both", id="two configs"
-        ),
         pytest.param({"model": model, "config": 3}, "dict", id="config of another type"),
         pytest.param({"model": model, "config": "no such file"}, "base64", id="neither file nor base64"),
         pytest.param({"model": model, "config": cfg, "optimizer": 3}, "optimizer", id="optimizer of another type"),
@@ -73,9 +66,6 @@ def wrong_arguments() -> list[Any]:
             {"model": model, "config": cfg, "lr_scheduler": 3}, "lr_scheduler", id="scheduler of another type"
         ),
         pytest.param({"model": model, "config": cfg, "model_parameters": [param, param]}, "more than once", id="twice"),
-        pytest.param(
-            {"model": model, "config": cfg, "args": argparse.Namespace(local_rank="0")}, "local_rank", id="rank as text"
-        ),
         pytest.param(
             {"model": model, "config": {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}},
             "train_batch_size",
@@ -98,7 +88,9 @@ def wrong_arguments() -> list[Any]:
         pytest.param(
             {"model": model, "config": config(scheduler={"type": "Nonsense"})}, "Nonsense", id="unknown scheduler"
         ),
-        pytest.param({"model": model, "config": config(), "mesh_param": (2, 1)}, "mesh_param", id="mesh size"),
+        pytest.param(
+            {"model": model, "config": cfg, "sequence_parallel": 2}, "sequence_parallel_size 2", id="no ranks"
+        ),
         pytest.param(
             {"model": model, "config": config(zero_optimization={"stage": 1, "stagee": 2})}, "stagee", id="unknown key"
         ),

@@ -47,7 +47,7 @@ def test_frozen_parameters_leaf_modules_and_several_backwards(
     model = make()
     model.blocks[0].requires_grad_(False)
     if stage == 3:
-        tessera.zero.set_z3_leaf_modules(model, [type(model.blocks[1])])
+        tessera.zero.set_leaf_modules(model, [type(model.blocks[1])])
     here = engines(model, world, config(stage, optimizer=ADAM, bf16=True), body)
     for results, want in zip(engines(model, world, away(stage, tmp_path, params), body), here, strict=True):
         assert same_bits(results, want)
@@ -161,7 +161,7 @@ def test_models_that_are_built_on_a_disk(tmp_path: Path) -> None:
     """One rank partitions too; what is built never is in memory as a whole."""
     cfg = away(3, tmp_path, params=True)
     torch.manual_seed(0)
-    with tessera.zero.Init(config_dict_or_path=cfg):
+    with tessera.zero.Init(config=cfg):
         model = Net()
         assert all(tessera.zero.partition_info(p).partitioned for p in model.embed.parameters())  # type: ignore[union-attr]
     assert files_held_in(tmp_path) > 0
@@ -176,7 +176,7 @@ def test_models_that_are_built_on_a_disk(tmp_path: Path) -> None:
     def built(rank: int, group: tessera.Group) -> Any:
         with lock:
             start = make(seed=rank)  # rank 0's values hold
-        tessera.zero.Init(module=start, data_parallel_group=group, config_dict_or_path=cfg)
+        tessera.zero.Init(module=start, group=group, config=cfg)
         engine = tessera.Engine(start, cfg, group=group)
         run(engine, rank, 2)
         found = weights(engine.module)

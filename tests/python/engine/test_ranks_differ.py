@@ -356,7 +356,7 @@ def mesh_of_processes(rank: int, port: int) -> None:
                 continue  # it partitions over all ranks, before anything is cut
             cfg = config(3, **(MESHES[key] if rank == 1 else {}))
             with pytest.raises(ValueError, match=f"different meshes: rank 0 has {key}"):
-                build(model=make(), config=cfg) if build is tessera.initialize else build(config_dict_or_path=cfg)
+                build(model=make(), config=cfg) if build is tessera.initialize else build(config=cfg)
     assert time.monotonic() - start < 20
     engine = tessera.initialize(model=make(), config=config(1))[0]
     micro(engine, rank)

@@ -100,7 +100,7 @@ def test_two_engines_of_the_same_ranks(stages: tuple[int, int], dtypes: tuple[st
                 norms.append(tessera.step_together([a, b]))
         assert [norm for norm in norms if norm is None] == [None] * (STEPS * (MICRO - 1))
         check([norm for norm in norms if norm is not None], list(copies[rank]), expected, "bf16" in dtypes)
-        assert a.get_global_grad_norm() == b.get_global_grad_norm() == norms[-1]
+        assert a.global_grad_norm() == b.global_grad_norm() == norms[-1]
         a.destroy()
         b.destroy()
 
@@ -248,7 +248,7 @@ def test_a_wrong_norm_is_refused_and_counts_nothing() -> None:
             engine.step(global_norm=2.0 if rank else None)
         assert engine.micro_steps == 1 and engine.global_steps == 0
         engine.step(global_norm=3.0)
-        assert engine.was_step_applied() and engine.get_global_grad_norm() == 3.0
+        assert engine.was_step_applied() and engine.global_grad_norm() == 3.0
 
     engines(make(), 2, config(1, accumulation=2), body)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, config, engines, masters, run_mesh
+from support import assert_close, engines, masters, run_mesh
 from test_models import assert_near, assert_same, compare, settings, train, train_and_end, train_plain
 from tiny_models import LEARNED, LLAMA, MODELS, learned, learned_rules, of, text
 from torch import nn
@@ -328,7 +328,7 @@ def test_models_that_zero_init_builds(stage: int) -> None:
     whole = of("Llama", LLAMA)().state_dict()
 
     def body(rank: int, mesh: tessera.Mesh) -> Any:
-        with tessera.zero.Init(config_dict_or_path=cfg, data_parallel_group=mesh.group([tessera.Axis.Tp])):
+        with tessera.zero.Init(config=cfg, group=mesh.group([tessera.Axis.Tp])):
             model = tessera_llama()
         with tessera.zero.GatheredParameters(model.parameters(), modifier_rank=0):
             if rank == 0:
@@ -540,24 +540,3 @@ def test_learned_activations_in_engines_of_every_kind(how: str, stage: int) -> N
 def test_a_mesh_that_is_not_the_world() -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel.autotp_size 2 does not divide the 1 ranks"):
         tessera.Engine(llama(), adam(2))
-
-
-def test_tp_model_init_fills_gaps_and_is_used_once() -> None:
-    model = llama()
-    assert tessera.parallel.tp_model_init(model, 2, torch.float32) is model
-    tessera.parallel.tp_model_init(model, 2, torch.float32, config={})
-    with pytest.raises(ValueError, match="Conflicting tp_model_init"):
-        tessera.parallel.tp_model_init(model, 4, torch.float32)
-    for cfg, message in (
-        (adam(4), "Conflicting tensor_parallel.autotp_size"),
-        (adam(1, bf16=True), "Conflicting dtype"),
-        (settings(1, {"dtype": "bf16"}), "Conflicting tensor_parallel.dtype"),
-    ):
-        cfg["tensor_parallel"].pop("autotp_size") if cfg["tensor_parallel"]["autotp_size"] == 1 else None
-        with pytest.raises(ValueError, match=message):
-            tessera.initialize(model=model, config=cfg)
-    with pytest.raises(ValueError, match="autotp_size 2 does not divide the 1 ranks"):
-        tessera.initialize(model=model, config=config())
-    tessera.initialize(model=model, config=config())[0].destroy()  # the note is gone
-    with pytest.raises(ValueError, match="tp_group has 3 ranks, tp_size is 2"):
-        tessera.parallel.tp_model_init(model, 2, torch.float32, tp_group=tessera.thread_groups(3)[0])

@@ -86,7 +86,7 @@ def train(engine: tessera.Engine, rank: int) -> dict[str, Any]:
         engine.step()
         losses.append(loss.item())
     whole = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    return {"losses": losses, "norm": engine.get_global_grad_norm(), "masters": masters(engine), "whole": whole}
+    return {"losses": losses, "norm": engine.global_grad_norm(), "masters": masters(engine), "whole": whole}
 
 
 @pytest.mark.parametrize("rules", [None, SKIP, FIRST])

@@ -67,7 +67,7 @@ def train(engine: tessera.Engine, batches: list[Batch]) -> dict[str, Any]:
             }
         engine.step()
         found["losses"].append(output.loss.item())
-        found["norms"].append(engine.get_global_grad_norm())
+        found["norms"].append(engine.global_grad_norm())
     found["weights"] = {
         n: _full(tessera.state.get_full_fp32_param(engine, p)) for n, p in named(engine) if p.requires_grad
     }
@@ -126,7 +126,7 @@ def compare(
                 param.add_(rank)
         engine = tessera.Engine(copies[rank], cfg, group=mesh)
         try:
-            assert engine.mp_world_size == tp
+            assert engine.tp_world_size == tp
             return train(engine, [parts[rank // tp] for parts in batches])
         finally:
             engine.destroy()

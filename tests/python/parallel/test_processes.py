@@ -12,7 +12,7 @@ from support import free_port, run_processes
 from test_models import assert_same, settings, train, train_plain
 from tiny_models import LLAMA, NEOX, of, text
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -36,22 +36,19 @@ def worker(rank: int, port: int, folder: str) -> None:
     model = of("Llama", LLAMA)()
     batches = [[text(step, 0), text(step, 1)] for step in range(2)]
     want = train_plain(copy.deepcopy(model).train(), batches)
-    across = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
-    for way in ("configuration", "tp_model_init", "tp_group", "tp_group across", "mesh"):
-        mine = [parts[rank % 2 if way == "tp_group across" else rank // 2] for parts in batches]
+    names = ("dp_shard", "tp")
+    meshes = {"mesh": DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=names)}
+    meshes["mesh across"] = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names)
+    for way in ("configuration", "argument", *meshes):
+        mine = [parts[rank % 2 if way == "mesh across" else rank // 2] for parts in batches]
         part = copy.deepcopy(model).train()
         cfg = settings(2, {"preset_model": "llama"}, stage=2)
-        group = None
-        if way in ("tp_model_init", "tp_group", "tp_group across"):
+        size = 2 if way == "argument" else None
+        if size is not None:
             del cfg["tensor_parallel"]["autotp_size"]
-            groups = {"tp_group": dist.new_subgroups(2)[0], "tp_group across": across}
-            options = {"tp_group": groups[way]} if way in groups else {}
-            tessera.parallel.tp_model_init(part, 2, torch.float32, **options)
-        if way == "mesh":
-            group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-        engine = tessera.Engine(part, cfg, group=group) if group else tessera.initialize(model=part, config=cfg)[0]
-        assert (engine.mp_world_size, engine.dp_world_size) == (2, 2)
-        assert engine.get_data_parallel_rank() == (rank % 2 if way == "tp_group across" else rank // 2)
+        engine = tessera.initialize(model=part, config=cfg, group=meshes.get(way), tensor_parallel=size)[0]
+        assert (engine.tp_world_size, engine.dp_world_size) == (2, 2)
+        assert engine.dp_rank == (rank % 2 if way == "mesh across" else rank // 2)
         got = train(engine, mine)
         engine.destroy()
         if rank == 0:

@@ -59,9 +59,7 @@ def compare(rank: int, stages: int, chunks: int, cfg: dict[str, Any], tied: bool
         for name, value in weights(engine.module).items():
             assert torch.equal(value, same[name]), name
     if cfg["gradient_clipping"]:
-        assert engine.get_global_grad_norm() == pytest.approx(
-            whole.engine.get_global_grad_norm(), rel=5e-2 if low else 1e-4
-        )
+        assert engine.global_grad_norm() == pytest.approx(whole.engine.global_grad_norm(), rel=5e-2 if low else 1e-4)
     name = cfg.get("pipeline", {}).get("schedule", "1f1b")
     ahead = stages - engine.stage_id - 1  # of the stages behind
     warm_up = 2 * ahead + (chunks - 1) * stages if chunks > 1 else ahead
@@ -189,7 +187,7 @@ def thawed(rank: int, zero: int, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         engine.train_batch(source)
-        assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-4), step
+        assert engine.global_grad_norm() == pytest.approx(float(norm), rel=1e-4), step
         plain = weights(reference)
         for name, value in weights(engine.module).items():
             torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-5)
@@ -245,7 +243,7 @@ def cut_stages(rank: int, zero: int) -> None:
     plain, model = (PipelineModule(specs, stages, loss_fn=loss_fn, seed_layers=True) for stages in (1, 2))
     reference = tessera.Engine(plain, cfg, group=tessera.single_group())
     engine = pipeline(model, cfg | CUTS)
-    assert (engine.mp_world_size, engine.dp_world_size) == (2, 1)
+    assert (engine.tp_world_size, engine.dp_world_size) == (2, 1)
     source, expected, norms = data(0), [], []
     for _ in range(STEPS):
         losses = []
@@ -255,9 +253,9 @@ def cut_stages(rank: int, zero: int) -> None:
             losses[-1].backward()
             reference.step()
         expected.append(float(sum(losses)) / 4)
-        norms.append(reference.get_global_grad_norm())
+        norms.append(reference.global_grad_norm())
     assert train(engine, 0) == pytest.approx(expected, rel=1e-5)
-    assert engine.get_global_grad_norm() == pytest.approx(norms[-1], rel=1e-4)
+    assert engine.global_grad_norm() == pytest.approx(norms[-1], rel=1e-4)
     for name, value in engine.module_state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-3, atol=1e-5)
     engine.destroy()
@@ -340,7 +338,7 @@ def one_sided(rank: int, folder: Path, zero: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             assert float(engine.train_batch(source)) == pytest.approx(float(sum(losses[-4:])) / 4, rel=1e-5), name
-            assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-4), name
+            assert engine.global_grad_norm() == pytest.approx(float(norm), rel=1e-4), name
         expected = dict(plain.named_parameters())
         for key, value in weights(engine.module).items():
             torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)

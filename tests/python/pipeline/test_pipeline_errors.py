@@ -333,7 +333,7 @@ def thawed_on_one_rank(rank: int, folder: Path) -> None:
     assert time.monotonic() - begun < 30 and engine.global_steps == 0
     rates["lr"] = old
     engine.train_batch(data(0))
-    assert engine.get_global_grad_norm() == pytest.approx(fresh.get_global_grad_norm(), rel=1e-5)
+    assert engine.global_grad_norm() == pytest.approx(fresh.global_grad_norm(), rel=1e-5)
     for one in (fresh, engine):
         one.destroy()
 

@@ -43,16 +43,16 @@ def worker(rank: int, port: int, folder: str) -> None:
         folder, "sdpa", SP, BATCH
     )  # by name: for models made later
     assert isinstance(groups, SequenceParallelGroups)
-    assert (groups.get_sequence_parallel_rank(), groups.get_data_parallel_rank()) == (rank % SP, rank // SP)
-    assert groups.get_sequence_data_parallel_world_size() == WORLD == 2 * groups.get_data_parallel_world_size()
-    assert groups.get_sequence_data_parallel_rank() == rank
+    assert (groups.rank(), groups.rank("data")) == (rank % SP, rank // SP)
+    assert groups.size("both") == WORLD == 2 * groups.size("data")
+    assert groups.rank("both") == rank
     model = llama()
     cfg = config(2, train_micro_batch_size_per_gpu=BATCH)
-    engine = tessera.initialize(model=model, config=cfg, mpu=groups)[0]
+    engine = tessera.initialize(model=model, config=cfg, group=groups)[0]
     assert (engine.dp_world_size, engine.sp_world_size) == (2, SP)
     assert engine.communication_data_type == torch.float32
-    group = groups.get_sequence_parallel_group()
-    adapter = SequenceLoader(batches(rank), groups.get_sequence_parallel_rank(), group, SP, "cpu")
+    group = groups.sequence
+    adapter = SequenceLoader(batches(rank), groups.rank(), group, SP, "cpu")
     assert len(adapter) == 4
     results: list[Any] = []
     for batch in adapter:
@@ -93,15 +93,15 @@ def beside_tensor_parallelism(rank: int) -> Any:
     model = llama()
     groups = TransformersAttention.register_with_transformers(model, "sdpa", SP, BATCH, tensor_parallel_size=2)
     assert groups is not None
-    assert (groups.get_sequence_parallel_rank(), groups.get_tensor_model_parallel_rank()) == (rank // 2, rank % 2)
-    assert groups.get_tensor_model_parallel_world_size() == groups.get_sequence_data_parallel_world_size() == 2
+    assert (groups.rank(), groups.rank("tensor")) == (rank // 2, rank % 2)
+    assert groups.size("tensor") == groups.size("both") == 2
     cfg = config(2) | {"sequence_parallel_size": SP, "tensor_parallel": {"autotp_size": 2}}
-    engine = tessera.initialize(model=model, config=cfg, mpu=groups)[0]
-    assert (engine.dp_world_size, engine.sp_world_size, engine.mp_world_size) == (1, SP, 2)
-    group = groups.get_sequence_parallel_group()
-    loader = [text_batch(groups.get_sequence_data_parallel_rank(), PACKED)]
+    engine = tessera.initialize(model=model, config=cfg, group=groups)[0]
+    assert (engine.dp_world_size, engine.sp_world_size, engine.tp_world_size) == (1, SP, 2)
+    group = groups.sequence
+    loader = [text_batch(groups.rank("both"), PACKED)]
     found: Any = None
-    for batch in SequenceLoader(loader, groups.get_sequence_parallel_rank(), group, SP, "cpu"):
+    for batch in SequenceLoader(loader, groups.rank(), group, SP, "cpu"):
         labels = batch.pop("shift_labels")
         loss = torch.nn.functional.cross_entropy(engine(**batch).logits.flatten(0, 1), labels.flatten())
         loss = mean_over_sequence(loss, labels, group)
@@ -110,8 +110,10 @@ def beside_tensor_parallelism(rank: int) -> Any:
         engine.zero_grad()
     engine.destroy()
     alone = TransformersAttention.register_with_transformers(llama(), "sdpa", SP, BATCH)
-    with pytest.raises(ValueError, match=r"autotp_size is 2, and mpu has sequence-parallel .* tensor_parallel_size=2"):
-        tessera.initialize(model=llama(), config=cfg, mpu=alone)
+    with pytest.raises(
+        ValueError, match=r"autotp_size is 2, and the groups have no tensor-parallel .* tensor_parallel_size=2"
+    ):
+        tessera.initialize(model=llama(), config=cfg, group=alone)
     return found
 
 
@@ -148,6 +150,6 @@ def test_without_processes() -> None:
     """A lone process is a world of one; the default group that the call makes is ended again."""
     groups = initialize_sequence_parallel(1)
     try:
-        assert groups.get_sequence_parallel_world_size() == groups.get_data_parallel_world_size() == 1
+        assert groups.size() == groups.size("data") == 1
     finally:
         torch.distributed.destroy_process_group()

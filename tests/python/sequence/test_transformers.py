@@ -27,7 +27,7 @@ def groups_of(mesh: tessera.Mesh) -> SequenceParallelGroups:
 
 def register(model: nn.Module, mesh: tessera.Mesh, **more: Any) -> SequenceParallelGroups:
     groups = groups_of(mesh)
-    size = groups.get_sequence_parallel_world_size()
+    size = groups.size()
     options: dict[str, Any] = {"core_attn_implementation": "sdpa", "sequence_parallel_size": size} | more
     given = TransformersAttention.register_with_transformers(model, micro_batch_size=BATCH, groups=groups, **options)
     assert given is groups
@@ -35,10 +35,10 @@ def register(model: nn.Module, mesh: tessera.Mesh, **more: Any) -> SequenceParal
 
 
 def shared_loss(model: Any, batch: dict[str, torch.Tensor], groups: SequenceParallelGroups) -> torch.Tensor:
-    part = shared_part(batch, groups.get_sequence_parallel_rank(), groups.get_sequence_parallel_world_size())
+    part = shared_part(batch, groups.rank(), groups.size())
     logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), part["shift_labels"].flatten())
-    return mean_over_sequence(loss, part["shift_labels"], groups.get_sequence_parallel_group())
+    return mean_over_sequence(loss, part["shift_labels"], groups.sequence)
 
 
 def trained(model: nn.Module, batches: list[list[Any]], lr: float) -> tuple[list[float], list[float], Any, Any]:
@@ -82,12 +82,12 @@ def test_losses_gradients_norms_and_weights(stage: int, world: int, sp: int, len
         assert engine.train_batch_size() == BATCH * dp
         found = []
         for step in range(steps):
-            loss = shared_loss(engine, batches[step][groups.get_data_parallel_rank()], groups)
+            loss = shared_loss(engine, batches[step][groups.rank("data")], groups)
             engine.backward(loss)
             if step == 0:
                 assert_close(full_grads(engine), first)
             engine.step()
-            assert engine.get_global_grad_norm() == pytest.approx(norms[step], rel=1e-4)
+            assert engine.global_grad_norm() == pytest.approx(norms[step], rel=1e-4)
             found.append(loss.item())
         assert_close(weights(engine.module), last)
         engine.destroy()

@@ -58,7 +58,7 @@ def test_an_engine_trains_what_was_built_in_partitions(stage: int) -> None:
         return result
 
     def body(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, dtype=torch.float32):
+        with zero.Init(group=group, dtype=torch.float32):
             model = Numbered(rank)
         assert all(is_partitioned(p) for p in model.parameters())
         info = zero.partition_info(model.head.weight)
@@ -88,7 +88,7 @@ def test_what_construction_code_reads_is_partitioned_again() -> None:
                 most = max(most, sum(not is_partitioned(p) for p in params))
 
     def body(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, dtype=torch.float32):
+        with zero.Init(group=group, dtype=torch.float32):
             model = Probe()
         for number, value in enumerate(weights(model).values()):
             assert value is not None and value.eq(number).all()
@@ -104,7 +104,7 @@ def test_a_chain_of_constructors_sees_whole_parameters() -> None:
             self.weight = nn.Parameter(torch.ones(5, 3))
 
     def body(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, dtype=torch.bfloat16):
+        with zero.Init(group=group, dtype=torch.bfloat16):
 
             class Inside(Base):
                 def __init__(self) -> None:
@@ -115,7 +115,7 @@ def test_a_chain_of_constructors_sees_whole_parameters() -> None:
                     self.register_buffer("positions", torch.arange(3.0))
 
             model = Inside()
-            with zero.Init(data_parallel_group=group, dtype=torch.float64):  # absorbed
+            with zero.Init(group=group, dtype=torch.float64):  # absorbed
                 inner = nn.Linear(3, 3)
         outside = nn.Linear(3, 3)
         assert is_partitioned(inner.weight)
@@ -133,7 +133,7 @@ def test_a_chain_of_constructors_sees_whole_parameters() -> None:
 
 def test_meta_skip_init_copies_ties_and_existing_modules() -> None:
     def body(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, dtype=torch.float32):
+        with zero.Init(group=group, dtype=torch.float32):
 
             class Skipping(nn.Module):
                 def __init__(self) -> None:
@@ -160,7 +160,7 @@ def test_meta_skip_init_copies_ties_and_existing_modules() -> None:
         assert same_bits(first, second)
 
         existing = Numbered()
-        zero.Init(module=existing, data_parallel_group=group, dtype=torch.float32)
+        zero.Init(module=existing, group=group, dtype=torch.float32)
         assert all(is_partitioned(p) for p in existing.parameters())
         assert all(torch.equal(a, b) for a, b in zip(weights(existing).values(), Numbered().parameters(), strict=True))
 
@@ -169,13 +169,11 @@ def test_meta_skip_init_copies_ties_and_existing_modules() -> None:
 
 def test_frozen_parameters_and_engines_built_inside() -> None:
     def body(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, dtype=torch.float32):
+        with zero.Init(group=group, dtype=torch.float32):
             model = Numbered(rank)
             for param in model.blocks.parameters():
                 param.requires_grad_(False)
-            engine = tessera.initialize(
-                model=model, config=config(3), mpu=type("Mpu", (), {"get_data_parallel_group": lambda _: group})()
-            )[0]
+            engine = tessera.initialize(model=model, config=config(3), group=group)[0]
             after = nn.Linear(2, 2)
         assert is_partitioned(after.weight)
         for step in range(2):
@@ -196,9 +194,9 @@ def test_a_failing_constructor_leaves_nothing_behind() -> None:
                 self.fc = nn.Linear(3, 3)
                 raise KeyError("no such head")
 
-        with pytest.raises(KeyError), zero.Init(data_parallel_group=group):
+        with pytest.raises(KeyError), zero.Init(group=group):
             Failing()
-        with zero.Init(data_parallel_group=group, dtype=torch.float32):
+        with zero.Init(group=group, dtype=torch.float32):
             model = nn.Linear(3, 3)
         assert is_partitioned(model.weight)
 
@@ -222,7 +220,7 @@ def drop_models(rank: int, folder: str) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     def body(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, dtype=torch.float32):
+        with zero.Init(group=group, dtype=torch.float32):
             model = nn.Linear(1024, 1024)
         assert is_partitioned(model.weight)
 
@@ -245,7 +243,7 @@ def test_a_model_that_is_dropped_frees_its_shards(tmp_path: Path) -> None:
     [
         ({}, torch.float16),
         ({"dtype": torch.bfloat16}, torch.bfloat16),
-        ({"config_dict_or_path": {"zero_optimization": {"stage": 3}, "train_batch_size": 1}}, torch.float32),
+        ({"config": {"zero_optimization": {"stage": 3}, "train_batch_size": 1}}, torch.float32),
         ({"config": {"bf16": {"enabled": True}, "train_batch_size": "auto"}}, torch.bfloat16),
     ],
 )
@@ -261,16 +259,12 @@ def test_dtype(given: dict[str, Any], want: torch.dtype) -> None:
 def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(tessera.ConfigError, match="floating-point"):
         zero.Init(dtype=torch.int8)
-    with pytest.raises(tessera.ConfigError, match="config_dict_or_path"):
-        zero.Init(config={}, config_dict_or_path={})
-    with pytest.raises(NotImplementedError, match="zero_quantized_weights"):
-        zero.Init(remote_device="nvme", zero_quantized_weights=True)
     monkeypatch.setattr("tessera.distributed.prepare", lambda *_: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(RuntimeError, match=r"2 were started.*init_distributed"):
         zero.Init(dtype=torch.float32)
-    zero.Init(dtype=torch.float32, data_parallel_group=tessera.thread_groups(1)[0])
+    zero.Init(dtype=torch.float32, group=tessera.thread_groups(1)[0])
 
 
 class Big(nn.Module):
@@ -345,7 +339,7 @@ class Replacing(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_data_that_a_parent_replaced_is_the_value(stage: int) -> None:
     def run(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, config_dict_or_path=config(3)):
+        with zero.Init(group=group, config=config(3)):
             model = Replacing()
         assert torch.equal(weights(model)["first.weight"], torch.full((8, 8), 3.0))
         model.first.weight.data = torch.full((8, 8), 4.0)
@@ -367,13 +361,13 @@ def test_what_is_built_so_later_and_added_is_whole_and_trained(world: int, stage
         values = []
         for early in (False, True):
             engine = tessera.Engine(copy.deepcopy(model), config(stage), group=group)
-            with zero.Init(enabled=early, data_parallel_group=group, dtype=torch.float32):
+            with zero.Init(enabled=early, group=group, dtype=torch.float32):
                 engine.module.late = nn.Linear(3, 3)
             with zero.GatheredParameters(list(engine.module.late.parameters()), modifier_rank=0), torch.no_grad():
                 engine.module.late.load_state_dict(values_of_late)
             late = engine.module.late
             if early:
-                with zero.Init(data_parallel_group=group, dtype=torch.bfloat16):
+                with zero.Init(group=group, dtype=torch.bfloat16):
                     other = nn.Linear(3, 3)
                 with pytest.raises(tessera.ConfigError, match="is BFloat16"):
                     engine.optimizer.add_param_group({"params": list(other.parameters())})

@@ -72,25 +72,25 @@ def test_leaf_modules_with_different_experts_do_not_hang(world: int, min_unit: i
 def test_leaf_marks() -> None:
     model, zero = make(Mixture), tessera.zero
     layers = list(model.layers)
-    assert zero.get_z3_leaf_modules(model) == []
-    assert zero.set_z3_leaf_modules(model, [Experts]) == layers
-    assert zero.get_z3_leaf_modules(model) == layers and zero.z3_leaf_module(layers[0])
-    assert zero.unset_z3_leaf_modules(model, "Experts") == layers
-    assert zero.set_z3_leaf_modules(model, f"{Experts.__module__}.Experts") == layers
-    zero.set_z3_leaf_module(layers[1], False)
-    assert zero.get_z3_leaf_modules(model) == [layers[0], layers[2]]
-    assert zero.set_z3_leaf_modules_by_name(model, ["layers.1", "none"], raise_if_not_found=False) == (
+    assert zero.get_leaf_modules(model) == []
+    assert zero.set_leaf_modules(model, [Experts]) == layers
+    assert zero.get_leaf_modules(model) == layers and zero.is_leaf_module(layers[0])
+    assert zero.unset_leaf_modules(model, "Experts") == layers
+    assert zero.set_leaf_modules(model, f"{Experts.__module__}.Experts") == layers
+    zero.set_leaf_module(layers[1], False)
+    assert zero.get_leaf_modules(model) == [layers[0], layers[2]]
+    assert zero.set_leaf_modules_by_name(model, ["layers.1", "none"], raise_if_not_found=False) == (
         [layers[1]],
         ["none"],
     )
-    assert zero.set_z3_leaf_modules_by_suffix(model, ["ers.2"], flag=False)[0][0] is layers[2]
-    assert not zero.z3_leaf_module(layers[2])
+    assert zero.set_leaf_modules_by_suffix(model, ["ers.2"], flag=False)[0][0] is layers[2]
+    assert not zero.is_leaf_module(layers[2])
     with pytest.raises(ValueError, match="Nothing"):
-        zero.set_z3_leaf_modules(model, ["Nothing"])
+        zero.set_leaf_modules(model, ["Nothing"])
     with pytest.raises(ValueError, match=r"layers\.9"):
-        zero.set_z3_leaf_modules_by_name(model, ["layers.9"])
+        zero.set_leaf_modules_by_name(model, ["layers.9"])
     with pytest.raises(AssertionError, match="int"):
-        zero.set_z3_leaf_modules(model, [3])
+        zero.set_leaf_modules(model, [3])
 
 
 def test_a_leaf_of_the_configuration_that_matches_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +112,7 @@ def test_modules_finer_than_the_threshold_are_leaves(
     cfg = config(3, zero={"stage3_module_granularity_threshold": threshold})
 
     def body(engine: tessera.Engine, rank: int) -> Any:
-        found = tessera.zero.get_z3_leaf_modules(engine.module)
+        found = tessera.zero.get_leaf_modules(engine.module)
         engine(*batch(rank), rank, 0).backward()
         return [name for name, module in engine.module.named_modules() if module in found], full_grads(engine)
 

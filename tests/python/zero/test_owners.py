@@ -55,7 +55,7 @@ def test_what_is_saved_of_a_living_engines_module_is_plain(stage: int, early: bo
 
     def body(rank: int, group: tessera.Group) -> None:
         cfg = config(stage)
-        with tessera.zero.Init(config_dict_or_path=cfg, data_parallel_group=group, enabled=early):
+        with tessera.zero.Init(config=cfg, group=group, enabled=early):
             model: Any = Net()
         model.head.weight.note = "mine"
         engine = tessera.Engine(model, cfg, group=group)
@@ -97,7 +97,7 @@ def test_layers_that_are_replicated_before_there_is_an_engine(stage: int, shares
 
     def body(rank: int, group: tessera.Group) -> None:
         cfg = config(stage)
-        with tessera.zero.Init(config_dict_or_path=cfg, data_parallel_group=group):
+        with tessera.zero.Init(config=cfg, group=group):
             model: Any = Net()
         with tessera.zero.GatheredParameters(model.parameters(), modifier_rank=0):
             model.load_state_dict(values)

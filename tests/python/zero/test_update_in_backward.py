@@ -34,7 +34,7 @@ def life(engine: tessera.Engine, rank: int) -> tuple[list[float], list[torch.Ten
         loss.backward()
         engine.step()
         losses.append(loss.item())
-        norm = engine.get_global_grad_norm()
+        norm = engine.global_grad_norm()
         assert norm is not None
         losses.append(float(norm))
     with torch.no_grad():
@@ -220,7 +220,7 @@ def test_clipping_by_the_step_before(stage: int, more: dict[str, Any], world: in
                 engine.save_checkpoint(str(tmp_path), tag="2")
             engine(*batch(10 * step + rank)).backward()
             engine.step()
-            assert (engine.get_global_grad_norm() or 0) > 0.02
+            assert (engine.global_grad_norm() or 0) > 0.02
         return weights(engine.module)
 
     expected = engines(make(), world, clip, usual)

@@ -222,7 +222,7 @@ def test_a_writers_values_hold_in_every_stage(stage: int, mode: str, shared: boo
 
 def test_one_rank_replaces_data_while_a_model_is_built() -> None:
     def body(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, config_dict_or_path=config(3)):
+        with zero.Init(group=group, config=config(3)):
             layer = nn.Linear(6, 7)
         for _ in range(2):
             with GatheredParameters(layer.weight, modifier_rank=1):
@@ -269,7 +269,7 @@ def test_frozen_words_travel_as_they_are(stage: int, world: int, bf16: bool, ear
             assert torch.equal(state["turns"], TURNS)
 
     def body(rank: int, group: tessera.Group) -> None:
-        with zero.Init(data_parallel_group=group, config_dict_or_path=cfg, enabled=early):
+        with zero.Init(group=group, config=cfg, enabled=early):
             model = Packed()
         if rank > 0 and not early:
             model.words.data.zero_()
