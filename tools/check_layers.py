@@ -8,6 +8,7 @@ The rules, in the order of the functions below:
   imports    the same for the Python package
   circles    no files of the Python packages import each other in a circle, for types neither
   private    a name or module with an underscore is imported inside its own package only
+  attributes x._name, of another object than the method's own, inside the package that defines the name only
   alias      the package does not import the one that stands for DeepSpeed
   in tests   public names of the package are used; PRIVATE_IN_TESTS, which only shrinks, has the others
   doors      one folder or file each for c10d, pybind11, autograd internals and the environment
@@ -234,6 +235,53 @@ def check_private(files: dict[str, str]) -> Iterator[Finding]:
                 yield path, f"imports {'.'.join(names)}, which is private to its package"
 
 
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """What a file gives names to: modules' and classes' names, and what methods store in their own object. Not what a
+    Protocol asks of others."""
+    scopes: list[ast.AST] = [tree]
+    for scope in scopes:
+        for node in getattr(scope, "body", []):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            if isinstance(node, ast.ClassDef) and not any("Protocol" in ast.unparse(base) for base in node.bases):
+                scopes.append(node)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                yield from (part.id for part in ast.walk(node) if isinstance(part, ast.Name) and is_stored(part))
+    yield from (
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_own(node) and is_stored(node)
+    )
+
+
+def is_stored(node: ast.Name | ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store)
+
+
+def is_own(node: ast.Attribute) -> bool:
+    """Of the method's own object: self.x, cls.x, super().x."""
+    return ast.unparse(node.value) in ("self", "cls", "super()")
+
+
+def check_attributes(files: dict[str, str]) -> Iterator[Finding]:
+    trees = {path: ast.parse(text) for path, text in python_files(files).items() if path.endswith(".py")}
+    owners: dict[str, set[str]] = {}  # name -> the packages that define it
+    for path, tree in trees.items():
+        for name in filter(PRIVATE.match, defined_names(tree)):
+            owners.setdefault(name, set()).add(".".join(python_package(path)))
+    for path in trees:  # modules, by their whole names
+        *package, name = python_module(path)
+        if PRIVATE.match(name):
+            owners[".".join([*package, name])] = {".".join(package)}
+    for path, tree in trees.items():
+        package = python_package(path)
+        above = {".".join(package[:end]) for end in range(1, len(package) + 1)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and not is_own(node):
+                text = ast.unparse(node)
+                found = owners.get(text, owners.get(node.attr, above))
+                if not found & above:
+                    yield f"{path}:{node.lineno}", f"names {text}, which is private to {', '.join(sorted(found))}"
+
+
 def private_names(text: str) -> set[str]:
     """Names with an underscore that a test takes out of the package, by import, from a module or in a text."""
     found, modules = set(), {"tessera": "tessera"}  # what a name of the test stands for
@@ -358,6 +406,7 @@ def check_all(files: dict[str, str]) -> list[Finding]:
         findings += check_alias(path, text)
     findings += check_circles(files)
     findings += check_private(files)
+    findings += check_attributes(files)
     findings += check_tests(files)
     findings += check_private_in_tests(files)
     return findings

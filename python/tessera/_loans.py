@@ -149,7 +149,7 @@ def add_param_group_of(engine: weakref.ref[Any]) -> Callable[..., None]:
         if live is None or live.core.destroyed():
             type(optimizer).add_param_group(optimizer, param_group)
         else:
-            live._add_group(param_group)
+            live.add_param_group(param_group)
 
     return add_param_group
 

@@ -112,7 +112,7 @@ def _joined(engine: Engine, param: torch.Tensor) -> int:
     frozen or not: ranks that differ there get an error."""
     number = _number(engine, param)
     if number not in engine.trained_numbers() and engine.core.param(number).joins >= 0:
-        engine_behind(engine)._join()
+        engine_behind(engine).join_thawed()
     return number
 
 
@@ -138,6 +138,5 @@ def _optimized(engine: Engine, number: int) -> int:
 
 
 def _states(engine: Engine) -> OptimizerStates:
-    runner = engine_behind(engine)._updates.runner
-    assert runner is not None  # else nothing is optimized
-    return runner.states
+    states: OptimizerStates = engine_behind(engine).optimizer_states()
+    return states

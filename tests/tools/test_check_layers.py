@@ -167,6 +167,40 @@ def test_tests_use_public_names(text, names, monkeypatch):
     assert findings({"bench/x.py": text}) == []
 
 
+OF_ENGINE = """
+class Engine:
+    _made = 1
+
+    def __init__(self):
+        self._parts = []
+
+    def _join(self):
+        pass
+"""
+ASKED = "class Asked(Protocol):\n    def _join(self): ...\n\n\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "named"),
+    [
+        ("engine/_b.py", "def f(engine):\n    engine._join()\n", ""),  # the same package
+        ("engine/inner/_b.py", "def f(engine):\n    engine._join()\n", ""),  # below it
+        ("state.py", "def f(engine):\n    engine._join()\n", "engine._join"),
+        ("state.py", ASKED + "def f(engine: Asked):\n    engine._join()\n", "engine._join"),  # to ask for it is no help
+        ("state.py", "def f(engine):\n    engine.core._parts = 1\n", "engine.core._parts"),
+        ("state.py", "def f(engine):\n    return engine._made\n", "engine._made"),
+        ("state.py", "class A:\n    def f(self):\n        self._join()\n        super()._join()\n", ""),
+        ("state.py", "class B:\n    _made = 2\n\n\ndef f(b):\n    return b._made\n", ""),
+        ("state.py", "def f(module):\n    return module._parameters\n", ""),  # torch's
+        ("state.py", "import tessera\n\ntessera.engine._a.Engine()\n", "tessera.engine._a"),
+    ],
+)
+def test_private_attributes(path, text, named):
+    files = {f"python/tessera/{path}": text, "python/tessera/engine/_a.py": OF_ENGINE}
+    found = [message for _, message in check_layers.check_attributes(files)]
+    assert found == ([f"names {named}, which is private to tessera.engine"] if named else [])
+
+
 def test_files_that_may_name_private_modules_are_there():
     assert all((ROOT / path).is_file() for path in check_layers.PRIVATE_IN_TESTS)
 

@@ -25,8 +25,10 @@ class UlyssesSPAttentionHF(TransformersAttention):
     """tessera.sequence.TransformersAttention, whose groups are an mpu."""
 
     @classmethod
-    @functools.wraps(TransformersAttention.register_with_transformers.__func__)  # type: ignore[attr-defined,override]
-    def register_with_transformers(cls, *args: Any, groups: Any = None, **kwargs: Any) -> Any:
+    @functools.wraps(TransformersAttention.register_with_transformers.__func__)  # type: ignore[attr-defined]
+    def register_with_transformers(  # type: ignore[override]
+        cls, *args: Any, groups: Any = None, **kwargs: Any
+    ) -> Any:
         given = groups.groups if isinstance(groups, Mpu) else groups
         made = super().register_with_transformers(*args, groups=given, **kwargs)
         return None if made is None else Mpu(made)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tessera.errors import ConfigError
 from tessera.optim.engines import is_tested
+from tessera.zero.engines import suspended
 from torch import nn
 
 import tessera
@@ -118,7 +119,7 @@ class GatheredParameters(tessera.zero.GatheredParameters):
     """tessera.zero.GatheredParameters."""
 
     def __enter__(self) -> None:
-        _params.settle(self._params)
+        _params.settle(self.params)
         super().__enter__()
         _regions.open.append(self)
 
@@ -132,16 +133,14 @@ class GatheredParameters(tessera.zero.GatheredParameters):
 def writable(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Inside, those that are partitioned are whole and take the first rank's values, also in regions for reading.
     Collective."""
-    reading = [region for region in _regions.open if region._rank is None]
-    written = {id(param) for region in _regions.open if region._rank is not None for param in region._params}
-    for region in reading:
-        region._open.__exit__(None, None, None)
-    try:
-        with tessera.zero.GatheredParameters([param for param in params if id(param) not in written], modifier_rank=0):
-            yield
-    finally:
-        for region in reading:
-            region._open.__enter__()
+    written = {id(param) for region in _regions.open if region.modifier_rank is not None for param in region.params}
+    with contextlib.ExitStack() as stack:
+        for region in _regions.open:
+            if region.modifier_rank is None:
+                stack.enter_context(region.suspended())
+        others = [param for param in params if id(param) not in written]
+        stack.enter_context(tessera.zero.GatheredParameters(others, modifier_rank=0))
+        yield
 
 
 def is_held(param: torch.Tensor) -> bool:
@@ -219,7 +218,7 @@ class InsertPostInitMethodToModuleSubClasses(Init):
 def shutdown_init_context() -> None:
     """Suspends a zero.Init that is open, until restore_init_context()."""
     _suspended.append(contextlib.ExitStack())
-    _suspended[-1].enter_context(tessera.zero._init.suspended())
+    _suspended[-1].enter_context(suspended())
 
 
 def restore_init_context() -> None:

@@ -27,7 +27,7 @@ class Ending(Protocol):
     @property
     def _ranks(self) -> Ranks: ...
     @property
-    def _open_regions(self) -> list[frozenset[int]]: ...
+    def open_regions(self) -> list[frozenset[int]]: ...
 
 
 def end(engine: Ending) -> None:
@@ -52,8 +52,8 @@ def end(engine: Ending) -> None:
             steps.callback(there["_watch"].close)
         if updates is not None and updates.runner is not None:
             steps.callback(updates.runner.release, updates.cuts_states, states)
-            if engine._open_regions and engine.client_optimizer is not None:
-                states.update(updates.runner.gather(_numbers_in(updates.core, engine._open_regions)))
+            if engine.open_regions and engine.client_optimizer is not None:
+                states.update(updates.runner.gather(_numbers_in(updates.core, engine.open_regions)))
 
 
 def give_up(engine: Ending) -> None:

@@ -48,6 +48,7 @@ from tessera.optim.engines import (
     build_optimizer,
     build_schedule,
     keep_optimizer,
+    mark_stepped,
     native_rule,
     nothing_trained,
 )
@@ -103,7 +104,7 @@ class Engine(nn.Module):
     _weights: Weights
     _checkpoints: Checkpoints
     _loaders: Loaders
-    _open_regions: list[frozenset[int]]  # of zero.GatheredParameters: ids of their parameters
+    open_regions: list[frozenset[int]]  # of zero.GatheredParameters: ids of their parameters
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class Engine(nn.Module):
         self.client_lr_scheduler = lr_scheduler
         self.collate_fn = collate_fn
         self.num_local_io_workers = 0
-        self._open_regions = []
+        self.open_regions = []
         self._loans = Loans()
         this = weak(self)
         if isinstance(group, SequenceParallelGroups):
@@ -325,12 +326,13 @@ class Engine(nn.Module):
             return
         runner.after_step(applied)
         if isinstance(self.optimizer, Optimizer):
-            self.optimizer._opt_called = True
+            mark_stepped(self.optimizer)
         if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self._watch.stepped(self)
 
-    def _join(self) -> None:
+    def join_thawed(self) -> None:
+        """What began to be trained after the engine was built takes part from here on. Collective."""
         self._front.settle(self)
         self._joining.join()
 
@@ -377,7 +379,7 @@ class Engine(nn.Module):
     def __del__(self) -> None:
         # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.
         if "core" in self.__dict__ and not sys.is_finalizing():
-            self._open_regions = []  # this rank alone
+            self.open_regions = []  # this rank alone
             self.destroy()
 
     # ---------------------------------------------------------------- what parts do: bodies and docstrings are theirs
@@ -388,9 +390,10 @@ class Engine(nn.Module):
     trained_numbers = method_of("_updates", Updates.numbers)
     end_interrupted_calls = method_of("_partition", Partition.end_stray)
 
-    _add_group = method_of("_joining", Joining.add_group)
-    _masters = method_of("_updates", Updates.masters)
-    _load_masters = method_of("_updates", Updates.load_masters)
+    add_param_group = method_of("_joining", Joining.add_param_group)
+    masters = method_of("_updates", Updates.masters)
+    load_masters = method_of("_updates", Updates.load_masters)
+    optimizer_states = method_of("_updates", Updates.optimizer_states)
 
     grad_norm = method_of("_norms", Norms.grad_norm)
     norm_contribution = method_of("_norms", Norms.norm_contribution)

@@ -67,7 +67,7 @@ class Joining:
         self._engine, self._updates, self._partition = engine, updates, partition
         self._core = updates.core
 
-    def add_group(self, group: dict[str, Any]) -> None:
+    def add_param_group(self, group: dict[str, Any]) -> None:
         """optimizer.add_param_group(). With a group that is refused all is as before."""
         base = self._updates.trained_by("optimizer.add_param_group").base
         count = len(base.param_groups)

@@ -63,7 +63,7 @@ class Found:
 
 def load(run: Run, request: LoadRequest, load_weights: Callable[..., None]) -> tuple[str | None, dict[str, Any] | None]:
     """`load_weights`: load_module_state_dict() of the engine. Collective."""
-    run._join()
+    run.join_thawed()
     with on_all(run.core):
         run._contents.check(run.module, "load_checkpoint")
     optimizer = request.optimizer and not request.module_only

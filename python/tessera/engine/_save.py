@@ -42,7 +42,7 @@ def save(run: Run, request: SaveRequest) -> None:
     keep_last = _given(request.keep_last, config.checkpoint.keep_last)
     as_deepspeed = config.checkpoint.format == "deepspeed"
     _core.wait_for_checkpoint(run.core)
-    run._join()
+    run.join_thawed()
     group_names = run._program.group_names(run._updates.group_names)
     # Whatever fails on one rank fails here, before the first of them counts on the others.
     with on_all(run.core):

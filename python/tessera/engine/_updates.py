@@ -8,7 +8,7 @@ import torch
 
 from tessera import _core
 from tessera.errors import ConfigError, UsageError
-from tessera.optim.engines import Runner
+from tessera.optim.engines import OptimizerStates, Runner
 
 
 @dataclass(eq=False)
@@ -42,6 +42,10 @@ class Updates:
     def numbers(self) -> frozenset[int]:
         """Places in core.params() of all that the optimizer has."""
         return self.optimized
+
+    def optimizer_states(self) -> OptimizerStates:
+        """Of what the optimizer has, by number."""
+        return self.trained_by("optimizer_states").states
 
     def masters(self) -> dict[str, torch.Tensor]:
         """This rank's part of the fp32 masters by name; empty where the parameters are the masters."""

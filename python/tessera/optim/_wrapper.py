@@ -21,9 +21,9 @@ class Owner(Protocol):
     def loss_scaler(self) -> LossScaler: ...
     def step(self) -> None: ...
     def zero_grad(self) -> None: ...
-    def _add_group(self, group: dict[str, Any], /) -> None: ...
-    def _masters(self) -> dict[str, torch.Tensor]: ...
-    def _load_masters(self, masters: dict[str, torch.Tensor], /) -> None: ...
+    def add_param_group(self, group: dict[str, Any], /) -> None: ...
+    def masters(self) -> dict[str, torch.Tensor]: ...
+    def load_masters(self, masters: dict[str, torch.Tensor], /) -> None: ...
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -69,7 +69,7 @@ class Optimizer(torch.optim.Optimizer):
         """This rank's part of the states; under "masters" that of the fp32 masters, by name, where parameters are only
         their 16-bit copies; under "loss_scaler" the loss scale where the mode has one."""
         state = self.optimizer.state_dict()
-        masters = self._live_engine()._masters()
+        masters = self._live_engine().masters()
         if masters:
             state["masters"] = masters
         if self.needs_scaler():
@@ -83,14 +83,14 @@ class Optimizer(torch.optim.Optimizer):
         scaler, masters = states.pop("loss_scaler", None), states.pop("masters", None)
         self.optimizer.load_state_dict(states)
         if masters is not None:
-            self._live_engine()._load_masters(masters)
+            self._live_engine().load_masters(masters)
         if scaler is not None:
             self.loss_scaler.load_state_dict(scaler)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, on all ranks alike. Its parameters are trained from the next step on; not of the model: by the
         values of rank 0. A group that is refused is not added. See docs/training.md."""
-        self._live_engine()._add_group(param_group)
+        self._live_engine().add_param_group(param_group)
 
     @property
     def loss_scaler(self) -> LossScaler:
@@ -142,3 +142,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError("[Optimizer] cannot be pickled or copied; use state_dict()")
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Schedulers of torch look whether a step came before theirs."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
 from tessera.optim._slices import SlicesRunner
 from tessera.optim._states import OptimizerStates
 from tessera.optim._whole import AUX_ADAM, Muon, WholeOptimizer, muon_groups, orthogonal
-from tessera.optim._wrapper import Optimizer
+from tessera.optim._wrapper import Optimizer, mark_stepped
 
 __all__ = [
     "AUX_ADAM",
@@ -39,6 +39,7 @@ __all__ = [
     "describe",
     "is_tested",
     "keep_optimizer",
+    "mark_stepped",
     "muon_groups",
     "native_rule",
     "nothing_trained",

@@ -74,7 +74,7 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     rules = rules_for(model, config, size)
     options = _core.plan_options(config, size, rules)
     options.expert_grain = _expert_grain(model, config)
-    modules = list(_modules(model))
+    modules = list(_described(model))
     core = _core.make_plan(modules, facts_of(model), options)
     unknown = check_heads(model, core.decisions)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -119,7 +119,7 @@ def _expert_grain(model: nn.Module, config: _core.Config) -> int:
     return max(1, 16 // min(_core.precision(config).param.itemsize, *sizes))
 
 
-def _modules(model: nn.Module) -> Iterator[_core.PlanModule]:
+def _described(model: nn.Module) -> Iterator[_core.PlanModule]:
     names = set(_core.width_names())
     for path, module in model.named_modules():
         kind, weight = _kind(module), module._parameters.get("weight")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,29 +90,38 @@ class GatheredParameters:
     ) -> None:
         if isinstance(params, torch.Tensor):
             params = [params]
-        self._params = list(params) if enabled else []
-        self._rank = modifier_rank
+        self.params = list(params) if enabled else []
+        self.modifier_rank = modifier_rank
         self._open = Region([])
-        self._ids = frozenset(map(id, self._params))
+        self._ids = frozenset(map(id, self.params))
         self._engines: list[weakref.ref[Any]] = []  # whose these parameters are, while they are gathered
         if fwd_module is not None:
-            for param in self._params:
+            for param in self.params:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
-        unique = {id(param): param for param in self._params}
-        parts = parts_of(unique.values(), writable=self._rank is not None)
-        writes = _core.Writes.None_ if self._rank is None else _core.Writes.FromRank
-        self._open = Region(parts, writes, self._rank or 0)
+        unique = {id(param): param for param in self.params}
+        parts = parts_of(unique.values(), writable=self.modifier_rank is not None)
+        writes = _core.Writes.None_ if self.modifier_rank is None else _core.Writes.FromRank
+        self._open = Region(parts, writes, self.modifier_rank or 0)
         self._open.__enter__()
-        engines = {id(of): of for param in self._params if (of := engine_of(param)) is not None}
+        engines = {id(of): of for param in self.params if (of := engine_of(param)) is not None}
         for engine in engines.values():
-            engine._open_regions.append(self._ids)
+            engine.open_regions.append(self._ids)
         self._engines = [weakref.ref(engine) for engine in engines.values()]
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, the parameters are as outside the region. Collective."""
+        self._open.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self._open.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         region, self._open = self._open, Region([])
         for engine in filter(None, (known() for known in self._engines)):
-            engine._open_regions.remove(self._ids)
+            engine.open_regions.remove(self._ids)
         self._engines = []
         region.__exit__(kind, error, trace)

@@ -17,6 +17,7 @@ from support import free_port
 
 from tessera import launch
 
+
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher puts them into its environment, which here is that of the tests."""
