@@ -77,17 +77,13 @@ PRIVATE = re.compile(r"_(?!_|core)")  # names of this form; _core, the compiled 
 # What tests name of the package's private modules, the alias's too. Nothing is added: a test goes through what users
 # call, or is one of the C++ that is bound.
 PRIVATE_IN_TESTS = {
-    "tests/python/_deepspeed/test_layouts.py": {"tessera._deepspeed"},  # writes values of another kind
     "tests/python/_deepspeed/test_pt.py": {"tessera._deepspeed"},  # its reader, with files that lie
     "tests/python/hybrid/conftest.py": {"tessera.hybrid._object_store"},
     "tests/python/parallel/test_classes.py": {
         "tessera.parallel._attention",
         "tessera.parallel._classes",
     },  # their names
-    "tests/python/parallel/test_models.py": {"tessera.parallel._attention"},
     "tests/python/test_device.py": {"tessera._device"},  # of cards that no machine of the tests has
-    "tests/python/test_nested.py": {"tessera._nested"},  # any value at all
-    "tests/python/test_package.py": {"tessera._core"},  # what is compiled, against its types
 }
 
 # What a door is -> (pattern, prefixes of the files that may match it).

@@ -214,11 +214,6 @@ class WarmupCosineLR(Schedule):
     ) -> None:
         super().__init__(optimizer, _filled(_core.WarmupCosineLR(), locals()), last_batch_iteration)
 
-    def get_lr_ratio(self) -> float:
-        """The present rate, as a share of the optimizer's."""
-        values = _core.evaluate(self._options, max(self.last_batch_iteration, -1) + 1, [1.0])
-        return values.lr[0]
-
 
 class OneCycle(Schedule):
     """cycle_min_lr up to cycle_max_lr and back, then decay; the first of an optimizer's betas runs the other way. An

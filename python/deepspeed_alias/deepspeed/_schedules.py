@@ -73,6 +73,11 @@ class WarmupDecayLR(_Shown, ours.WarmupDecayLR):
 class WarmupCosineLR(_Shown, ours.WarmupCosineLR):
     """tessera.lr_schedules.WarmupCosineLR."""
 
+    def get_lr_ratio(self) -> float:
+        """The present rate, as a share of the optimizer's."""
+        values = _core.evaluate(self._options, max(self.last_batch_iteration, -1) + 1, [1.0])
+        return values.lr[0]
+
 
 class LRRangeTest(_Shown, ours.LRRangeTest):
     """tessera.lr_schedules.LRRangeTest."""

@@ -29,7 +29,6 @@ _AUTOTP = "tensor parallelism (section `tensor_parallel`)"
 _UNIVERSAL = "universal checkpoints (`checkpoint.load_universal`); Tessera's own load into any world and stage"
 _OFFLOAD = "offload (zero_optimization.offload_optimizer, offload_param)"
 _KERNELS = "kernels that are compiled at run time; Tessera's are built with it"
-_QUANTIZED = "quantized communication (zero_quantized_weights, zero_quantized_gradients)"
 
 _DEEPCOMPILE = "DeepCompile (section `compile`); engine.compile() is torch.compile"
 _REDUCED = "norms and checks of one's own; the core has them, engine.get_global_grad_norm() is the norm"

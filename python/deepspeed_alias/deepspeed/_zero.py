@@ -144,8 +144,7 @@ def writable(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def is_held(param: torch.Tensor) -> bool:
-    info = tessera.zero.partition_info(param)
-    return info is not None
+    return tessera.zero.partition_info(param) is not None
 
 
 def is_zero_param(parameter: Any) -> bool:

@@ -117,9 +117,8 @@ def _cut_by_hand(model: nn.Module) -> list[tuple[str, ModuleCut]]:
 
 def has_rules(config: _core.Config) -> bool:
     """The configuration says what else is cut of a model with such layers; beside them nothing is guessed."""
-    return any(
-        key.startswith(("tensor_parallel.partition_config", "tensor_parallel.preset_model")) for key in config.given
-    )
+    section = config.tensor_parallel
+    return section.partition_config is not None or section.preset_model is not None
 
 
 class WholeSlices:

@@ -3,9 +3,11 @@ its identity, names, hooks and ties stay; what is particular to it is in one Mod
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -265,14 +267,24 @@ class _Experts(_CutModule):
                 return _core.copy_to_ranks(value, cut.ranks.group, cut.label)
             return value
 
-        bias = self._parameters.get(f"{DOWN}_bias")
-        if bias is not None and cut.ranks.rank > 0:
-            vars(self)[f"{DOWN}_bias"] = bias - bias.detach()
-        try:
+        with self._bias_of_first_rank(cut.ranks.rank):
             out = super().forward(*map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
-        finally:
-            vars(self).pop(f"{DOWN}_bias", None)
         return out if cut.is_partial else _core.reduce_from_ranks(out, cut.ranks.group, cut.label)
+
+    @contextlib.contextmanager
+    def _bias_of_first_rank(self, rank: int) -> Iterator[None]:
+        """Inside, the bias is zero on other ranks, with its gradient: an attribute of the object itself comes before
+        nn.Module's look-up of parameters."""
+        name = f"{DOWN}_bias"
+        bias = self._parameters.get(name)
+        if bias is None or rank == 0:
+            yield
+            return
+        vars(self)[name] = bias - bias.detach()
+        try:
+            yield
+        finally:
+            del vars(self)[name]
 
 
 class _Embedded(_CutModule):

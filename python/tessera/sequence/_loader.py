@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
-import io
+import json
+import math
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
 
 Batch = dict[str, Any]
+_LENGTH = struct.Struct("<q")
 _BATCHES = Nesting("SequenceLoader", "the batch holds", "ranks", "rank", ConfigError)
 
 
@@ -97,16 +100,31 @@ class SequenceLoader:
 
 
 def _packed(value: Any) -> bytes:
-    """A message that runs nothing where it is read."""
+    """A message: its head in JSON, after the head's length; and the bytes of the tensors that it lists."""
     tensors, note = _BATCHES.split(value)
-    file = io.BytesIO()
-    torch.save({"note": note, "tensors": tensors}, file)
-    return file.getvalue()
+    rows = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    head = json.dumps({"note": note, "tensors": rows}).encode()
+    return b"".join((_LENGTH.pack(len(head)), head, *map(_bytes_of, tensors)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    if tensor.layout != torch.strided:
+        raise ConfigError(f"[SequenceLoader] the batch holds a tensor of the layout {tensor.layout}; make it dense")
+    flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _unpacked(message: bytes) -> Any:
-    found = torch.load(io.BytesIO(message), weights_only=True)
-    return _BATCHES.join(found["note"], found["tensors"])
+    begin = _LENGTH.size + _LENGTH.unpack_from(message)[0]
+    head, tensors = json.loads(message[_LENGTH.size : begin]), []
+    for name, shape in head["tensors"]:
+        dtype: torch.dtype = getattr(torch, name)
+        end = begin + math.prod(shape) * dtype.itemsize
+        data = bytearray(message[begin:end])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        tensors.append(flat.reshape(shape))
+        begin = end
+    return _BATCHES.join(head["note"], tensors)
 
 
 def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:
@@ -136,7 +154,7 @@ def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:
 
 def _part(value: Any, length: int, begin: int, step: int) -> Any:
     if isinstance(value, torch.Tensor) and value.dim() > 1 and value.size(1) == length:
-        return value.narrow(1, begin, step).clone()  # clone: saved, it would take the whole storage along
+        return value.narrow(1, begin, step)
     return value
 
 

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from tessera.errors import ConfigError
 
 _NARROW = (torch.float16, torch.bfloat16)
-_CPU = torch.device("cpu")
 
 
 class Surroundings:

@@ -14,7 +14,6 @@ from tiny_models import MODELS, Batch
 from torch import nn
 
 import tessera
-from tessera.parallel import _attention
 
 STEPS = 3
 CLIP = 0.5
@@ -222,7 +221,17 @@ def test_what_cannot_be_dealt_out_is_refused_before_anything_is_cut(
 
 
 def test_code_that_needs_a_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention, "_NEEDS_A_HEAD", ())
+    make, *rest = MODELS["opt"]
+
+    def unknown() -> nn.Module:
+        """Its attention is of a class that nobody knows."""
+        model: nn.Module = make()
+        for module in model.modules():
+            if type(module).__name__ == "OPTAttention":
+                module.__class__ = type("OwnAttention", (type(module),), {})
+        return model
+
+    monkeypatch.setitem(MODELS, "opt", (unknown, *rest))
     with pytest.raises(
         ConfigError, match=r"no outputs of \S+_proj, and the model's code cannot compute without a head"
     ):
