@@ -54,7 +54,7 @@ UMBRELLA_LAYER = 7
 
 # Sub-packages and modules of the Python package, all of them, the lowest first. Those of one row never see each other.
 PYTHON_ORDER = (
-    "_core errors _copies _loans _outputs _random flops",
+    "_core errors _copies _former _loans _outputs _random flops",
     "_blobs _config _mesh _nested _version autocast data distributed launch loss_scale lr_schedules monitor"
     " recompute units",
     "_device",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from tessera import _core
+from tessera._former import of_init_distributed, takes_former
 from tessera.errors import ConfigError
 
 __all__ = ["free_port", "init_distributed", "local_rank", "register_backend"]
@@ -39,6 +40,7 @@ def register_backend() -> None:
         dist.Backend.register_backend("tessera", _core.tessera_backend, devices=["cpu"])
 
 
+@takes_former(of_init_distributed)
 def init_distributed(
     backend: str | None = None,
     init_method: str | None = None,

@@ -17,6 +17,7 @@ from tessera import _core, distributed
 from tessera._config import load_config
 from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
+from tessera._former import former_methods
 from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
 from tessera.engine import _build
 from tessera.engine._accumulation import Accumulation
@@ -59,6 +60,7 @@ from tessera.zero.engines import Partition, partition_again, taken_over, whole_f
 from tessera.zero.leaf import leaf_paths
 
 
+@former_methods(get_global_grad_norm="global_grad_norm")
 class Engine(nn.Module):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
 

@@ -10,12 +10,14 @@ from torch import nn
 
 from tessera import distributed
 from tessera._config import load_config
+from tessera._former import of_initialize, takes_former
 from tessera.engine._engine import Engine
 from tessera.errors import ConfigError
 from tessera.units import UnitPolicy
 from tessera.zero.engines import suspended
 
 
+@takes_former(of_initialize)
 def initialize(
     model: nn.Module | None = None,
     config: Any = None,

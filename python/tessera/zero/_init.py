@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from tessera import _core, distributed
 from tessera._config import load_config
 from tessera._device import checked_device, group_device, move
+from tessera._former import of_zero_init, takes_former
 from tessera._mesh import core_mesh, mesh_sizes
 from tessera.errors import ConfigError
 from tessera.zero._owners import Home, holder_of, set_home
@@ -189,6 +190,7 @@ class Init:
     the environment says that there are more ranks than the process group has.
     """
 
+    @takes_former(of_zero_init)
     def __init__(
         self,
         module: nn.Module | None = None,

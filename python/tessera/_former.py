@@ -1,0 +1,147 @@
+"""Names of DeepSpeed's that this package took before. They go on for a while, each with a FutureWarning that says what
+took its place; the package `deepspeed` has them for good."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def warn(old: str, new: str) -> None:
+    warnings.warn(f"{old} is DeepSpeed's name; here it is {new}", FutureWarning, stacklevel=4)
+
+
+def takes_former(turn: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]) -> Callable[[F], F]:
+    """`turn`: takes the former ones out of the keywords, puts those in that took their place, and returns the
+    positional arguments."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*turn(args, kwargs), **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def rename(kwargs: dict[str, Any], where: str, names: Mapping[str, str | None]) -> None:
+    """`names`: the former one -> the one of today, None for what nothing reads any more."""
+    for old in [name for name in kwargs if name in names]:
+        value, new = kwargs.pop(old), names[old]
+        warn(f"{where}({old}=...)", f"{new}=" if new else "not read")
+        if new is not None and value is not None:
+            if kwargs.get(new) is not None and kwargs[new] is not value:
+                raise TypeError(f"{where}: {old} and {new} are two names of one argument; pass {new}")
+            kwargs[new] = value
+
+
+def place(args: tuple[Any, ...], kwargs: dict[str, Any], order: tuple[str, ...], where: str) -> None:
+    """Positional arguments in an order of before, as keywords."""
+    warn(f"{where} with positional arguments after the first", "keywords")
+    for name, value in zip(order, args, strict=False):
+        if value is not None:
+            kwargs.setdefault(name, value)
+
+
+_INITIALIZE = (
+    *("args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "distributed_port", "mpu"),
+    *("dist_init_required", "collate_fn", "config", "mesh_param", "config_params"),
+)
+
+
+def of_initialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    where = "tessera.initialize"
+    if args and (len(args) > 2 or "model" in kwargs or (len(args) == 2 and "config" in kwargs)):
+        place(args, kwargs, _INITIALIZE, where)
+        args = ()
+    given = kwargs.pop("args", None)
+    if given is not None:
+        warn(f"{where}(args=...)", "config=")
+        named = given.get if isinstance(given, Mapping) else functools.partial(_attribute, given)
+        if (path := named("deepspeed_config")) is not None:
+            kwargs["config_params"] = path if kwargs.get("config_params") is None else kwargs["config_params"]
+    if kwargs.get("mesh_param") is not None:
+        kwargs["mesh_param"] = kwargs["mesh_param"][1]
+    if kwargs.get("mpu") is not None and hasattr(kwargs["mpu"], "get_data_parallel_group"):
+        raise TypeError(
+            f"{where}: an mpu is for deepspeed.initialize; here it is group=, a process group, mesh or groups"
+        )
+    rename(
+        kwargs,
+        where,
+        {
+            "config_params": "config",
+            "mesh_param": "sequence_parallel",
+            "mpu": "group",
+            "dist_init_required": None,
+            "distributed_port": None,
+        },
+    )
+    return args
+
+
+def _attribute(given: Any, name: str) -> Any:
+    return getattr(given, name, None)
+
+
+def of_init_distributed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    where = "tessera.init_distributed"
+    rename(
+        kwargs,
+        where,
+        {
+            "dist_backend": "backend",
+            "auto_mpi_discovery": "other_launchers",
+            "distributed_port": "port",
+            "verbose": None,
+            "config": None,
+            "dist_init_required": None,
+        },
+    )
+    return args
+
+
+def of_zero_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    groups = ("data_parallel_group", "zero_param_parallel_group", "sequence_data_parallel_group")
+    rename(
+        kwargs,
+        "tessera.zero.Init",
+        {"config_dict_or_path": "config", **dict.fromkeys(groups, "group"), "mem_efficient_linear": None},
+    )
+    return args
+
+
+def former_names(module: str, names: Mapping[str, str], where: dict[str, Any]) -> Callable[[str], Any]:
+    """The __getattr__ of a module whose globals are `where`."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn(f"{module}.{name}", names[name])
+        return where[names[name]]
+
+    return get
+
+
+def former_methods(**names: str) -> Callable[[type], type]:
+    """Methods of a class by the names that they had."""
+
+    def decorate(cls: type) -> type:
+        for old, new in names.items():
+            setattr(cls, old, _method(old, new))
+        return cls
+
+    return decorate
+
+
+def _method(old: str, new: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        warn(f"{old}()", f"{new}()")
+        return getattr(self, new)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,77 @@
+"""Names that were DeepSpeed's go on, with a warning that says what took their place."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import config, make
+
+import tessera
+from tessera import zero
+
+
+def calls(folder: Path) -> dict[str, tuple[tuple[Any, ...], dict[str, Any], str]]:
+    """Positional and keyword arguments of tessera.initialize, and what the warning names."""
+    model, cfg = make(), config(1)
+    file = folder / "config.json"
+    file.write_text(json.dumps(cfg))
+    return {
+        "config_params": ((), {"model": model, "config_params": cfg}, "here it is config="),
+        "args": ((), {"model": model, "args": argparse.Namespace(deepspeed_config=str(file))}, "here it is config="),
+        "a dict": ((), {"model": model, "args": {"deepspeed_config": str(file), "local_rank": 0}}, "config="),
+        "mesh_param": ((), {"model": model, "config": cfg, "mesh_param": (1, 1)}, "here it is sequence_parallel="),
+        "dist_init_required": ((), {"model": model, "config": cfg, "dist_init_required": False}, "not read"),
+        "positional": ((None, model), {"config": cfg}, "here it is keywords"),
+        "all positional": ((None, model, None, None, None, None, 29500, None, None, None, cfg), {}, "keywords"),
+    }
+
+
+FORMS = ["config_params", "args", "a dict", "mesh_param", "dist_init_required", "positional", "all positional"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_of_initialize(form: str, tmp_path: Path) -> None:
+    args, kwargs, text = calls(tmp_path)[form]
+    with pytest.warns(FutureWarning, match="DeepSpeed's name") as caught:
+        engine = tessera.initialize(*args, **kwargs)[0]
+    assert any(text in str(warning.message) for warning in caught)
+    assert all(warning.filename == __file__ for warning in caught)
+    assert engine(torch.ones(2, 5)).requires_grad
+
+
+def test_today_s_names_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    for args, kwargs in (((), {"model": make(), "config": config(1)}), ((make(), config(1)), {})):
+        tessera.initialize(*args, **kwargs)
+    with zero.Init(config=config(3)):
+        make()
+    assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]
+
+
+def test_two_names_of_one_argument_and_an_mpu_are_refused() -> None:
+    with pytest.warns(FutureWarning), pytest.raises(TypeError, match="config_params and config are two names"):
+        tessera.initialize(model=make(), config=config(0), config_params=config(1))
+
+    class Mpu:
+        def get_data_parallel_group(self) -> None: ...
+
+    with pytest.raises(TypeError, match=r"an mpu is for deepspeed\.initialize"):
+        tessera.initialize(model=make(), config=config(0), mpu=Mpu())
+
+
+def test_other_names(recwarn: pytest.WarningsRecorder) -> None:
+    model = make()
+    assert zero.set_z3_leaf_modules(model, [torch.nn.Linear]) == zero.get_leaf_modules(model)
+    assert zero.z3_leaf_module is zero.is_leaf_module
+    engine = tessera.initialize(model=model, config=config(0))[0]
+    assert engine.get_global_grad_norm() is engine.global_grad_norm() is None
+    with zero.Init(config_dict_or_path=config(3), mem_efficient_linear=True):
+        make()
+    texts = [str(w.message) for w in recwarn if issubclass(w.category, FutureWarning)]
+    assert len(texts) == 5 and "get_global_grad_norm() is DeepSpeed's name; here it is global_grad_norm()" in texts
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = zero.no_such
