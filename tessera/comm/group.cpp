@@ -60,7 +60,7 @@ bool apart(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // One call under validation: every message names the operation and its label.
-struct Call {
+struct CheckedCall {
   const char* name;
   Label label;
 
@@ -100,7 +100,7 @@ struct Call {
 };
 
 // Splits in rows of dim 0 -> splits in elements; empty -> equal parts.
-std::vector<int64_t> element_splits(const Call& call, const at::Tensor& t, std::vector<int64_t> splits, int size,
+std::vector<int64_t> element_splits(const CheckedCall& call, const at::Tensor& t, std::vector<int64_t> splits, int size,
                                     const char* what) {
   if (splits.empty()) {
     TESSERA_CHECK_VALUE(t.numel() % size == 0, "comm", call.text(), "'", what, "' has ", t.numel(),
@@ -129,7 +129,7 @@ int64_t shared_bytes(const at::Tensor& full, int size) {
 }  // namespace
 
 Pending Group::all_gather(at::Tensor out, at::Tensor in, Label label) {
-  const Call call{"all_gather", label};
+  const CheckedCall call{"all_gather", label};
   call.tensor(out, "out");
   call.tensor(in, "in");
   call.same_kind(out, in);
@@ -141,7 +141,7 @@ Pending Group::all_gather(at::Tensor out, at::Tensor in, Label label) {
 }
 
 Pending Group::reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label label) {
-  const Call call{"reduce_scatter", label};
+  const CheckedCall call{"reduce_scatter", label};
   call.tensor(out, "out");
   call.tensor(in, "in");
   call.same_kind(out, in);
@@ -154,7 +154,7 @@ Pending Group::reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op, Label 
 }
 
 Pending Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
-  const Call call{"all_reduce", label};
+  const CheckedCall call{"all_reduce", label};
   call.tensor(tensor, "tensor");
   call.reduction(tensor, op);
   count(&CommStats::all_reduce, 2 * static_cast<int64_t>(tensor.nbytes()) * (size() - 1) / size());
@@ -162,7 +162,7 @@ Pending Group::all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
 }
 
 Pending Group::broadcast(at::Tensor tensor, int root, Label label) {
-  const Call call{"broadcast", label};
+  const CheckedCall call{"broadcast", label};
   call.tensor(tensor, "tensor");
   TESSERA_CHECK_VALUE(root >= 0 && root < size(), "comm", call.text(), "root ", root, " is no rank of a group of ",
                       size());
@@ -172,7 +172,7 @@ Pending Group::broadcast(at::Tensor tensor, int root, Label label) {
 
 Pending Group::all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits,
                           std::vector<int64_t> in_splits, Label label) {
-  const Call call{"all_to_all", label};
+  const CheckedCall call{"all_to_all", label};
   call.tensor(out, "out");
   call.tensor(in, "in");
   call.same_kind(out, in);
@@ -207,7 +207,7 @@ void Group::count(OpStats CommStats::* op, int64_t bytes) {
 }
 
 at::Tensor Group::shared_memory(int64_t bytes, Label label) {
-  TESSERA_CHECK_VALUE(bytes >= 0, "comm", Call{"shared_memory", label}.text(), bytes, " bytes");
+  TESSERA_CHECK_VALUE(bytes >= 0, "comm", CheckedCall{"shared_memory", label}.text(), bytes, " bytes");
   return do_shared_memory(bytes, label);
 }
 

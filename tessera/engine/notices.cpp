@@ -28,7 +28,7 @@ std::string kind_of(const std::string& name) {
   return kind;
 }
 
-std::string listed(const std::vector<std::string>& names) {
+std::string quoted(const std::vector<std::string>& names) {
   std::string text;
   for (size_t i = 0; i < std::min(names.size(), kNamed); ++i)
     text += (i == 0 ? "'" : ", '") + names[i] + "'";
@@ -91,7 +91,7 @@ void Notices::updated(const zero::Units& units, const std::vector<bool>& present
 
 void Notices::warn_of_unused(const std::vector<std::string>& names, const std::string& when) {
   if (names.empty()) return;
-  add(c10::str("[engine.step] ", listed(names), ": trained, and without a gradient in ", when,
+  add(c10::str("[engine.step] ", quoted(names), ": trained, and without a gradient in ", when,
                " left what is so as it was; freeze what is not used (requires_grad False), tie by one and the same "
                "parameter, or, where other steps use it, say so with zero_optimization.ignore_unused_parameters true"));
 }

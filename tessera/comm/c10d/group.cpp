@@ -137,13 +137,14 @@ class C10dWork final : public Pending::Work {
   Clock::time_point launched_ = Clock::now();
 };
 
-char* bytes_of(const at::Tensor& flat, int64_t element) {
+char* address_of(const at::Tensor& flat, int64_t element) {
   return static_cast<char*>(flat.mutable_data_ptr()) + element * static_cast<int64_t>(flat.element_size());
 }
 
 // The summands of one call, `n` elements a rank: this rank's where they are, the others' in a buffer.
-struct Rows {
-  Rows(C10dCore& core, const at::Tensor& like, int64_t elements) : me(core.rank()), count(core.size()), n(elements) {
+struct SplitRows {
+  SplitRows(C10dCore& core, const at::Tensor& like, int64_t elements)
+      : me(core.rank()), count(core.size()), n(elements) {
     const int64_t bytes = n * static_cast<int64_t>(like.element_size()) * (count - 1);
     buffer = core.take_buffer(bytes);
     others = buffer.narrow(0, 0, bytes).view(like.scalar_type());
@@ -153,7 +154,7 @@ struct Rows {
   void sum(void* out, const void* own, ReduceOp op) const {
     std::vector<const void*> pointers(count);
     for (int r = 0; r < count; ++r)
-      pointers[r] = r == me ? own : bytes_of(others, of(r).begin);
+      pointers[r] = r == me ? own : address_of(others, of(r).begin);
     reduce_rows(out, pointers.data(), count, n, others.scalar_type(), op);
   }
 
@@ -250,8 +251,8 @@ at::Tensor flat_view(const at::Tensor& t) {
 }
 
 void copy_span(const at::Tensor& to, int64_t to_begin, const at::Tensor& from, Span span) {
-  char* target = bytes_of(to, to_begin);
-  const char* source = bytes_of(from, span.begin);
+  char* target = address_of(to, to_begin);
+  const char* source = address_of(from, span.begin);
   if (span.count > 0 && target != source) std::memcpy(target, source, span.count * from.element_size());
 }
 
@@ -306,12 +307,12 @@ Pending C10dGroup::do_reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op,
   }
   const at::Tensor to = flat_view(out), from = flat_view(in);
   const int64_t n = to.numel();
-  const Rows rows(*core_, from, n);
+  const SplitRows rows(*core_, from, n);
   Messages messages(*core_, call);
   others([&](int peer) { messages.receive(rows.others, rows.of(peer), peer); });
   others([&](int peer) { messages.send(from, {peer * n, n}, peer); });
   const auto sum = [=]() -> std::vector<Transfer> {
-    rows.sum(to.mutable_data_ptr(), bytes_of(from, rows.me * n), op);
+    rows.sum(to.mutable_data_ptr(), address_of(from, rows.me * n), op);
     return {};
   };
   return Pending(std::make_unique<C10dWork>(core_, call, messages.take(), std::vector{out, in}, sum, rows.buffer));
@@ -333,7 +334,7 @@ std::vector<Transfer> C10dGroup::share_chunks(C10dCore& core, const Call& call, 
 Pending C10dGroup::small_all_reduce(const at::Tensor& flat, const Call& call) {
   const int64_t n = flat.numel();
   const ReduceOp op = call.info.op;
-  const Rows rows(*core_, flat, n);
+  const SplitRows rows(*core_, flat, n);
   Messages messages(*core_, call);
   others([&](int peer) { messages.receive(rows.others, rows.of(peer), peer); });
   others([&](int peer) { messages.send(flat, {0, n}, peer); });
@@ -360,12 +361,12 @@ Pending C10dGroup::do_all_reduce(at::Tensor tensor, ReduceOp op, Label label) {
   if (call.info.bytes * count <= kSmallBytes) return small_all_reduce(flat, call);
   const int64_t total = flat.numel();
   const Span mine = chunk(total, me, count);
-  const Rows rows(*core_, flat, mine.count);
+  const SplitRows rows(*core_, flat, mine.count);
   Messages messages(*core_, call);
   others([&](int peer) { messages.receive(rows.others, rows.of(peer), peer); });
   others([&](int peer) { messages.send(flat, chunk(total, peer, count), peer); });
   const auto sum_and_share = [=, core = core_] {
-    char* own = bytes_of(flat, mine.begin);
+    char* own = address_of(flat, mine.begin);
     rows.sum(own, own, op);
     return share_chunks(*core, call, flat);
   };

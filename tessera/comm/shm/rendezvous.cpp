@@ -9,7 +9,7 @@ namespace tessera::comm {
 namespace {
 
 constexpr auto kSegmentKey = "tessera/shm/segment";
-constexpr auto kWell = "ok";
+constexpr auto kNoTrouble = "ok";
 
 std::shared_ptr<ShmSegment> create_segment(int size) {
   const ShmLayout layout{size};
@@ -43,10 +43,10 @@ std::string line_of(const std::exception& error) {
 // Everybody says how it went before anybody goes on, so that all end alike.
 void agree(c10d::Store& store, int rank, int size, const std::string& what, const std::string& trouble) {
   const auto key = [&](int r) { return "tessera/shm/" + what + "_" + std::to_string(r); };
-  store.set(key(rank), trouble.empty() ? std::string(kWell) : trouble);
+  store.set(key(rank), trouble.empty() ? std::string(kNoTrouble) : trouble);
   for (int r = 0; r < size; ++r) {
     const std::string announced = announced_by(store, key(r), r);
-    TESSERA_CHECK_DIST(announced == kWell, "comm", "rank ", r, " of ", size, " cannot share memory: ", announced);
+    TESSERA_CHECK_DIST(announced == kNoTrouble, "comm", "rank ", r, " of ", size, " cannot share memory: ", announced);
   }
 }
 

@@ -14,7 +14,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(500);  // then the progress thread looks after another handle
+constexpr auto kTurn = std::chrono::milliseconds(500);  // then the progress thread looks after another handle
 constexpr auto kGroupGone = "its process group was destroyed";
 
 }  // namespace
@@ -227,7 +227,7 @@ void ProgressThread::State::lead(std::unique_lock<std::mutex>& lock) {
       const auto mine = items;
       changed = false;
       lock.unlock();
-      const auto slice = ShmWorld::Clock::now() + kSlice;
+      const auto slice = ShmWorld::Clock::now() + kTurn;
       mine.front().work->drive(mine.front().since, [&] {
         return changed.load() || ShmWorld::Clock::now() > slice ||
                std::any_of(mine.begin(), mine.end(), [](const auto& item) { return item.work->finished(); });
