@@ -79,10 +79,7 @@ PRIVATE = re.compile(r"_(?!_|core)")  # names of this form; _core, the compiled 
 PRIVATE_IN_TESTS = {
     "tests/python/_deepspeed/test_pt.py": {"tessera._deepspeed"},  # its reader, with files that lie
     "tests/python/hybrid/conftest.py": {"tessera.hybrid._object_store"},
-    "tests/python/parallel/test_classes.py": {
-        "tessera.parallel._attention",
-        "tessera.parallel._classes",
-    },  # their names
+    "tests/python/parallel/test_classes.py": {"tessera.parallel._classes"},  # its names
     "tests/python/test_device.py": {"tessera._device"},  # of cards that no machine of the tests has
 }
 

@@ -19,7 +19,7 @@ def check(model: Any, config: _core.Config, group: Any) -> None:
     if not isinstance(model, PipelineModule):
         raise ConfigError(f"[pipeline] the model must be a PipelineModule, got {type(model).__name__}")
     if group is not None:
-        raise ConfigError("[pipeline] a pipeline lies over all processes; leave out mpu and group")
+        raise ConfigError("[pipeline] a pipeline lies over all processes; leave out the group")
     if config.placements.shards_params and model.num_stages > 1:
         raise NotImplementedError(
             "[pipeline] zero_optimization.stage 3 is not served inside pipeline stages: every micro-batch would "

@@ -13,7 +13,6 @@ import torch
 import transformers as tf
 from support import config, run_mesh
 from tessera.errors import ConfigError
-from tessera.parallel._attention import heads_of
 from tiny_models import MODELS, NamedAttention, OwnLossModel, RegisteredAttention, own, text
 from torch import nn
 
@@ -144,7 +143,7 @@ def test_what_is_registered_is_checked(rule: dict[str, Any], message: str) -> No
     class Attention(RegisteredAttention):
         odd = 7
 
-    assert heads_of(Attention(32, 8, 4)) == 8
+    assert planned(own(8, 4, Attention)(), **MODELS["own, registered"][2]).warnings == []
     with pytest.raises(ConfigError, match=message):
         register_class(Attention, **rule)
         if "loss" in rule:
@@ -154,11 +153,17 @@ def test_what_is_registered_is_checked(rule: dict[str, Any], message: str) -> No
 
 def test_rules_of_classes() -> None:
     class Other(RegisteredAttention):
+        odd = 7
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    assert heads_of(Other(32, 8, 4)) == 0  # of another forward nothing is known
-    assert register_class(Other, heads="nk") is Other and heads_of(Other(32, 8, 4)) == 4
-    assert heads_of(RegisteredAttention(32, 8, 4)) == 8
+    rules = MODELS["own, registered"][2]
+    assert len(planned(own(8, 4, Other)(), **rules).warnings) == 1  # of another forward nothing is known
+    assert register_class(Other, heads="nk", widths=["odd"]) is Other
+    with pytest.raises(ConfigError, match=r"self_attention\.odd is 7, of which 2 of 4 heads have no whole part"):
+        build(own(8, 4, Other)(), **rules)
+    assert register_class(Other, heads="nk") is Other and planned(own(8, 4, Other)(), **rules).warnings == []
+    assert planned(own(8, 4, RegisteredAttention)(), **rules).warnings == []
     with pytest.raises(ConfigError, match="no class of modules"):
         register_class(nn.Linear(2, 2), heads="x")  # type: ignore[type-var]
