@@ -8,3 +8,5 @@
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/recompute.h"
 #include "tessera/nn/scope.h"
+#include "tessera/nn/state_dict.h"
+#include "tessera/nn/states.h"

@@ -9,4 +9,5 @@
 #include "tessera/optim.h"
 #include "tessera/parallel.h"
 #include "tessera/pipeline.h"
+#include "tessera/safetensors.h"
 #include "tessera/version.h"

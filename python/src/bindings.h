@@ -11,6 +11,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tessera/shard/cut.h"
 
 namespace tessera::python {
 
@@ -40,5 +45,14 @@ void bind_pipeline(py::module_& m);     // pipeline/*.h
 void bind_scaler(py::module_& m);       // amp/grad_scaler.h
 void bind_schedule(py::module_& m);     // optim/schedule.h
 void bind_unit_policy(py::module_& m);  // engine/unit_policy.h
+
+// (sizes of the whole, dim, [(begin, end), ...] of that dim)
+using CutArgs = std::tuple<std::vector<int64_t>, int64_t, std::vector<std::pair<int64_t, int64_t>>>;
+inline shard::CutPtr to_cut(const CutArgs& args) {
+  std::vector<shard::Range> ranges;
+  for (const auto& [begin, end] : std::get<2>(args))
+    ranges.push_back({begin, end});
+  return shard::cut_along(std::get<0>(args), std::get<1>(args), ranges);
+}
 
 }  // namespace tessera::python

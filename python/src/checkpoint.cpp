@@ -9,7 +9,6 @@
 #include "bindings.h"
 #include "tessera/base/error.h"
 #include "tessera/io/lock.h"
-#include "tessera/io/safetensors.h"
 
 namespace tessera::python {
 
@@ -34,8 +33,8 @@ std::string save(Engine& engine, const std::string& dir, const engine::SaveOptio
 }
 
 // A function of the package as the core calls it: with the interpreter's lock, its errors those of the core.
-engine::Foreign foreign(std::string latest, const std::optional<py::function>& manifest, std::string names) {
-  engine::Foreign result{std::move(latest), {}, std::move(names)};
+checkpoint::OtherLayout layout_of(const std::optional<py::function>& manifest, std::string names) {
+  checkpoint::OtherLayout result{{}, std::move(names)};
   if (!manifest) return result;
   result.manifest = [f = *manifest](const std::string& folder) {
     const py::gil_scoped_acquire lock;
@@ -76,12 +75,6 @@ void bind_checkpoint(py::module_& m) {
       .def_readonly("aliases", &checkpoint::ParamRecord::aliases);
 
   py::class_<Reader>(m, "CheckpointReader")
-      .def(py::init([](const std::string& folder, const std::optional<std::string>& manifest) {
-             return Reader(folder, manifest
-                                       ? *manifest
-                                       : io::read_text(folder + "/" + checkpoint::kManifestName, int64_t{1} << 31));
-           }),
-           py::arg("folder"), py::arg("manifest") = py::none())
       .def("params", [](const Reader& r) { return r.manifest().params; })
       // Name, kind, shape, dtype and bytes of every tensor.
       .def("tensors",
@@ -115,22 +108,14 @@ void bind_checkpoint(py::module_& m) {
       .def(
           "read",
           [](const Reader& r, const std::string& name, const std::string& kind) -> std::optional<at::Tensor> {
-            const auto* record = r.find(name, kind);
-            if (record == nullptr) return std::nullopt;
-            r.verify(*record, {{}, record->order, {0, record->numel()}});
-            return r.read_whole(*record);
+            if (r.find(name, kind) == nullptr) return std::nullopt;
+            return r.read_whole(name, kind);
           },
           py::arg("name"), py::arg("kind"), NoGil())
-      // Elements of the flattened tensor in the usual order of its dims, 1-D.
       .def(
           "read_range",
           [](const Reader& r, const std::string& name, const std::string& kind, int64_t begin, int64_t end) {
-            const auto* record = r.find(name, kind);
-            TESSERA_CHECK_VALUE(record != nullptr && 0 <= begin && begin <= end && end <= record->numel(), "checkpoint",
-                                "there are no elements ", begin, " to ", end, " of '", name, "' (", kind, ")");
-            const checkpoint::Want want{{}, {}, {begin, end}};
-            r.verify(*record, want);
-            return r.read(*record, want);
+            return r.read_range(name, kind, {begin, end});
           },
           py::arg("name"), py::arg("kind"), py::arg("begin"), py::arg("end"), NoGil())
       .def("verify", &Reader::verify_all, NoGil());
@@ -206,17 +191,39 @@ void bind_checkpoint(py::module_& m) {
         return engine::export_weights(engine, all, folder, name, max_shard_bytes);
       },
       py::arg("engine"), py::arg("tensors"), py::arg("folder"), py::arg("name"), py::arg("max_shard_bytes"), NoGil());
-  m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
-  // Of each tensor of a file whose header is good: its name, dtype, shape and where its bytes begin.
   m.def(
-      "safetensors_entries",
-      [](const std::string& path) {
-        std::vector<std::tuple<std::string, at::ScalarType, std::vector<int64_t>, int64_t>> all;
-        for (const io::TensorEntry& entry : io::read_safetensors(io::File::open(path)).tensors)
-          all.emplace_back(entry.name, entry.dtype, entry.shape, entry.begin);
-        return all;
+      "read_checkpoint",
+      [](const std::string& dir, const std::string& tag, const std::optional<py::function>& manifest,
+         const std::string& names) {
+        const checkpoint::OtherLayout other = layout_of(manifest, names);
+        const py::gil_scoped_release release;
+        return checkpoint::open(dir, tag, other);
       },
-      py::arg("path"));
+      py::arg("dir"), py::arg("tag") = "", py::arg("manifest") = py::none(), py::arg("names") = "");
+  m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
+  using checkpoint::WeightReader;
+  py::class_<WeightReader>(m, "WeightReader")
+      .def(py::init<const std::string&>(), py::arg("path"), NoGil())
+      .def(py::init<const std::vector<std::string>&>(), py::arg("files"), NoGil())
+      .def(
+          "shape",
+          [](const WeightReader& reader, const std::string& name) -> std::optional<std::vector<int64_t>> {
+            const checkpoint::WeightTensor* found = reader.find(name);
+            if (found == nullptr) return std::nullopt;
+            return found->shape;
+          },
+          py::arg("name"))
+      .def("read", py::overload_cast<const std::string&>(&WeightReader::read, py::const_), py::arg("name"), NoGil())
+      .def(
+          "read",
+          [](const WeightReader& reader, const std::string& name, int64_t dim,
+             const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+            checkpoint::Slice slice{dim, {}};
+            for (const auto& [begin, end] : ranges)
+              slice.ranges.push_back({begin, end});
+            return reader.read(name, slice);
+          },
+          py::arg("name"), py::arg("dim"), py::arg("ranges"), NoGil());
   // The text of a manifest (checkpoint/manifest.h) that is a JSON object.
   m.def("sealed_manifest", &checkpoint::sealed, py::arg("json"));
   m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
@@ -248,7 +255,7 @@ void bind_checkpoint(py::module_& m) {
       [](Engine& engine, const std::string& dir, const std::string& tag, bool strict, bool optimizer, bool run,
          bool from_master, const std::string& latest, const std::optional<py::function>& manifest,
          const std::string& names) {
-        const engine::Foreign other = foreign(latest, manifest, names);
+        const engine::Foreign other{layout_of(manifest, names), latest};
         const py::gil_scoped_release release;
         return engine.checkpoints().open(dir, tag, {strict, optimizer, run, from_master}, other);
       },

@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "tessera/base/transforms.h"
 #include "tessera/engine/build.h"
+#include "tessera/engine/logical.h"
 #include "tessera/offload/states.h"
 #include "tessera/shard/device.h"
 #include "tessera/zero/early_params.h"
@@ -39,15 +40,6 @@ auto on(Part& (Engine::*part)(), R (Part::*method)(A...)) {
 template <class Get, class Part, class R, class... A>
 auto on(Get part, R (Part::*method)(A...) const) {
   return [=](Engine& e, A... a) -> R { return ((e.*part)().*method)(std::forward<A>(a)...); };
-}
-
-// (sizes of the whole, dim, [(begin, end), ...] of that dim)
-using CutArgs = std::tuple<std::vector<int64_t>, int64_t, std::vector<std::pair<int64_t, int64_t>>>;
-shard::CutPtr to_cut(const CutArgs& args) {
-  std::vector<shard::Range> ranges;
-  for (const auto& [begin, end] : std::get<2>(args))
-    ranges.push_back({begin, end});
-  return shard::cut_along(std::get<0>(args), std::get<1>(args), ranges);
 }
 
 void bind_structs(py::module_& m) {
@@ -307,6 +299,26 @@ void bind_counters(EngineClass& c) {
       });
 }
 
+void bind_states(py::module_& m) {
+  using engine::OptimizerStates;
+  py::class_<OptimizerStates>(m, "OptimizerStates")
+      .def(py::init<Engine&>(), py::arg("engine"), py::keep_alive<1, 2>())
+      .def(
+          "get_full",
+          [](const OptimizerStates& s, int param, const std::string& key) {
+            return optional_tensor(s.get_full(param, key));
+          },
+          py::arg("number"), py::arg("key"), NoGil())
+      .def("set_full", &OptimizerStates::set_full, py::arg("number"), py::arg("key"), py::arg("full"), NoGil())
+      .def(
+          "get_local",
+          [](const OptimizerStates& s, int param, const std::string& key) {
+            return optional_tensor(s.get_local(param, key));
+          },
+          py::arg("number"), py::arg("key"), NoGil())
+      .def("set_local", &OptimizerStates::set_local, py::arg("number"), py::arg("key"), py::arg("part"), NoGil());
+}
+
 void bind_state(EngineClass& c) {
   c.def("params", &Engine::params, py::return_value_policy::copy)  // there may be more of them, elsewhere
       .def(
@@ -372,6 +384,7 @@ void bind_engine(py::module_& m) {
   bind_training(c);
   bind_modules(c);
   bind_counters(c);
+  bind_states(m);
   bind_state(c);
 }
 

@@ -49,6 +49,15 @@ using Whole = at::Tensor (*)(const at::Tensor&, const comm::GroupPtr&, comm::Lab
 
 void bind_functions(py::module_& m) {
   using namespace parallel;
+  m.def(
+      "take_slice", [](const at::Tensor& whole, const CutArgs& cut) { return take_slice(whole, *to_cut(cut)); },
+      py::arg("whole"), py::arg("cut"), NoGil());
+  m.def(
+      "join_slices",
+      [](const at::Tensor& slice, const CutArgs& cut, const comm::GroupPtr& group, const std::string& label) {
+        return join_slices(slice, *to_cut(cut), group, label);
+      },
+      py::arg("slice"), py::arg("cut"), py::arg("group"), py::arg("label"), NoGil());
   for (const auto& [name, function] : {std::pair<const char*, Whole>("copy_to_ranks", &copy_to_ranks),
                                        std::pair<const char*, Whole>("reduce_from_ranks", &reduce_from_ranks)})
     m.def(

@@ -48,18 +48,10 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _
 def _open(
     folder: str | os.PathLike[str], tag: str | None, trusted: bool = False, skip: bool = False
 ) -> _core.CheckpointReader:
-    folder = os.fspath(folder)
-    tag = tag or _core.latest_tag(folder)
-    if not tag:
-        raise IoError(f"[checkpoints] there is no file 'latest' in '{folder}'; name a tag")
-    _core.check_tag(tag)
-    path = os.path.join(folder, tag)
-    if os.path.exists(os.path.join(path, "manifest.json")):
-        return _core.CheckpointReader(path)
-    manifest = manifest_of(path, None, trusted, skip)
-    if not manifest:
-        raise IoError(f"[checkpoints] '{path}' has neither 'manifest.json' nor {LOOKED_FOR}")
-    return _core.CheckpointReader(path, manifest)
+    def manifest(path: str) -> str:
+        return manifest_of(path, None, trusted, skip)
+
+    return _core.read_checkpoint(os.fspath(folder), tag or "", manifest, LOOKED_FOR)
 
 
 def state_dict(

@@ -10,6 +10,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/numbering.h"
+#include "tessera/checkpoint/writer.h"
 #include "tessera/io/crc32c.h"
 #include "tessera/io/safetensors.h"
 
@@ -33,6 +34,7 @@ struct Reader::Files {
 
 namespace {
 
+constexpr int64_t kManifestLimit = int64_t{1} << 31;
 constexpr int kOpenFiles = 256;  // at once; the limit of a process is often 1024
 
 const Slice* first(const std::vector<Slice>& slice) {
@@ -258,6 +260,31 @@ at::Tensor Reader::read_whole(const TensorRecord& record) const {
   return record.order.empty() ? whole : whole.permute(inverse(record.order));
 }
 
+at::Tensor Reader::read_whole(const std::string& name, const std::string& kind) const {
+  const TensorRecord& record = named(name, kind);
+  verify(record, {{}, record.order, {0, record.numel()}});
+  return read_whole(record);
+}
+
+at::Tensor Reader::read_range(const std::string& name, const std::string& kind, Range range) const {
+  const TensorRecord& record = named(name, kind);
+  TESSERA_CHECK_VALUE(0 <= range.begin && range.begin <= range.end && range.end <= record.numel(), "checkpoint",
+                      "there are no elements ", range.begin, " to ", range.end, " of '", name, "' (", kind, ")");
+  const Want want{{}, {}, range};
+  verify(record, want);
+  return read(record, want);
+}
+
+const TensorRecord& Reader::named(const std::string& name, const std::string& kind) const {
+  const TensorRecord* found = find(name, kind);
+  if (found != nullptr) return *found;
+  std::string kinds;
+  for (const TensorRecord& record : manifest_.tensors)
+    if (record.name == name) kinds += (kinds.empty() ? "'" : ", '") + record.kind + "'";
+  TESSERA_FAIL(c10::ValueError, "[checkpoint] '", folder_, "' has no '", kind, "' of '", name, "'",
+               kinds.empty() ? ", nor anything else of that name" : "; there are " + kinds);
+}
+
 std::string Reader::blob(const std::string& name) const {
   const auto found = manifest_.blobs.find(name);
   TESSERA_CHECK_IO(found != manifest_.blobs.end(), "checkpoint", "'", folder_, "' has no '", name, "'");
@@ -268,6 +295,26 @@ std::string Reader::blob(const std::string& name) const {
                        io::crc32c(bytes.data(), found->second.bytes) == found->second.checksum,
                    "checkpoint", "'", path, "' is damaged: its length or checksum differs");
   return bytes;
+}
+
+std::string manifest_text(const std::string& dir, const std::string& tag, const OtherLayout& other) {
+  check_tag(tag);
+  const std::string folder = folder_of(dir, tag), path = (std::filesystem::path(folder) / kManifestName).string();
+  std::string text;
+  if (std::filesystem::exists(path))
+    text = io::read_text(path, kManifestLimit);
+  else if (other.manifest)
+    text = other.manifest(folder);
+  TESSERA_CHECK_IO(!text.empty(), "checkpoint", "there is no complete checkpoint '", tag, "' in '", dir, "': '", path,
+                   "' is missing", other.names.empty() ? "" : ", and so are " + other.names);
+  return text;
+}
+
+Reader open(const std::string& dir, const std::string& given, const OtherLayout& other) {
+  const std::string tag = given.empty() ? latest_tag(dir) : given;
+  TESSERA_CHECK_IO(!tag.empty(), "checkpoint", "there is no file 'latest' in '", dir, "'; name a tag");
+  const std::string text = manifest_text(dir, tag, other);
+  return {folder_of(dir, tag), text};
 }
 
 bool is_tag(const std::string& text) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <functional>
 #include <map>
@@ -42,6 +43,10 @@ class Reader {
   void read_to(const at::Tensor& result, const TensorRecord& record, const Want& want) const;
   // All of it, in its shape.
   at::Tensor read_whole(const TensorRecord& record) const;
+  // The same by name and kind ("weight", "master", "exp_avg", "buffer"), checked; of a range, 1-D, the elements of the flattened
+  // tensor in the usual order of its dims. Value error where there is none.
+  at::Tensor read_whole(const std::string& name, const std::string& kind) const;
+  at::Tensor read_range(const std::string& name, const std::string& kind, shard::Range range) const;
   // Checked.
   std::string blob(const std::string& name) const;
   // The blocks of raw files that hold elements of `needed` records, but of all of them only part number `part` of `parts`:
@@ -53,6 +58,7 @@ class Reader {
  private:
   struct Copy;
   std::vector<Copy> copies(const TensorRecord& record, const std::vector<Slice>& slice, shard::Range range) const;
+  const TensorRecord& named(const std::string& name, const std::string& kind) const;
   std::shared_ptr<const io::File> file(int number) const;
   void verify_piece(const TensorRecord& record, const Piece& piece, shard::Range elements) const;
   bool reorders(const TensorRecord& record, const Want& want) const;
@@ -64,6 +70,23 @@ class Reader {
   struct Files;
   std::unique_ptr<Files> files_;
 };
+
+// What another program's checkpoint is read by: its manifest, of the folder; empty where that holds none. `names`: of the files
+// that it looks for, for errors.
+struct OtherLayout {
+  std::function<std::string(const std::string& folder)> manifest = {};
+  std::string names = "";
+};
+// The manifest of `dir`/`tag`. IoError that says what is missing, value error for what is no tag.
+std::string manifest_text(const std::string& dir, const std::string& tag, const OtherLayout& other = {});
+// A checkpoint without an engine, for reading; `tag` empty: the one that `latest` names. `dir` is what save_checkpoint() was called
+// with. Errors as of manifest_text(). Local.
+Reader open(const std::string& dir, const std::string& tag = "", const OtherLayout& other = {});
+// Tags of the complete checkpoints of this library in `dir`, the newest first; none where there is no such folder. Local.
+std::vector<std::string> tags(const std::string& dir);
+// What save_checkpoint() was given of the program's own, Python's client_state too. IoError for what is no plain data.
+using ClientValues = std::map<std::string, c10::IValue>;
+ClientValues client_values(const Reader& reader);
 
 // The name of one folder, and none that has another meaning.
 bool is_tag(const std::string& text);

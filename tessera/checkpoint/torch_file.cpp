@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/reader.h"
 
 namespace tessera::checkpoint {
 
@@ -54,6 +55,22 @@ c10::IValue from_torch_file(const std::string& bytes, const std::string& what) t
 } catch (const std::exception& error) {
   const std::string text = error.what();
   TESSERA_FAIL(IoError, "[checkpoint] ", what, " cannot be read: ", text.substr(0, text.find('\n')));
+}
+
+c10::IValue dict_of_blob(const Reader& reader, const std::string& name) {
+  if (!reader.manifest().blobs.contains(name)) return {};
+  const c10::IValue value = from_torch_file(reader.blob(name), "'" + name + "'");
+  TESSERA_CHECK_IO(value.isGenericDict(), "checkpoint", "'", name, "' is damaged: no dict");
+  return value;
+}
+
+ClientValues client_values(const Reader& reader) {
+  ClientValues values;
+  const c10::IValue found = dict_of_blob(reader, "client_state");
+  if (!found.isNone())
+    for (const auto& item : found.toGenericDict())
+      if (item.key().isString()) values.emplace(item.key().toStringRef(), item.value());
+  return values;
 }
 
 }  // namespace tessera::checkpoint

@@ -8,11 +8,16 @@
 
 namespace tessera::checkpoint {
 
+class Reader;
+
 // The bytes of such a file, from first to last; torch.load(weights_only=True) takes them. What `write` throws ends it at the end.
 void write_torch_file(const c10::IValue& value, const std::function<void(const void* bytes, size_t size)>& write);
 // In memory. Value error that says `what` where it holds an object, which is no data.
 std::string to_torch_file(const c10::IValue& value, const std::string& what);
 // IoError that says `what` where it is damaged, or holds objects: nothing of a file is run.
 c10::IValue from_torch_file(const std::string& bytes, const std::string& what);
+
+// A dict that a front end has saved; None where there is no such blob. IoError where it is damaged.
+c10::IValue dict_of_blob(const Reader& reader, const std::string& name);
 
 }  // namespace tessera::checkpoint

@@ -2,11 +2,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/ordered_dict.h>
 
 #include <cstdint>
+#include <limits>
+#include <map>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <vector>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/io/file.h"
 
 namespace tessera::checkpoint {
 
@@ -25,12 +32,13 @@ std::vector<size_t> plan_files(const std::vector<WeightTensor>& tensors, int64_t
 
 // Writes `folder`/`name`, or files "stem-00001-of-00002.ext" and "name.index.json", the names of Transformers. The
 // extension says the format: ".bin" is what torch.load() reads, with all names on one tensor; ".safetensors" has the first
-// name, and the others in the metadata. Memory: one tensor of safetensors, one file of ".bin". Several may write the same name
+// name, and the others in the metadata, beside the `metadata` that is given (of a ".safetensors" only). Memory: one tensor of safetensors, one file of ".bin". Several may write the same name
 // at once: what is finished last holds. What one that was cut off has left goes.
 class WeightFiles {
  public:
   // Value error for a name of another form, or of a folder.
-  WeightFiles(std::string folder, const std::string& name, std::vector<WeightTensor> tensors, int64_t max_bytes);
+  WeightFiles(std::string folder, const std::string& name, std::vector<WeightTensor> tensors, int64_t max_bytes,
+              std::map<std::string, std::string> metadata = {});
   ~WeightFiles();  // without finish() nothing stays
   WeightFiles(const WeightFiles&) = delete;
   WeightFiles& operator=(const WeightFiles&) = delete;
@@ -54,9 +62,56 @@ class WeightFiles {
   const std::string id_;  // of this export's unfinished files, beside which others may write their own
   std::unique_ptr<SaveMark> mark_;
   std::vector<WeightTensor> tensors_;
+  std::map<std::string, std::string> metadata_;
   std::vector<size_t> counts_;
   size_t file_ = 0, next_ = 0, left_ = 0;  // the file that is written, the next tensor, how many the file still gets
   std::unique_ptr<Open> open_;
+};
+
+using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;  // as a torch::nn::Module has them
+
+struct WriteOptions {
+  int64_t max_shard_bytes = std::numeric_limits<int64_t>::max();  // of a file, unless one tensor has more
+  std::map<std::string, std::string> metadata = {};
+};
+// All of these, as WeightFiles writes them: `folder`/`name` whole or not at all. Names of one tensor, or of one view of one
+// memory (tied weights), have its values once. Returns the names of the files. Value error for what the format cannot hold.
+std::vector<std::string> write_weights(const std::string& folder, const std::string& name, const NamedTensors& tensors,
+                                       const WriteOptions& options = {});
+
+// Safetensors in one file or in several, read whole or the slices that a rank needs. Local. Holds the files open: what takes
+// their names later is not read. Any number of threads may read.
+class WeightReader {
+ public:
+  // `path`: a file; an index ("model.safetensors.index.json") of files beside it; or a folder, of its index where it has one,
+  // else of all that is "*.safetensors". Headers are read and checked here. IoError that names the file, and the tensor: what
+  // is missing or damaged, a folder with two indices or without files, a tensor that two files have.
+  explicit WeightReader(const std::string& path);
+  explicit WeightReader(const std::vector<std::string>& files);  // together
+
+  // As they come in the files, each with the other names that metadata gives it (a tied weight's).
+  const std::vector<WeightTensor>& tensors() const { return tensors_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }  // of the first file that has a key
+  // By any of its names; null where there is none.
+  const WeightTensor* find(const std::string& name) const;
+  // On the CPU, in its dtype. Value error for a name or a slice that is not there; IoError for a disk. Of a slice nothing
+  // else is read, but for gaps of less than 16 KiB.
+  at::Tensor read(const std::string& name) const;
+  at::Tensor read(const std::string& name, const Slice& slice) const;
+
+ private:
+  struct Bytes {
+    std::shared_ptr<const io::File> file;
+    int64_t begin = 0, end = 0;
+  };
+  void add_file(const std::string& path, const std::map<std::string, std::string>* wanted);
+  void add_index(const std::string& path);
+  size_t number_of(const std::string& name) const;
+
+  std::vector<WeightTensor> tensors_;
+  std::vector<Bytes> bytes_;  // of each
+  std::unordered_map<std::string, size_t> numbers_;
+  std::map<std::string, std::string> metadata_;
 };
 
 }  // namespace tessera::checkpoint

@@ -331,38 +331,54 @@ bool is_held(const std::string& folder, const std::string& id) {
   return !left && fs::exists(path, ignored);
 }
 
+namespace {
+
+bool is_complete(const fs::path& folder) {
+  std::error_code ignored;
+  return fs::exists(folder / kManifestName, ignored);
+}
+
+}  // namespace
+
+std::vector<std::string> tags(const std::string& dir) {
+  std::error_code ignored;
+  std::vector<std::pair<fs::file_time_type, std::string>> complete;
+  for (const auto& entry : fs::directory_iterator(dir, ignored))
+    if (entry.is_directory(ignored) && is_complete(entry.path()))
+      complete.emplace_back(fs::last_write_time(entry.path() / kManifestName, ignored),
+                            entry.path().filename().string());
+  std::sort(complete.rbegin(), complete.rend());
+  std::vector<std::string> names;
+  for (const auto& [when, name] : complete)
+    names.push_back(name);
+  return names;
+}
+
 void clean(const std::string& dir, const std::string& tag, int keep_last) {
   std::error_code ignored;
-  struct Complete {
-    fs::path folder;
-    fs::file_time_type when;
-  };
-  std::vector<Complete> complete;
-  const auto is_complete = [&](const fs::path& folder) { return fs::exists(folder / kManifestName, ignored); };
   for (const auto& entry : fs::directory_iterator(dir, ignored)) {
     const fs::path& folder = entry.path();
     if (!entry.is_directory(ignored)) continue;
     if (!is_complete(folder))
       remove_left(folder, [&] { return is_complete(folder) ? std::nullopt : std::optional<std::string>(""); });
-    else if (folder.filename() != tag)
-      complete.push_back({folder, fs::last_write_time(folder / kManifestName, ignored)});
-    else
+    else if (folder.filename() == tag)
       remove_left(folder, [&] {
         const std::string id = complete_id(folder.string());
         return id.empty() ? std::nullopt : std::optional(id);
       });
   }
   if (keep_last <= 0) return;
-  std::sort(complete.begin(), complete.end(), [](const Complete& a, const Complete& b) { return a.when > b.when; });
+  std::vector<std::string> others = tags(dir);
+  std::erase(others, tag);
   std::string latest;
   try {
     latest = latest_tag(dir);
   } catch (const IoError&) {
     return;  // it says nothing that can be read: then none is known to be free
   }
-  for (size_t i = static_cast<size_t>(keep_last) - 1; i < complete.size(); ++i) {
-    const fs::path& folder = complete[i].folder;
-    if (folder.filename() == latest) continue;
+  for (size_t i = static_cast<size_t>(keep_last) - 1; i < others.size(); ++i) {
+    if (others[i] == latest) continue;
+    const fs::path folder = fs::path(dir) / others[i];
     fs::remove(folder / kManifestName, ignored);  // first: it is not complete from here on
     remove_left(folder, [&] { return is_complete(folder) ? std::nullopt : std::optional<std::string>(""); });
   }

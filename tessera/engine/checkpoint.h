@@ -48,12 +48,9 @@ struct ClientPart {
   std::map<std::string, std::vector<std::string>> aliases;  // other names of a parameter
 };
 
-// Where a load finds what this library did not write.
-struct Foreign {
+// Where a load finds what this library did not write. `manifest` is called on one rank.
+struct Foreign : checkpoint::OtherLayout {
   std::string latest = "latest";  // the file in the folder that names the newest tag; another name: it must be there
-  // The manifest of a checkpoint without one, given its folder; empty where it knows none either. Called on one rank.
-  std::function<std::string(const std::string& folder)> manifest;
-  std::string names = "";  // of the files that it looks for, for errors
 };
 
 // Note [Checkpoints of several engines]

@@ -1,5 +1,9 @@
 #include "tessera/engine/logical.h"
 
+#include <ATen/ops/scalar_tensor.h>
+
+#include "tessera/base/error.h"
+
 namespace tessera::engine {
 
 std::string kind_of(Engine& engine, Quantity quantity) {
@@ -44,6 +48,50 @@ std::vector<std::vector<checkpoint::Along>> places_of(const Engine& engine, cons
 
 std::string file_name_of(const Engine& engine, const ParamSpec& spec) {
   return spec.name + checkpoint::suffix_of(place_of(engine, spec));
+}
+
+std::optional<Quantity> OptimizerStates::quantity(const std::string& key) const {
+  const optim::Rule rule = engine_.options().rule;
+  TESSERA_CHECK_BUILT(rule != optim::Rule::External, "state", "'", key,
+                      "': states of an optimizer of your own are in the optimizer");
+  const auto names = optim::state_names(rule, engine_.groups());
+  const bool counts = rule != optim::Rule::Sgd;
+  if (counts && key == "step") return std::nullopt;
+  std::string there;
+  for (int i = 0; i < names.count; ++i) {
+    if (key == names.name[i]) return i == 0 ? Quantity::State0 : Quantity::State1;
+    there += std::string(names.name[i]) + ", ";
+  }
+  there += counts ? "step" : there.empty() ? "none" : "";
+  if (there.ends_with(", ")) there.resize(there.size() - 2);
+  TESSERA_FAIL(c10::ValueError, "[state] no optimizer state '", key, "'; there are ", there);
+}
+
+at::Tensor OptimizerStates::get_full(int param, const std::string& key) const {
+  const auto what = quantity(key);
+  return what ? engine_.states().get_full(param, *what)
+              : at::scalar_tensor(static_cast<double>(engine_.layout().param_step(param)), at::kFloat);
+}
+
+void OptimizerStates::set_full(int param, const std::string& key, const at::Tensor& value) const {
+  if (const auto what = quantity(key))
+    engine_.states().set_full(param, *what, value);
+  else
+    engine_.states().set_param_step(param, static_cast<int64_t>(value.item<double>()));
+}
+
+at::Tensor OptimizerStates::get_local(int param, const std::string& key) const {
+  const auto what = quantity(key);
+  if (!what) return get_full(param, key);
+  const at::Tensor view = engine_.states().local_view(param, *what);
+  return view.defined() ? view.to(at::kFloat) : view;
+}
+
+void OptimizerStates::set_local(int param, const std::string& key, const at::Tensor& value) const {
+  if (const auto what = quantity(key))
+    engine_.states().set_local(param, *what, value);
+  else
+    set_full(param, key, value);
 }
 
 std::string spread_of(const comm::Mesh& mesh) {

@@ -1,6 +1,7 @@
 // What files call the tensors of an engine: names, shapes and kinds that say nothing of how it spreads them.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,23 @@ std::vector<checkpoint::Along> place_of(const Engine& engine, const ParamSpec& s
 std::vector<std::vector<checkpoint::Along>> places_of(const Engine& engine, const ParamSpec& spec);
 // Its name with this rank's place.
 std::string file_name_of(const Engine& engine, const ParamSpec& spec);
+
+// What the core's optimizer keeps of a trained parameter, by the key of torch's optimizer state: "exp_avg", and where the rule
+// counts them "step", a tensor without dims. Values as of StateAccess, in fp32; undefined before there is one. Value error for a
+// key that there is not, not-implemented error where a client's optimizer has the states. Full ones are collective.
+class OptimizerStates {
+ public:
+  explicit OptimizerStates(Engine& engine) : engine_(engine) {}
+  at::Tensor get_full(int param, const std::string& key) const;
+  void set_full(int param, const std::string& key, const at::Tensor& value) const;
+  at::Tensor get_local(int param, const std::string& key) const;
+  void set_local(int param, const std::string& key, const at::Tensor& value) const;
+
+ private:
+  std::optional<Quantity> quantity(const std::string& key) const;  // none: "step"
+
+  Engine& engine_;
+};
 
 // How ranks lie on axes, as a text.
 std::string spread_of(const comm::Mesh& mesh);

@@ -29,7 +29,6 @@ using Json = nlohmann::ordered_json;
 using checkpoint::TensorRecord;
 using shard::Range;
 
-constexpr int64_t kManifestLimit = int64_t{1} << 31;
 constexpr int64_t kLoadChunk = int64_t{8} << 20;  // elements that are read at once
 constexpr int kReaders = 4;
 
@@ -379,16 +378,7 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
     TESSERA_CHECK_VALUE(!tag.empty() || foreign.latest == Foreign().latest, "checkpoint", "there is no file '",
                         foreign.latest, "' in '", dir, "' that says which checkpoint to load");
     if (tag.empty()) return "";
-    checkpoint::check_tag(tag);
-    const std::string path =
-        (std::filesystem::path(checkpoint::folder_of(dir, tag)) / checkpoint::kManifestName).string();
-    std::string text;
-    if (std::filesystem::exists(path))
-      text = io::read_text(path, kManifestLimit);
-    else if (foreign.manifest)
-      text = foreign.manifest(checkpoint::folder_of(dir, tag));
-    TESSERA_CHECK_IO(!text.empty(), "checkpoint", "there is no complete checkpoint '", tag, "' in '", dir, "': '", path,
-                     "' is missing", foreign.names.empty() ? "" : ", and so are " + foreign.names);
+    const std::string text = checkpoint::manifest_text(dir, tag, foreign);
     return Json{{"tag", tag}, {"manifest", text}}.dump();
   });
   if (first[0].empty()) return std::nullopt;
@@ -417,6 +407,12 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
   });
   if (spans_) restore.check_unexpected(left);
   return restore;
+}
+
+RunCounters counters_of(const checkpoint::Reader& reader) {
+  const SavedRun run(reader.manifest().run,
+                     (std::filesystem::path(reader.folder()) / checkpoint::kManifestName).string());
+  return {run.micro_steps, run.global_steps, run.skipped_steps, run.global_samples};
 }
 
 }  // namespace tessera::engine

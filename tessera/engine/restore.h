@@ -26,6 +26,12 @@ namespace tessera::engine {
 
 struct SavedRun;
 
+// Of the run that saved a checkpoint, as Engine counts. IoError for numbers that cannot be.
+struct RunCounters {
+  int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
+};
+RunCounters counters_of(const checkpoint::Reader& reader);
+
 // A checkpoint that was found good and fits the engine, before anything has changed.
 class Restore {
  public:

@@ -14,7 +14,8 @@ using Json = nlohmann::ordered_json;
 
 constexpr int64_t kLargestHeader = 100'000'000;  // the format's own limit
 constexpr int kDeepest = 8;                      // levels of the header, which has 3
-constexpr size_t kAlignment = 64;                // of the first tensor's bytes
+constexpr const char* kMetadata = "__metadata__";
+constexpr size_t kAlignment = 64;  // of the first tensor's bytes
 
 struct DtypeRow {
   at::ScalarType dtype;
@@ -88,18 +89,25 @@ const char* safetensors_dtype(at::ScalarType dtype) {
 
 std::string layout_safetensors(SafeTensors& file) {
   Json json = Json::object();
-  if (!file.metadata.empty()) json["__metadata__"] = file.metadata;
+  if (!file.metadata.empty()) json[kMetadata] = file.metadata;
   int64_t at = 0;
   for (TensorEntry& entry : file.tensors) {
     const char* name = safetensors_dtype(entry.dtype);
     const auto bytes = bytes_of(entry.shape, entry.dtype);
+    TESSERA_CHECK_VALUE(entry.name != kMetadata && !json.contains(entry.name), "safetensors", "the name '", entry.name,
+                        "' is taken: each tensor of a file has one of its own, and '", kMetadata, "' is the format's");
     TESSERA_CHECK_VALUE(name != nullptr && bytes, "safetensors", "tensor '", entry.name, "' has dtype ", entry.dtype,
                         ", which the format does not know");
     entry.begin = at;
     entry.end = at += *bytes;
     json[entry.name] = {{"dtype", name}, {"shape", entry.shape}, {"data_offsets", {entry.begin, entry.end}}};
   }
-  std::string text = json.dump();
+  std::string text;
+  try {
+    text = json.dump();
+  } catch (const Json::exception& error) {
+    TESSERA_FAIL(c10::ValueError, "[safetensors] names and metadata must be UTF-8: ", error.what());
+  }
   text.resize((text.size() + 8 + kAlignment - 1) / kAlignment * kAlignment - 8, ' ');
   const auto length = static_cast<uint64_t>(text.size());
   std::string header(8, '\0');
@@ -132,10 +140,12 @@ SafeTensors read_safetensors(const File& file) {
   SafeTensors result;
   const auto start = static_cast<int64_t>(length) + 8;
   for (const auto& [name, value] : json.items()) {
-    if (name != "__metadata__") {
+    if (name != kMetadata) {
       result.tensors.push_back(entry_of(file.path(), name, value, start));
       continue;
     }
+    TESSERA_CHECK_IO(value.is_object() || value.is_null(), "safetensors", "'", file.path(),
+                     "': the metadata is not a JSON object");
     for (const auto& [key, word] : value.items()) {
       TESSERA_CHECK_IO(word.is_string(), "safetensors", "'", file.path(), "': metadata '", key, "' is not a string");
       result.metadata[key] = word.get<std::string>();

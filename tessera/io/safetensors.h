@@ -28,7 +28,7 @@ struct SafeTensors {
 };
 
 // Gives every entry its bytes, one after the other in order, and returns the header that the file begins with. Value error
-// for a dtype that the format does not know.
+// for a dtype that the format does not know, a name that is there twice or is the format's own, and texts that are no UTF-8.
 std::string layout_safetensors(SafeTensors& file);
 // Checked: bounds, gaps, overlaps, sizes that are not those of shape and dtype, a length beyond the file or 100 MB, JSON that
 // is none. IoError that names the file and the tensor.

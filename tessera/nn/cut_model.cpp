@@ -21,6 +21,7 @@
 #include "tessera/nn/layers.h"
 #include "tessera/nn/parallel.h"
 #include "tessera/parallel/cutting.h"
+#include "tessera/parallel/functions.h"
 
 namespace tessera::nn {
 namespace {
@@ -337,10 +338,7 @@ class Cutter {
     group_->broadcast(value, 0, "value of '" + noted.note->name + "' before it is cut");
     if (!noted.ranges.empty()) {
       noted.note->cut = shard::cut_along(value.sizes().vec(), noted.dim, noted.ranges);
-      std::vector<at::Tensor> pieces;
-      for (const shard::Range& range : noted.ranges)
-        pieces.push_back(value.narrow(noted.dim, range.begin, range.size()));
-      value = pieces.size() > 1 ? at::cat(pieces, noted.dim) : pieces[0].contiguous().clone();
+      value = parallel::take_slice(value, *noted.note->cut);
     }
     set_cut(param, value, noted.note);
     param.mutable_grad().reset();

@@ -7,6 +7,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/nn/cut_layers.h"
+#include "tessera/parallel/functions.h"
 #include "tessera/parallel/vocabulary.h"
 
 namespace tessera::nn {
@@ -27,19 +28,12 @@ Ranges own_ranges(const Region& region, int64_t total, const Sizes& subs, parall
                                  {rule})[region.group->rank()];
 }
 
-at::Tensor slice(const at::Tensor& whole, int64_t dim, const Ranges& ranges) {
-  std::vector<at::Tensor> parts;
-  for (const shard::Range& range : ranges)
-    parts.push_back(whole.narrow(dim, range.begin, range.size()));
-  return at::cat(parts, dim);
-}
-
 // A slice as a leaf, and what it is of. Where nothing is cut the whole.
 at::Tensor own_slice(const Region& region, const at::Tensor& whole, int64_t dim, const Ranges& ranges,
                      const std::string& name, std::map<std::string, shard::CutPtr>& cuts) {
   if (region.group->size() == 1) return whole.detach();
   cuts[name] = shard::cut_along(whole.sizes().vec(), dim, ranges);
-  return slice(whole.detach(), dim, ranges);
+  return parallel::take_slice(whole.detach(), *cuts[name]);
 }
 
 }  // namespace
@@ -140,7 +134,7 @@ void set_whole(torch::nn::Module& module, const std::string& name, const at::Ten
   TESSERA_CHECK_VALUE(whole.sizes() == at::IntArrayRef(sizes), "nn", "a value of ", whole.sizes(), " for parameter '",
                       name, "', which is ", cut ? "a slice of " : "of ", at::IntArrayRef(sizes));
   const at::NoGradGuard guard;
-  param.copy_(cut ? slice(whole, cut->dim, cut->ranges) : whole);
+  param.copy_(cut ? parallel::take_slice(whole, *cut) : whole);
 }
 
 void mark_cuts(const torch::nn::Module& module, std::vector<engine::ParamSpec>& specs) {

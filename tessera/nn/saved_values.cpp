@@ -40,24 +40,8 @@ c10::impl::GenericDict random_states(c10::Device device) {
   return states;
 }
 
-c10::IValue SavedValues::blob(const std::string& name) const {
-  if (!reader_.manifest().blobs.contains(name)) return {};
-  const c10::IValue value = checkpoint::from_torch_file(reader_.blob(name), "'" + name + "'");
-  TESSERA_CHECK_IO(value.isGenericDict(), "checkpoint", "'", name, "' is damaged: no dict");
-  return value;
-}
-
-ClientValues SavedValues::client() const {
-  ClientValues values;
-  const c10::IValue found = blob("client_state");
-  if (!found.isNone())
-    for (const auto& item : found.toGenericDict())
-      if (item.key().isString()) values.emplace(item.key().toStringRef(), item.value());
-  return values;
-}
-
 at::Tensor SavedValues::random_of(const char* generator) const {
-  const c10::IValue found = blob("random-" + std::to_string(place_));
+  const c10::IValue found = checkpoint::dict_of_blob(reader_, "random-" + std::to_string(place_));
   if (found.isNone() || !found.toGenericDict().contains(generator)) return {};
   const c10::IValue state = found.toGenericDict().at(generator);
   TESSERA_CHECK_IO(state.isTensor(), "checkpoint", "'random-", place_, "' is damaged: no state of the generators");

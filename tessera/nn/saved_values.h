@@ -16,13 +16,12 @@ class SavedValues {
   SavedValues(const engine::Restore& found, int place) : reader_(found.reader()), place_(place) {}
 
   // IoError where it is damaged.
-  ClientValues client() const;
+  ClientValues client() const { return checkpoint::client_values(reader_); }
   // Of this rank, where it has been saved. IoError where generators do not take it, which stay as they are.
   void try_random(c10::Device device) const;
   void put_random(c10::Device device) const;
 
  private:
-  c10::IValue blob(const std::string& name) const;  // None where there is no such blob
   at::Tensor random_of(const char* generator) const;
 
   const checkpoint::Reader& reader_;

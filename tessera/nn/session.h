@@ -25,6 +25,8 @@
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/scope.h"
+#include "tessera/nn/state_dict.h"
+#include "tessera/nn/states.h"
 #include "tessera/nn/units.h"
 #include "tessera/offload/states.h"
 #include "tessera/optim/optimizer.h"
@@ -43,7 +45,7 @@ comm::Mesh environment_mesh(const Config& config);
 
 // Values of the program's own in a checkpoint: numbers, texts, lists and dicts of such (c10::impl::GenericDict), tensors. Python's
 // engines read them as client_state, and C++ reads theirs.
-using ClientValues = std::map<std::string, c10::IValue>;
+using checkpoint::ClientValues;
 
 // What a load has found; false where there was no checkpoint.
 struct Loaded {
@@ -104,6 +106,19 @@ class Session {
     return save_16bit_model(dir, name, {});
   }
   void wait_for_checkpoint() { live().checkpoints().wait(); }
+  // The module's parameters and buffers by name, detached: the tensors themselves, or copies of the whole of what is partitioned
+  // or cut along tp, on every rank. Collective where anything is, and where an update runs on. `frozen` false: without them.
+  NamedTensors module_state_dict(bool frozen = true) { return nn::module_state_dict(*module_, live(), frozen); }
+  // Values for the module, those of a dict or of safetensors (checkpoint::WeightReader); masters follow. Of what is cut along tp
+  // the whole, or this rank's slice; of files nothing else is read, and no rank has more than one unit of partitioned parameters
+  // whole. All ranks pass the same. Value error, on all and with nothing changed, for shapes that differ, and where it is strict
+  // for names. IoError, with a part loaded, for a disk that fails meanwhile. Collective.
+  LoadedNames load_module_state_dict(const NamedTensors& state, const LoadOptions& options = {}) {
+    return nn::load_state_dict(*module_, live(), state, options);
+  }
+  LoadedNames load_module_state_dict(const checkpoint::WeightReader& files, const LoadOptions& options = {}) {
+    return nn::load_state_dict(*module_, live(), files, options);
+  }
 
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
@@ -155,7 +170,10 @@ class Session {
   // the count of all. The mean() of it over ranks is that mean. A count of all of 0 is a value error.
   at::Tensor token_mean(const at::Tensor& sum, const at::Tensor& count) const;
 
-  // Everything else an engine can do: norms before a step, state access, phases, memory.
+  // Masters, gradients and optimizer states, by parameter or name.
+  States states() { return {live(), *module_}; }
+
+  // Everything else an engine can do: norms before a step, phases, memory.
   engine::Engine& core() { return live(); }
   const engine::Engine& core() const { return live(); }
 

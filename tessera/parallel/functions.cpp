@@ -1,6 +1,9 @@
 #include "tessera/parallel/functions.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <optional>
@@ -195,6 +198,29 @@ Exchanging::Exchanging(const std::vector<at::Tensor>& tensors, const comm::Group
 std::vector<at::Tensor> Exchanging::wait() {
   if (flight_ == nullptr) return own_;
   return token_.defined() ? FinishFunction::apply(token_, flight_) : finish(*flight_);
+}
+
+at::Tensor take_slice(const at::Tensor& whole, const shard::Cut& cut) {
+  const c10::AutoGradMode no_grad(false);
+  std::vector<at::Tensor> parts;
+  for (const shard::Range& range : cut.ranges)
+    parts.push_back(whole.narrow(cut.dim, range.begin, range.size()));
+  if (parts.empty()) parts.push_back(whole.narrow(cut.dim, 0, 0));
+  return parts.size() == 1 ? parts[0].clone(at::MemoryFormat::Contiguous) : at::cat(parts, cut.dim);
+}
+
+// Others have zeros there, so the greatest byte is that of whoever has the element, in every dtype.
+at::Tensor join_slices(const at::Tensor& slice, const shard::Cut& cut, const comm::GroupPtr& group, comm::Label label) {
+  const c10::AutoGradMode no_grad(false);
+  at::Tensor whole = at::zeros(cut.sizes, slice.options().requires_grad(false));
+  int64_t at = 0;
+  for (const shard::Range& range : cut.ranges) {
+    whole.narrow(cut.dim, range.begin, range.size()).copy_(slice.narrow(cut.dim, at, range.size()));
+    at += range.size();
+  }
+  if (whole.numel() > 0)
+    group->all_reduce(whole.view({-1}).view(at::kByte), comm::ReduceOp::Max, std::move(label)).wait();
+  return whole;
 }
 
 }  // namespace tessera::parallel

@@ -21,6 +21,7 @@
 
 #include "tessera/comm/group.h"
 #include "tessera/parallel/sizes.h"
+#include "tessera/shard/cut.h"
 
 namespace tessera::parallel {
 
@@ -61,5 +62,12 @@ class Exchanging {
   at::Tensor token_;             // ties the halves together in the graph
   std::shared_ptr<InFlight> flight_;
 };
+
+// ---- of values, without autograd
+// This rank's slice of a whole, in memory of its own. Local.
+at::Tensor take_slice(const at::Tensor& whole, const shard::Cut& cut);
+// The whole of which `slice` is this rank's, on every rank. What several ranks have must be the same there. Collective.
+at::Tensor join_slices(const at::Tensor& slice, const shard::Cut& cut, const comm::GroupPtr& group,
+                       comm::Label label = {});
 
 }  // namespace tessera::parallel

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -9,6 +10,7 @@
 #include "tessera/base/error.h"
 #include "tessera/io/crc32c.h"
 #include "tests/checkpoint/parts.h"
+#include "tests/support/errors.h"
 
 namespace tessera::checkpoint {
 
@@ -131,6 +133,41 @@ TEST(Reader, LatestTag) {
       EXPECT_NE(std::string(e.what()).find(folder / "latest"), std::string::npos) << e.what();
     }
   }
+}
+
+// The folder of a run, as who trains knows it.
+TEST(Open, ByFolderAndTag) {
+  const io::TempFolder folder;
+  const at::Tensor a = at::arange(40, at::kFloat).view({8, 5}), b = a + 1;
+  const auto opened = [&](const std::string& tag = "") {
+    return testing::error_of<IoError>([&] { open(folder.path(), tag); });
+  };
+  EXPECT_TRUE(tags(folder / "none").empty());
+  EXPECT_HAS(opened(), "there is no file 'latest' in '");
+  for (const std::string tag : {"first", "second"}) {
+    io::make_folder(folder / tag);
+    const at::Tensor& whole = tag == "first" ? a : b;
+    write_checkpoint(folder / tag, {{item_of("w", whole, {}, {0, 17})}, {item_of("w", whole, {}, {17, 40})}});
+    std::filesystem::last_write_time(
+        folder / (tag + "/manifest.json"),
+        std::filesystem::file_time_type::clock::now() - std::chrono::seconds(tag == "first" ? 20 : 10));
+  }
+  io::make_folder(folder / "begun");
+  EXPECT_EQ(tags(folder.path()), (std::vector<std::string>{"second", "first"}));
+  set_latest(folder.path(), "first");
+  const Reader reader = open(folder.path());
+  EXPECT_TRUE(reader.read_whole("w", "weight").equal(a));
+  EXPECT_TRUE(reader.read_range("w", "weight", {15, 20}).equal(a.view({-1}).slice(0, 15, 20)));
+  EXPECT_TRUE(open(folder.path(), "second").read_whole("w", "weight").equal(b));
+  EXPECT_TRUE(client_values(reader).empty());
+  const auto refused = [&](const auto& call) { return testing::error_of<c10::ValueError>(call); };
+  EXPECT_HAS(refused([&] { reader.read_whole("w", "exp_avg"); }), "has no 'exp_avg' of 'w'; there are 'weight'");
+  EXPECT_HAS(refused([&] { reader.read_whole("x", "weight"); }), "nor anything else of that name");
+  EXPECT_HAS(refused([&] { reader.read_range("w", "weight", {3, 41}); }), "there are no elements 3 to 41");
+  EXPECT_HAS(refused([&] { open(folder.path(), "../first"); }), "a tag is the name of one folder");
+  EXPECT_HAS(opened("begun"), "there is no complete checkpoint 'begun'");
+  const OtherLayout other{.manifest = [](const std::string&) { return std::string(); }, .names = "'x.pt'"};
+  EXPECT_HAS(testing::error_of<IoError>([&] { open(folder.path(), "begun", other); }), "and so are 'x.pt'");
 }
 
 }  // namespace tessera::checkpoint

@@ -36,8 +36,10 @@ TEST(SafeTensors, ComeBack) {
   const SafeTensors back = read_bytes(header + std::string(26, 'x'));
   EXPECT_EQ(back.tensors, file.tensors);
   EXPECT_EQ(back.metadata, file.metadata);
-  SafeTensors strange{{{"q", at::kQInt8, {1}}}, {}};
-  EXPECT_THROW(layout_safetensors(strange), c10::ValueError);
+  for (SafeTensors strange :
+       {SafeTensors{{{"q", at::kQInt8, {1}}}, {}}, SafeTensors{{{"a", at::kByte, {1}}, {"a", at::kByte, {1}}}, {}},
+        SafeTensors{{{"__metadata__", at::kByte, {1}}}, {}}, SafeTensors{{{"\xff", at::kByte, {1}}}, {}}})
+    EXPECT_THROW(layout_safetensors(strange), c10::ValueError);
 }
 
 TEST(SafeTensors, HostileHeadersAreRefused) {
@@ -58,6 +60,8 @@ TEST(SafeTensors, HostileHeadersAreRefused) {
       R"({"a":{"dtype":"F32","shape":2,"data_offsets":[0,8]}})",
       R"({"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}})",
       R"({"__metadata__":{"a":1}})",
+      "{\"__metadata__\":\"a\"," + a + "[0,8]}}",
+      "{\"__metadata__\":[\"a\"]," + a + "[0,8]}}",
   };
   for (const std::string& header : headers)
     EXPECT_THROW(read_bytes(with_header(header, 8)), IoError) << header;

@@ -117,6 +117,11 @@ std::vector<at::Tensor> train(const Case& test, int stage, const comm::GroupPtr&
     EXPECT_TRUE(loaded);
     EXPECT_EQ(loaded.client.at("epoch").toInt(), 7);
     EXPECT_TRUE(loaded.client.at("losses").toTensor().equal(at::ones({2})));
+    const checkpoint::Reader read = checkpoint::open(from);  // the same without the engine
+    EXPECT_EQ(checkpoint::client_values(read).at("epoch").toInt(), 7);
+    EXPECT_EQ(engine::counters_of(read).global_steps, engine.global_steps());
+    for (const checkpoint::ParamRecord& param : read.manifest().params)
+      EXPECT_EQ(read.read_whole(param.name, "weight").sizes(), at::IntArrayRef(param.shape));
   }
   for (int64_t step = engine.core().global_steps(); step < to; ++step) {
     EXPECT_NEAR(engine.lr()[0], 0.02 * factor(step), 1e-12);

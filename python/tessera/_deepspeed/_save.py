@@ -65,7 +65,7 @@ def save_as_deepspeed(
 
         def write() -> None:
             files = CheckpointFiles(
-                Source(_core.CheckpointReader(os.path.join(beside, tag)), trusted=True), stage, world
+                Source(_core.read_checkpoint(beside, tag), trusted=True), stage, world
             )  # our own
             os.makedirs(made, exist_ok=True)
             for rank in range(place, world, ranks):

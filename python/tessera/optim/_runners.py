@@ -19,7 +19,7 @@ from tessera.errors import ConfigError, IoError, UsageError
 from tessera.optim import _parts
 from tessera.optim._rules import NativeRule, device_terms, note_group, other_names, other_terms, read_group
 from tessera.optim._state_view import StateView, shaped_like
-from tessera.optim._states import CoreStates, OptimizerStates, OwnStates
+from tessera.optim._states import OptimizerStates, OwnStates
 
 _ELSEWHERE = "[optimizer] another rank could not take the optimizer's states, and says why"
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
@@ -140,7 +140,7 @@ class NativeRunner(Runner):
         self._groups = core.groups()
         params = [p for group in base.param_groups for p in group["params"] if id(p) in index]
         names = _core.state_names(rule.rule, self._groups)
-        self.states = CoreStates(core, names, rule.counts_steps)
+        self.states = _core.OptimizerStates(core)
         self._view = StateView(core, params, index, names, rule)
         self._loading: Mapping[str, Any] | None = None
         _parts.warn_of_ended(core, base.state.values())

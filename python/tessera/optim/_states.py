@@ -1,5 +1,5 @@
-"""Full and local values of what an optimizer keeps of a parameter, whoever keeps it: the core (CoreStates), or an
-optimizer that runs itself (OwnStates). A runner has the one that is its own.
+"""Full and local values of what an optimizer keeps of a parameter, whoever keeps it: the core (its OptimizerStates), or
+an optimizer that runs itself (OwnStates). A runner has the one that is its own.
 
 Parameters go by their number in the core, states by their key as in torch's optimizer state. Values are fp32, full ones
 in the shape of the parameter; a number of its own ("step") is a tensor without dimensions. get_full and set_full are
@@ -30,46 +30,6 @@ class OptimizerStates(Protocol):
         """Of this rank's part; empty where that is."""
 
     def set_local(self, number: int, key: str, part: torch.Tensor) -> None: ...
-
-
-class CoreStates:
-    def __init__(self, core: _core.Engine, names: list[str], counts_steps: bool) -> None:
-        self._core = core
-        self._quantities = dict(zip(names, QUANTITIES, strict=False))
-        self._counts_steps = counts_steps
-
-    def get_full(self, number: int, key: str) -> torch.Tensor | None:
-        return self._step(number) if self._is_step(key) else self._core.get_full(number, self._quantity(key))
-
-    def set_full(self, number: int, key: str, full: torch.Tensor) -> None:
-        if self._is_step(key):
-            self._core.set_param_step(number, int(full))
-        else:
-            self._core.set_full(number, self._quantity(key), full)
-
-    def get_local(self, number: int, key: str) -> torch.Tensor | None:
-        if self._is_step(key):
-            return self._step(number)
-        view = self._core.local_view(number, self._quantity(key))
-        return None if view is None else view.float()
-
-    def set_local(self, number: int, key: str, part: torch.Tensor) -> None:
-        if self._is_step(key):
-            self._core.set_param_step(number, int(part))
-        else:
-            self._core.set_local(number, self._quantity(key), part)
-
-    def _is_step(self, key: str) -> bool:
-        return key == "step" and self._counts_steps
-
-    def _step(self, number: int) -> torch.Tensor:
-        return torch.tensor(float(self._core.param_step(number)))
-
-    def _quantity(self, key: str) -> _core.Quantity:
-        if key not in self._quantities:
-            there = ", ".join([*self._quantities, *(["step"] if self._counts_steps else [])]) or "none"
-            raise ConfigError(f"[state] no optimizer state {key!r}; there are {there}")
-        return self._quantities[key]
 
 
 class _Kind(IntEnum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import mmap
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,39 +11,14 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera.errors import ConfigError, IoError
+from tessera.errors import ConfigError
 from tessera.parallel._apply import cuts_of, ranks_of
 
 
-class _File:
-    """One file; its tensors are views of the mapped file."""
-
-    def __init__(self, path: str) -> None:
-        self._entries = {entry[0]: entry for entry in _core.safetensors_entries(path)}
-        try:
-            with open(path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise IoError(f"[load_slices] cannot read '{path}': {error}") from None
-
-    def names(self) -> list[str]:
-        return list(self._entries)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        _, dtype, shape, offset = self._entries[name]
-        count = torch.Size(shape).numel()
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
-
-
-def _files_of(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
-    if not isinstance(files, (str, os.PathLike)):
-        return [os.fspath(file) for file in files]
-    path = os.fspath(files)
-    if not os.path.isdir(path):
-        return [path]
-    return sorted(os.path.join(path, name) for name in os.listdir(path) if name.endswith(".safetensors"))
+def _open(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> _core.WeightReader:
+    if isinstance(files, (str, os.PathLike)):
+        return _core.WeightReader(os.fspath(files))
+    return _core.WeightReader([os.fspath(file) for file in files])
 
 
 def load_slices(
@@ -55,18 +29,15 @@ def load_slices(
     rename: Callable[[str], str] = lambda name: name,
     strict: bool = True,
 ) -> list[str]:
-    """Fills a model that shard_model() has cut, of the meta device or not, from safetensors files (or a folder of them)
-    of the whole model; of each parameter only this rank's slice is read. Local.
+    """Fills a model that shard_model() has cut, of the meta device or not, from safetensors of the whole model: files,
+    an index, or a folder (of its index, where it has one); of each parameter only this rank's slice is read. Local.
 
     `rename`: from a name of the model's state dict to that in the files. `device`: where parameters go that are on the
     meta device (default: the CPU). Values are cast to the model's dtypes. Buffers that no file has are computed anew
     where a module without parameters is built from nothing but its configuration (rotary embeddings). Returns the names
     that no file has, and those of other buffers that are on the meta device still; ConfigError for them if `strict`,
     and for sizes that do not fit."""
-    sources: dict[str, _File] = {}
-    for path in _files_of(files):
-        file = _File(path)
-        sources.update(dict.fromkeys(file.names(), file))
+    source = _open(files)
     cuts, ranks = cuts_of(model), ranks_of(model)
     missing: list[str] = []
     loaded: dict[int, nn.Parameter] = {}  # by id of what was there: ties
@@ -80,18 +51,18 @@ def load_slices(
             if id(tensor) in loaded:
                 module._parameters[name] = loaded[id(tensor)]
                 continue
-            if rename(full) not in sources:
+            there = source.shape(rename(full))
+            if there is None:
                 missing.append(full)
                 continue
-            value = sources[rename(full)].tensor(rename(full))
             cut = cuts.get(id(tensor))
-            if tuple(value.shape) != (cut.sizes if cut is not None else tuple(tensor.shape)):
+            whole = cut.sizes if cut is not None else tuple(tensor.shape)
+            if tuple(there) != whole:
                 raise ConfigError(
-                    f"[load_slices] '{full}' is {tuple(value.shape)} in the file, and the whole of it is "
-                    f"{cut.sizes if cut is not None else tuple(tensor.shape)} in the model"
+                    f"[load_slices] '{full}' is {tuple(there)} in the file, and the whole of it is {whole} in the model"
                 )
-            piece = value.clone() if cut is None else cut.take(value, ranks.rank)
-            new = _fill(module, name, tensor, piece, device)
+            slices = () if cut is None else (cut.dim, cut.ranges[ranks.rank])
+            new = _fill(module, name, tensor, source.read(rename(full), *slices), device)
             if isinstance(new, nn.Parameter):
                 loaded[id(tensor)] = new
     missing = [name for name in missing if not _was_tied(model, name, loaded)]

@@ -1,0 +1,99 @@
+#include "tessera/nn/states.h"
+
+#include "tessera/base/error.h"
+#include "tessera/engine/logical.h"
+
+namespace tessera::nn {
+
+using engine::OptimizerStates;
+using engine::Quantity;
+
+int States::number(const ParamKey& key) const {
+  at::Tensor param = key.tensor;
+  if (!key.name.empty()) {
+    const auto params = module_.named_parameters();
+    const at::Tensor* found = params.find(key.name);
+    TESSERA_CHECK_VALUE(found != nullptr, "state", "the module has no parameter '", key.name, "'");
+    param = *found;
+  }
+  for (size_t i = 0; i < core_.params().size(); ++i)
+    if (core_.params()[i].tensor.is_same(param)) return static_cast<int>(i);
+  TESSERA_FAIL(c10::ValueError, "[state] this tensor is not a parameter of the engine");
+}
+
+int States::joined(const ParamKey& key) const {
+  const int id = number(key);
+  if (!trained(id) && core_.params()[id].joins >= 0) core_.join();
+  return id;
+}
+
+int States::optimized(int number) const {
+  TESSERA_CHECK_VALUE(trained(number), "state", "there is nothing of this kind for the parameter: it is not optimized");
+  return number;
+}
+
+at::Tensor States::full_param(const ParamKey& param) const {
+  const int id = joined(param);
+  return trained(id) ? core_.states().get_full(id, Quantity::Master) : at::Tensor();
+}
+
+at::Tensor States::full_grad(const ParamKey& param) const {
+  const int id = joined(param);
+  return trained(id) ? core_.states().get_full(id, Quantity::Gradient) : at::Tensor();
+}
+
+at::Tensor States::full_state(const ParamKey& param, const std::string& key) const {
+  const int id = joined(param);
+  return trained(id) ? OptimizerStates(core_).get_full(id, key) : at::Tensor();
+}
+
+void States::set_full_param(const ParamKey& param, const at::Tensor& value) const {
+  core_.states().set_full(optimized(joined(param)), Quantity::Master, value);
+  core_.refresh_params();
+}
+
+void States::set_full_grad(const ParamKey& param, const at::Tensor& value) const {
+  core_.states().set_full(optimized(joined(param)), Quantity::Gradient, value);
+}
+
+void States::set_full_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const {
+  OptimizerStates(core_).set_full(optimized(joined(param)), key, value);
+}
+
+std::pair<int64_t, int64_t> States::local_range(const ParamKey& param) const {
+  return core_.layout().local_range(number(param));
+}
+
+at::Tensor States::local(const ParamKey& param, Quantity what) const {
+  const int id = number(param);
+  const at::Tensor view = trained(id) ? core_.states().local_view(id, what) : at::Tensor();
+  return view.defined() ? view.to(at::kFloat) : view;
+}
+
+at::Tensor States::local_param(const ParamKey& param) const {
+  return local(param, Quantity::Master);
+}
+
+at::Tensor States::local_grad(const ParamKey& param) const {
+  return local(param, Quantity::Gradient);
+}
+
+at::Tensor States::local_state(const ParamKey& param, const std::string& key) const {
+  const int id = number(param);
+  return trained(id) ? OptimizerStates(core_).get_local(id, key) : at::Tensor();
+}
+
+void States::set_local_param(const ParamKey& param, const at::Tensor& value) const {
+  core_.states().set_local(optimized(joined(param)), Quantity::Master, value);
+  core_.refresh_params();
+}
+
+void States::set_local_grad(const ParamKey& param, const at::Tensor& value) const {
+  core_.states().set_local(optimized(number(param)), Quantity::Gradient, value);
+}
+
+void States::set_local_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const {
+  OptimizerStates(core_).set_local(optimized(number(param)), key, value);
+}
+
+}  // namespace tessera::nn

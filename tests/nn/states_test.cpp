@@ -1,0 +1,104 @@
+#include "tessera/nn/states.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn.h>
+#include <torch/optim/adam.h>
+
+#include "tessera/nn/engine.h"
+#include "tests/support/errors.h"
+#include "tests/support/ranks.h"
+
+// Of its own: other files have a train(), too.
+namespace tessera::nn::states_tests {
+namespace {
+
+using testing::error_of;
+
+// A linear layer with two names, and one that is frozen.
+torch::nn::Sequential states_model() {
+  torch::manual_seed(3);
+  torch::nn::Sequential model(torch::nn::Linear(3, 5), torch::nn::Linear(5, 3));
+  model->push_back("again", model->ptr<torch::nn::LinearImpl>(0));
+  for (at::Tensor& param : model->ptr(1)->parameters())
+    param.requires_grad_(false);
+  return model;
+}
+
+Config states_config(int stage, bool bf16, const std::string& optimizer) {
+  return Config::from_json(c10::str(R"({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": )",
+                                    bf16 ? "true" : "false", R"(}, "optimizer": {"type": ")", optimizer,
+                                    R"("}, "zero_optimization": {"stage": )", stage, "}}"));
+}
+
+template <class E>
+void train(E& engine) {
+  const at::ScalarType dtype = engine.core().params()[0].tensor.scalar_type();
+  const at::Tensor x = engine.forward(at::ones({2, 3}).to(dtype));
+  x.to(at::kFloat).square().mean().backward();
+}
+
+}  // namespace
+
+TEST(States, ByParameterAndByAnyName) {
+  for (const int ranks : {1, 2})
+    for (int stage = 0; stage < 4; ++stage)
+      for (const bool bf16 : {false, true})
+        testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+          const testing::KeptWarnings kept;
+          auto engine = initialize(states_model(), states_config(stage, bf16, "Adam"), comm::Mesh(group));
+          const States states = engine.states();
+          const at::Tensor weight = engine.core().params()[0].tensor;
+          EXPECT_FALSE(states.full_grad("0.weight").defined());
+          train(engine);
+          EXPECT_EQ(states.full_grad("0.weight").sizes(), (at::IntArrayRef{5, 3}));
+          states.set_full_grad("again.weight", at::full({5, 3}, 2.0));
+          EXPECT_TRUE(states.full_grad(weight).equal(at::full({5, 3}, 2.0)));
+          engine.step();
+          EXPECT_EQ(states.full_state(weight, "step").item<float>(), 1);
+          EXPECT_EQ(states.full_state("0.weight", "exp_avg").sizes(), (at::IntArrayRef{5, 3}));
+
+          const at::Tensor values = at::arange(15, at::kFloat).view({5, 3}) / 8;
+          states.set_full_param("0.weight", values);
+          states.set_full_state(weight, "exp_avg_sq", values);
+          states.set_full_state(weight, "step", at::tensor(7));
+          EXPECT_TRUE(states.full_param(weight).equal(values));
+          EXPECT_TRUE(states.full_state("again.weight", "exp_avg_sq").equal(values));
+          EXPECT_EQ(states.local_state("0.weight", "step").item<float>(), 7);
+          EXPECT_TRUE(engine.module_state_dict()["0.weight"].equal(values.to(weight.scalar_type())));
+
+          const auto [begin, end] = states.local_range("0.weight");
+          EXPECT_TRUE(states.local_param(weight).view({-1}).equal(values.view({-1}).slice(0, begin, end)));
+          states.set_local_param(weight, states.local_param(weight) + 1);
+          states.set_local_state(weight, "exp_avg", states.local_param(weight));
+          EXPECT_TRUE(states.full_param("0.weight").equal(values + 1));
+          EXPECT_TRUE(states.full_state("0.weight", "exp_avg").equal(values + 1));
+
+          EXPECT_FALSE(states.full_param("1.weight").defined()) << "frozen";
+          EXPECT_FALSE(states.local_state("1.weight", "exp_avg").defined());
+          const auto text = [&](const auto& call) { return error_of<c10::ValueError>(call); };
+          EXPECT_HAS(text([&] { states.set_full_param("1.weight", at::zeros({3, 5})); }), "it is not optimized");
+          EXPECT_HAS(text([&] { states.full_param("2.weight"); }), "the module has no parameter '2.weight'");
+          EXPECT_HAS(text([&] { states.full_param(at::ones({1})); }), "is not a parameter of the engine");
+          EXPECT_HAS(text([&] { states.full_state(weight, "sum"); }),
+                     "no optimizer state 'sum'; there are exp_avg, exp_avg_sq, step");
+        });
+}
+
+TEST(States, KeysAreThoseOfTheOptimizer) {
+  const auto asked = [](const std::string& optimizer) {
+    auto engine = initialize(states_model(), states_config(1, false, optimizer), comm::Mesh());
+    return error_of<c10::ValueError>([&] { engine.states().full_state("0.weight", "x"); });
+  };
+  EXPECT_HAS(asked("SGD"), "there are none");
+  EXPECT_HAS(asked("Lion"), "there are exp_avg, step");
+  EXPECT_HAS(asked("Adagrad"), "there are sum, step");
+  const auto model = states_model();
+  const auto plain = Config::from_json(R"({"train_micro_batch_size_per_gpu": 2})");
+  auto own = initialize(model, plain, comm::Mesh(),
+                        {.optimizer = std::make_shared<torch::optim::Adam>(model->ptr(0)->parameters())});
+  EXPECT_HAS(error_of<c10::NotImplementedError>([&] { own.states().full_state("0.weight", "exp_avg"); }),
+             "are in the optimizer");
+  EXPECT_TRUE(own.states().full_param("0.weight").defined());
+}
+
+}  // namespace tessera::nn::states_tests
