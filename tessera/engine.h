@@ -8,3 +8,4 @@
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/recompute.h"
 #include "tessera/nn/scope.h"
+#include "tessera/nn/sizes.h"

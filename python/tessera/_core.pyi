@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from tessera._core_commands import *  # noqa: F403  (python/src/commands.cpp)
 from tessera._core_config import _Keys
 from tessera._core_launch import *  # noqa: F403  (python/src/comm.cpp)
 from tessera._core_offload import *  # noqa: F403  (python/src/engine.cpp)
