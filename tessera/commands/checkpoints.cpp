@@ -44,10 +44,13 @@ Reader open(const Arguments& given, const FrontEnd& front) {
 
 // 1234567 as 1,234,567.
 std::string with_commas(int64_t value) {
-  std::string digits = std::to_string(value);
-  for (auto at = static_cast<std::ptrdiff_t>(digits.size()) - 3; at > 0; at -= 3)
-    digits.insert(static_cast<size_t>(at), ",");
-  return digits;
+  const std::string digits = std::to_string(value);
+  std::string text;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) text += ',';
+    text += digits[i];
+  }
+  return text;
 }
 
 std::string megabytes(int64_t bytes) {
@@ -144,7 +147,7 @@ int64_t shard_bytes(const std::string& size) {
   if (from != std::string::npos) text = text.substr(from, to - from + 1);
   int64_t count = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-  std::string unit(end, text.data() + text.size());
+  std::string unit = text.substr(static_cast<size_t>(end - text.data()));
   unit.erase(0, unit.find_first_not_of(" \t\n"));
   const auto known = units.find(unit);
   const bool good =

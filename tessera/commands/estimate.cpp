@@ -26,7 +26,7 @@ std::optional<int64_t> parameters_of(const std::string& text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value, std::chars_format::fixed);
   if (error != std::errc() || !(value > 0)) return std::nullopt;
-  const std::string unit = config::lower(std::string(end, text.data() + text.size()));
+  const std::string unit = config::lower(text.substr(static_cast<size_t>(end - text.data())));
   const double scale = unit == "k"    ? 1e3
                        : unit == "m"  ? 1e6
                        : unit == "b"  ? 1e9
