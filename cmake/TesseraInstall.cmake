@@ -17,6 +17,8 @@ if(NOT SKBUILD AND NOT TESSERA_RELOCATABLE)
 endif()
 # Minor versions have binary interfaces of their own, and may be installed side by side.
 set(_interface ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
+list(TRANSFORM _runpath REPLACE "^[$]ORIGIN$" "$ORIGIN/../lib" OUTPUT_VARIABLE _command_runpath)
+set_target_properties(tessera-command PROPERTIES INSTALL_RPATH "${_command_runpath}")
 set_target_properties(tessera PROPERTIES VERSION ${_interface} SOVERSION ${_interface} BUILD_RPATH "$ORIGIN" INSTALL_RPATH "${_runpath}")
 
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake COMPATIBILITY SameMinorVersion)
@@ -47,7 +49,7 @@ endfunction()
 
 tessera_install("" TesseraTargets "" COMPONENT devel)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/tessera.pc DESTINATION lib/pkgconfig COMPONENT devel)
-install(TARGETS tessera-run RUNTIME DESTINATION bin COMPONENT devel)
+install(TARGETS tessera-run tessera-command RUNTIME DESTINATION bin COMPONENT devel)
 # A wheel has files only, so that a link would be the library once more.
 tessera_install(tessera/ TesseraPythonTargets NAMELINK_SKIP COMPONENT python EXCLUDE_FROM_ALL)
 if(SKBUILD)  # beside the command `tessera`

@@ -2,3 +2,4 @@
 #pragma once
 
 #include "tessera/config/config.h"
+#include "tessera/config/estimate.h"

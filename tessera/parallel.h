@@ -1,6 +1,7 @@
 // Public: models and sequences that ranks share.
 #pragma once
 
+#include "tessera/nn/cut_model.h"
 #include "tessera/nn/parallel.h"
 #include "tessera/parallel/attention.h"
 #include "tessera/parallel/cost.h"

@@ -45,17 +45,19 @@ LAYERS = {
     "tessera/config": 5,
     "tessera/engine": 6,
     "tessera/pipeline": 6,
-    "tessera/nn": 7,
-    "python/src": 7,
+    "tessera/commands": 7,
+    "tessera/nn": 8,
+    "python/src": 8,
     "commands/run": 1,  # links neither torch nor the library
+    "commands/tessera": 8,
 }
-UMBRELLA = "tessera/tessera.h"  # lists layers 0-7; only tests, benches, examples and users include it
-UMBRELLA_LAYER = 7
+UMBRELLA = "tessera/tessera.h"  # lists layers 0-8; only tests, benches, examples and users include it
+UMBRELLA_LAYER = 8
 
 # Sub-packages and modules of the Python package, all of them, the lowest first. Those of one row never see each other.
 PYTHON_ORDER = (
     "_core errors _copies _former _loans _outputs _random flops",
-    "_blobs _config _mesh _nested _version autocast data distributed launch loss_scale lr_schedules monitor"
+    "_blobs _command _config _mesh _nested _version autocast data distributed launch loss_scale lr_schedules monitor"
     " recompute units",
     "_device",
     "_deepspeed optim parallel sequence zero",
@@ -68,7 +70,7 @@ PYTHON_ORDER = (
 )
 PYTHON_LAYERS = {name: layer for layer, names in enumerate(PYTHON_ORDER) for name in names.split()}
 
-# The package that stands for DeepSpeed is above all (layer 9): it sees them, and none names it.
+# The package that stands for DeepSpeed is above all (layer 10): it sees them, and none names it.
 ALIAS, ALIAS_NAME = "python/deepspeed_alias/", "deepspeed"
 
 PYTHON_ROOTS = ("python/tessera/", f"{ALIAS}{ALIAS_NAME}/")
@@ -184,7 +186,7 @@ def check_alias(path: str, text: str) -> Iterator[Finding]:
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
         if any(name.split(".")[0] == ALIAS_NAME for name in names):
-            yield path, f"imports {ALIAS_NAME}: only {ALIAS} is above the package (layer 9)"
+            yield path, f"imports {ALIAS_NAME}: only {ALIAS} is above the package (layer 10)"
 
 
 def python_files(files: dict[str, str]) -> dict[str, str]:

@@ -34,6 +34,7 @@ struct Unlocked {
 
 void bind_checkpoint(py::module_& m);   // engine/checkpoint.h, checkpoint/reader.h
 void bind_comm(py::module_& m);         // comm/backends.h, comm/mesh.h
+void bind_commands(py::module_& m);     // commands/commands.h, config/estimate.h, config/source.h
 void bind_config(py::module_& m);       // config/config.h, config/precision.h, config/resolve.h, config/served.h
 void bind_contents(py::module_& m);     // engine/contents.h
 void bind_engine(py::module_& m);       // engine/engine.h

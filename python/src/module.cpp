@@ -70,6 +70,7 @@ PYBIND11_MODULE(_core, m) {
   bind_optimizer(m);
   bind_schedule(m);
   bind_config(m);
+  bind_commands(m);
   bind_contents(m);
   bind_engine(m);
   bind_checkpoint(m);

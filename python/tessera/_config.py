@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -29,11 +26,7 @@ def _parse(config: Any) -> _core.Config:
     if isinstance(config, os.PathLike):
         return _core.Config.from_file(os.fspath(config))
     if isinstance(config, str):
-        if config.lstrip().startswith("{"):
-            return _core.Config.from_json(config)
-        if os.path.exists(config):
-            return _core.Config.from_file(config)
-        return _core.Config.from_json(_decode(config))
+        return _core.Config.from_json(_core.json_of(config))
     raise ConfigError(
         f"[initialize] config must be a dict, a path, JSON text or base64 text, got {type(config).__module__}."
         f"{type(config).__qualname__}"
@@ -42,20 +35,4 @@ def _parse(config: Any) -> _core.Config:
 
 def text_of(config: str | os.PathLike[str]) -> str:
     """The JSON text of a path, JSON text or base64 text that load_config() takes."""
-    if isinstance(config, str) and config.lstrip().startswith("{"):
-        return config
-    if isinstance(config, os.PathLike) or os.path.exists(config):
-        with open(config, encoding="utf-8") as file:
-            return file.read()
-    return _decode(config)
-
-
-def _decode(text: str) -> str:
-    decoded = ""
-    with contextlib.suppress(binascii.Error, UnicodeDecodeError, ValueError):
-        decoded = base64.urlsafe_b64decode(text).decode()
-    if not decoded.strip():
-        raise ConfigError(
-            f"[initialize] config is neither a file that exists nor JSON text, nor url-safe base64 of it: {text!r:.200}"
-        )
-    return decoded
+    return _core.json_of(os.fspath(config))

@@ -13,9 +13,8 @@ installed as the command `tessera`.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tessera import _core
+from tessera._command import run
 from tessera._deepspeed import LOOKED_FOR, CheckpointFiles, Source, finish_folder, manifest_of, write_universal
 from tessera.errors import ConfigError, IoError
 
@@ -35,9 +35,6 @@ __all__ = [
     "to_universal",
 ]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "saved": None}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _core.CheckpointReader:
     """Of `folder`/tag, ours or DeepSpeed's; default: the tag that `latest` names. IoError when there is none, or it is
@@ -48,10 +45,12 @@ def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _
 def _open(
     folder: str | os.PathLike[str], tag: str | None, trusted: bool = False, skip: bool = False
 ) -> _core.CheckpointReader:
-    def manifest(path: str) -> str:
-        return manifest_of(path, None, trusted, skip)
-
+    manifest = functools.partial(_manifest, trusted=trusted, skip=skip)
     return _core.read_checkpoint(os.fspath(folder), tag or "", manifest, LOOKED_FOR)
+
+
+def _manifest(path: str, trusted: bool = False, skip: bool = False) -> str:
+    return manifest_of(path, None, trusted, skip)
 
 
 def state_dict(
@@ -145,87 +144,35 @@ def _put(out: str | os.PathLike[str], name: str, write: Callable[[str], None], f
 
 
 def shard_bytes(size: int | str) -> int:
-    """5GB is 5 * 10^9, 5GiB is 5 * 2^30, as in Transformers."""
-    match = re.fullmatch(r"\s*(\d+)\s*([KMG]?I?B?)\s*", str(size).upper())
-    if match is None or match[2] not in _UNITS or int(match[1]) == 0:
-        raise ConfigError(f"[checkpoints] max_shard_size must be like 500MB, 5GB or 4GiB, got {size!r}")
-    return int(match[1]) * _UNITS[match[2]]
-
-
-def describe(reader: _core.CheckpointReader) -> str:
-    """What a checkpoint holds, for people."""
-    run = json.loads(reader.run())
-    params = reader.params()
-    kinds: dict[str, list[int]] = {}
-    for _, kind, shape, dtype in reader.tensors():
-        numel = int(torch.Size(shape).numel())
-        total = kinds.setdefault(f"{kind} ({str(dtype).removeprefix('torch.')})", [0, 0, 0])
-        total[0] += 1
-        total[1] += numel
-        total[2] += numel * dtype.itemsize
-    lines = [f"{key}: {value}" for key, value in {**run.get("source", {}), **run["counters"]}.items()]
-    lines.append(f"parameters: {len(params)}, of them {sum(p.trained for p in params)} trained")
-    for kind, (count, numel, size) in kinds.items():
-        lines.append(f"  {kind:28} {count:6} tensors {numel:15,} elements {size / 1e6:12,.1f} MB")
-    lines.append(f"files: {len(reader.files())}, {sum(size for _, size in reader.files()) / 1e6:,.1f} MB")
-    lines.append(f"also: {', '.join(reader.blobs()) or 'nothing'}")
-    return "\n".join(lines)
+    """5GB is 5 * 10^9, 5GiB is 5 * 2^30, as in Transformers. ConfigError for what is none."""
+    return _core.shard_bytes(str(size))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tessera", description="Checkpoints of Tessera.")
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("inspect", "export"):
+        return run(given, manifest_of=functools.partial(_manifest, skip=True), other_files=LOOKED_FOR)
+    parser = argparse.ArgumentParser(prog="tessera", description="Checkpoints as DeepSpeed's.")
     commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="what a checkpoint holds")
-    exporter = commands.add_parser("export", help="weights for other tools")
     deepspeed = commands.add_parser("deepspeed", help="as DeepSpeed would have written it")
     universal = commands.add_parser("universal", help="in DeepSpeed's universal layout")
-    for command in (inspect, exporter, deepspeed, universal):
-        command.add_argument("dir", help="the folder that save_checkpoint() was called with")
-        command.add_argument("--tag", help="default: what its file `latest` names")
-    inspect.add_argument("--verify", action="store_true", help="read every byte and compare checksums")
-    for command in (exporter, deepspeed, universal):
-        command.add_argument("out")
     for command in (deepspeed, universal):
+        command.add_argument("dir", help="the folder that save_checkpoint() was called with")
+        command.add_argument("out")
+        command.add_argument("--tag", help="default: what its file `latest` names")
         command.add_argument("--trusted", action="store_true", help="unpickle objects of any kind, which can run code")
     deepspeed.add_argument("--stage", type=int, choices=range(4), required=True)
     deepspeed.add_argument("--world-size", type=int, required=True)
-    exporter.add_argument("--dtype", choices=DTYPES, default="fp32")
-    exporter.add_argument("--max-shard-size", default="5GB")
-    exporter.add_argument("--exclude-frozen", action="store_true")
-    exporter.add_argument("--format", choices=("safetensors", "bin"), default="safetensors")
-    arguments = parser.parse_args(argv)
+    options = parser.parse_args(given)
     try:
-        return _run(arguments)
+        if options.command == "universal":
+            print(to_universal(options.dir, options.out, options.tag, trusted=options.trusted))
+        else:
+            ranks = options.world_size
+            print(to_deepspeed(options.dir, options.out, options.tag, options.stage, ranks, trusted=options.trusted))
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.command == "inspect":
-        reader = open_checkpoint(arguments.dir, arguments.tag)
-        print(describe(reader))
-        if arguments.verify:
-            reader.verify()
-            print("every byte is as it was written")
-        return 0
-    if arguments.command == "deepspeed":
-        stage, ranks, trusted = arguments.stage, arguments.world_size, arguments.trusted
-        print(to_deepspeed(arguments.dir, arguments.out, arguments.tag, stage, ranks, trusted=trusted))
-        return 0
-    if arguments.command == "universal":
-        print(to_universal(arguments.dir, arguments.out, arguments.tag, trusted=arguments.trusted))
-        return 0
-    names = export(
-        arguments.dir,
-        arguments.out,
-        arguments.tag,
-        DTYPES[arguments.dtype],
-        arguments.max_shard_size,
-        arguments.exclude_frozen,
-        arguments.format == "safetensors",
-    )
-    print("\n".join(names))
     return 0
 
 

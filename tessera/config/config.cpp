@@ -1,8 +1,6 @@
 #include "tessera/config/config.h"
 
 #include <algorithm>
-#include <filesystem>
-#include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -14,6 +12,7 @@
 #include "tessera/config/lookup.h"
 #include "tessera/config/parse.h"
 #include "tessera/config/rules.h"
+#include "tessera/config/source.h"
 
 namespace tessera::config {
 namespace {
@@ -75,14 +74,7 @@ Config Config::from_json(const std::string& text) {
 }
 
 Config Config::from_file(const std::string& path) {
-  std::error_code ignored;
-  require(!std::filesystem::is_directory(path, ignored), "file", path + " is a folder; give the JSON file itself");
-  std::ifstream file(path);
-  require(file.good(), "file", "cannot read " + path);
-  std::ostringstream text;
-  text << file.rdbuf();  // fails where there is nothing to copy
-  require(!text.str().empty(), "file", path + " is empty or cannot be read");
-  return from_json(text.str());
+  return from_json(text_of_file(path));
 }
 
 void Config::validate() const {

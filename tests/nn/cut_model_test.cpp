@@ -1,4 +1,5 @@
 #include "tessera/nn/cut_model.h"
+#include "tessera/nn/sizes.h"
 
 #include <gtest/gtest.h>
 #include <torch/autograd.h>
@@ -487,6 +488,27 @@ TEST(CutModel, ListsOfModules) {
   const auto net = built({});
   EXPECT_EQ(model_facts(*net).model_type, "gpt");
   EXPECT_EQ(model_facts(*net).parts.at("layers.1.self_attn").heads, kHeads);
+}
+
+// An estimate is what each rank's engine holds, up to the padding of slices.
+TEST(CutModel, SizesAreThoseOfARank) {
+  const Form form{.packed = true};
+  for (const int stage : {0, 1, 2, 3}) {
+    const Config config = config_of(kPackedRules, stage);
+    const auto expected = config::estimate(model_sizes(*built(form), config), config, 2);
+    testing::run_axes({{Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+      const auto held = initialize(built(form), config, mesh).core().memory();
+      EXPECT_EQ(held.params, expected.params) << stage;
+      EXPECT_EQ(held.master + held.states, expected.states) << stage;
+    });
+  }
+  const auto whole = model_sizes(*built({}), config_of("", 3, 0));
+  EXPECT_EQ(whole.units.size(), 4U);
+  const auto net = built({});
+  net->parameters().front().set_requires_grad(false);
+  const auto some = model_sizes(*net, config_of("", 3, 0));
+  EXPECT_EQ(some.frozen, net->parameters().front().numel());
+  EXPECT_EQ(some.trained + some.frozen, whole.trained);
 }
 
 }  // namespace tessera::nn::cut_model_tests

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import Net, config, engines, make
-from tessera.estimate import estimate, main, model_of
+from tessera.estimate import estimate, main
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -38,7 +38,6 @@ def test_counts_frozen_parameters_and_numbers() -> None:
     found = estimate(model, config(1), 1)
     assert found.params == 4 * total and found.grads == 4 * (total - frozen)
     assert [estimate(1_000_000, config(1, accumulation=k), 8).grads for k in (1, 2)] == [500_000, 4_000_000]
-    assert model_of("1.5M") == 1_500_000
     assert estimate(1_000_000, config(0), 8, stage=3).params == 500_000
 
 
@@ -139,8 +138,7 @@ def test_what_a_stage_refuses(tmp_path: Any, capsys: pytest.CaptureFixture[str])
     assert all("refused" not in row for row in rows[1:4])
     assert all("mics_shard_size" in row for row in rows[5:])
     file.write_text(json.dumps({"no_such_section": {}, "fp16": {"enabled": True, "nonsense": 1}}))
-    with pytest.raises(ValueError, match="nonsense"):
-        main(["7B", "--config", str(file)])
+    assert main(["7B", "--config", str(file)]) == 1 and "nonsense" in capsys.readouterr().err
 
 
 def test_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,5 +147,4 @@ def test_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64).save_pretrained(tmp_path)
     assert main([str(tmp_path), "--ranks", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 5
-    assert all(p.is_meta for p in model_of(str(tmp_path)).parameters())
-    assert isinstance(torch.tensor(1), torch.Tensor) and main(["7B"]) == 0
+    assert main(["7B"]) == 0

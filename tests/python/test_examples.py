@@ -95,6 +95,28 @@ def test_a_run_saved_in_one_language_goes_on_in_the_other(files, weights, tmp_pa
     assert again == whole[STEPS // 2 :]
 
 
+# Programs of C++ beside train_gpt, the numbers of ranks that they run on, and how often they print each step's loss.
+SMALL = [
+    ("pretrain", (1, 2), 1),
+    ("tensor_parallel", (2, 4), 1),
+    ("ulysses", (2, 4), 1),
+    ("stages", (2,), 2),
+    ("gan", (1, 2), 1),
+]
+
+
+@needs_cpp
+@pytest.mark.parametrize(("name", "worlds", "times"), SMALL)
+def test_small_programs_have_the_losses_of_plain_torch(name, worlds, times):
+    program = TRAIN_CPP.with_name(name)
+    plain = losses_of(run_program([program, "--plain"])[0])
+    assert len(plain) == 8 and plain[-1] < plain[0]
+    for ranks in worlds:
+        printed = losses_of("".join(run_program([program], ranks)))
+        # fp32: sums over ranks, slices and micro-batches are in another order; updates of Adam carry that on.
+        assert printed == pytest.approx(times * plain, abs=1e-4), ranks
+
+
 @needs_cpp
 @pytest.mark.parametrize("stage", [1, 3])
 def test_cpp_program_cut_along_the_model_and_the_sequence_has_the_same_losses(files, weights, stage):

@@ -1,0 +1,56 @@
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "tessera/commands/commands.h"
+#include "tessera/config/estimate.h"
+#include "tessera/config/source.h"
+
+namespace tessera::python {
+
+void bind_commands(py::module_& m) {
+  using config::Estimate;
+  using config::ModelSizes;
+  py::class_<ModelSizes>(m, "ModelSizes")
+      .def(py::init([](int64_t trained, int64_t frozen, std::vector<int64_t> units) {
+             return ModelSizes{trained, frozen, std::move(units)};
+           }),
+           py::arg("trained"), py::arg("frozen") = 0, py::arg("units") = std::vector<int64_t>());
+  py::class_<Estimate>(m, "Estimate")
+      .def_readonly("stage", &Estimate::stage)
+      .def_readonly("params", &Estimate::params)
+      .def_readonly("grads", &Estimate::grads)
+      .def_readonly("states", &Estimate::states)
+      .def_readonly("gathered", &Estimate::gathered)
+      .def_readonly("host", &Estimate::host)
+      .def_readonly("disk", &Estimate::disk)
+      .def_property_readonly("total", &Estimate::total)
+      .def("__repr__", [](const Estimate& e) {
+        return c10::str("Estimate(stage=", e.stage, ", params=", e.params, ", grads=", e.grads, ", states=", e.states,
+                        ", gathered=", e.gathered, ", host=", e.host, ", disk=", e.disk, ")");
+      });
+  m.def("estimate", &config::estimate, py::arg("sizes"), py::arg("config"), py::arg("ranks"));
+  m.def("with_stage", &config::with_stage, py::arg("config"), py::arg("stage"));
+  m.def("json_of", &config::json_of, py::arg("given"));
+  m.def("shard_bytes", &commands::shard_bytes, py::arg("size"));
+
+  m.def("command_names", [] {
+    std::vector<std::pair<std::string, std::string>> found;
+    for (auto& [command, summary] : commands::names())
+      found.emplace_back(std::move(command), std::move(summary));
+    return found;
+  });
+  m.def(
+      "run_command",
+      [](const std::vector<std::string>& arguments, std::function<std::string(const std::string&)> manifest_of,
+         std::string other_files, std::function<ModelSizes(const std::string&, const Config&)> sizes_of,
+         std::vector<std::pair<std::string, std::string>> facts) {
+        const py::gil_scoped_release unlocked;
+        auto result = commands::run(
+            arguments, {{std::move(manifest_of), std::move(other_files)}, std::move(sizes_of), std::move(facts)});
+        return std::tuple(result.code, std::move(result.output), std::move(result.errors));
+      },
+      py::arg("arguments"), py::arg("manifest_of"), py::arg("other_files"), py::arg("sizes_of"), py::arg("facts"));
+}
+
+}  // namespace tessera::python

@@ -1,0 +1,32 @@
+"""Stub of python/src/commands.cpp: part of _core."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from tessera._core import Config
+
+class ModelSizes:
+    def __init__(self, trained: int, frozen: int = ..., units: Sequence[int] = ...) -> None: ...
+
+class Estimate:
+    stage: Final[int]
+    params: Final[int]
+    grads: Final[int]
+    states: Final[int]
+    gathered: Final[int]
+    host: Final[int]
+    disk: Final[int]
+    total: Final[int]
+
+def estimate(sizes: ModelSizes, config: Config, ranks: int) -> Estimate: ...
+def with_stage(config: Config, stage: int) -> Config: ...
+def json_of(given: str) -> str: ...
+def shard_bytes(size: str) -> int: ...
+def command_names() -> list[tuple[str, str]]: ...
+def run_command(
+    arguments: Sequence[str],
+    manifest_of: Callable[[str], str],
+    other_files: str,
+    sizes_of: Callable[[str, Config], ModelSizes],
+    facts: Sequence[tuple[str, str]],
+) -> tuple[int, str, str]: ...

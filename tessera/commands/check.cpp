@@ -1,0 +1,36 @@
+#include "tessera/commands/table.h"
+#include "tessera/config/config.h"
+#include "tessera/config/served.h"
+#include "tessera/config/source.h"
+
+namespace tessera::commands {
+
+namespace {
+
+void check(const Arguments& given, const FrontEnd&, Result& result) {
+  const Config config = Config::from_json(config::json_of(given.text("config")));
+  for (const std::string& line : config.warnings)
+    result.errors += "warning: " + line + "\n";
+  config::check_served(config);
+  result.output = config.describe(given.has("--all"));
+  if (!result.output.ends_with('\n')) result.output += '\n';
+  if (!given.has("--ranks")) return;
+  const int64_t ranks = given.number("--ranks", 1);
+  const config::Batch batch = config.resolve_batch(ranks);
+  result.output +=
+      c10::str(ranks, " ranks: ", batch.train_batch_size, " samples a step = micro batch ", batch.micro_batch_size,
+               " x ", batch.gradient_accumulation_steps, " accumulation steps x ", ranks, "\n");
+}
+
+}  // namespace
+
+Command check_command() {
+  return {{.command = "check",
+           .summary = "Whether a configuration is valid and served, and what it resolves to.",
+           .needed = {{"config", "a file, JSON text, or base64 of it"}},
+           .options = {{"--ranks", "also the batch of so many data-parallel ranks", "N"},
+                       {"--all", "also what the configuration does not mention"}}},
+          check};
+}
+
+}  // namespace tessera::commands

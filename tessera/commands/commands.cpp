@@ -1,0 +1,58 @@
+#include "tessera/commands/commands.h"
+
+#include <algorithm>
+
+#include "tessera/base/error.h"
+#include "tessera/commands/table.h"
+
+namespace tessera::commands {
+
+namespace {
+
+constexpr int kFailed = 1, kWrongUsage = 2;
+
+const std::vector<Command>& table() {
+  static const std::vector<Command> all{inspect_command(), export_command(), check_command(), estimate_command(),
+                                        report_command()};
+  return all;
+}
+
+}  // namespace
+
+std::vector<Name> names() {
+  std::vector<Name> found;
+  for (const Command& command : table())
+    found.push_back({command.syntax.command, command.syntax.summary});
+  return found;
+}
+
+Result run(const std::vector<std::string>& arguments, const FrontEnd& front) {
+  const std::string name = arguments.empty() ? "" : arguments.front();
+  const auto command =
+      std::find_if(table().begin(), table().end(), [&](const Command& c) { return c.syntax.command == name; });
+  if (command == table().end()) return {kWrongUsage, "", "tessera: there is no command '" + name + "'\n"};
+  Result result;
+  const auto failed = [&](int code, const char* text) {
+    result.code = code;
+    result.errors += text;
+    if (!result.errors.ends_with('\n')) result.errors += '\n';
+  };
+  try {
+    const Arguments given(command->syntax, {arguments.begin() + 1, arguments.end()});
+    if (given.help())
+      result.output = command->syntax.usage();
+    else
+      command->run(given, front, result);
+  } catch (const WrongUsage& error) {
+    failed(kWrongUsage, error.what());
+  } catch (const c10::ValueError& error) {
+    failed(kFailed, error.what_without_backtrace());
+  } catch (const c10::NotImplementedError& error) {
+    failed(kFailed, error.what_without_backtrace());
+  } catch (const IoError& error) {
+    failed(kFailed, error.what_without_backtrace());
+  }
+  return result;
+}
+
+}  // namespace tessera::commands

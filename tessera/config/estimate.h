@@ -1,0 +1,40 @@
+// What a rank holds of model states, from the configuration's own precision and placements, with the device of the model apart
+// from the host. Activations, and what torch itself takes, are not in it.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tessera/config/config.h"
+
+namespace tessera::config {
+
+// Elements of a tensor-parallel rank's slice of a model.
+struct ModelSizes {
+  int64_t trained = 0, frozen = 0;
+  std::vector<int64_t> units{};  // of all units, in any order; empty: of a model of which only the number is known
+};
+
+// Bytes of one rank: the first four on the device, and with offload those in host memory and on the disk.
+struct Estimate {
+  int64_t stage = 0;
+  int64_t params = 0;
+  int64_t grads = 0;     // at the end of a backward; none while a forward runs
+  int64_t states = 0;    // masters and moments
+  int64_t gathered = 0;  // stage 3: the two largest units, whole: one that runs and one that is fetched
+  int64_t host = 0, disk = 0;
+
+  int64_t total() const { return params + grads + states + gathered; }  // on the device
+};
+
+// `ranks`: all of the job, of which `config` makes tensor-parallel, sequence-parallel and shard groups. What is found on the
+// device ("auto") counts as if all states were away and the host updated them. Value error where the ranks do not divide.
+Estimate estimate(const ModelSizes& sizes, const Config& config, int ranks);
+
+// `config` with another zero_optimization.stage; value error, not-implemented error where the two do not go together.
+Config with_stage(const Config& config, int64_t stage);
+
+// Ranks that the configuration cuts a model over.
+int64_t tensor_parallel_ranks(const Config& config);
+
+}  // namespace tessera::config

@@ -1,0 +1,17 @@
+// How large a model is, for estimates: tessera/config/estimate.h.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include "tessera/config/estimate.h"
+#include "tessera/nn/units.h"
+
+namespace tessera::nn {
+
+// Elements of a tensor-parallel rank's slice of `module`, which is whole and stays as it is (on the meta device it takes no
+// memory). Value errors of plan_for(). Local, pure.
+//   config::estimate(nn::model_sizes(*model, config), config, 8).total()
+config::ModelSizes model_sizes(const torch::nn::Module& module, const Config& config,
+                               const UnitPolicy& policy = default_unit_policy);
+
+}  // namespace tessera::nn
