@@ -127,9 +127,9 @@ inline void train_plain(torch::nn::Module& model, const std::function<at::Tensor
 
 // What the programs have in common of a configuration; `more` begins with a comma.
 inline tessera::Config config(const std::string& more) {
-  return tessera::Config::from_json(c10::str(R"({"optimizer": {"type": "AdamW", "params": {"lr": )", kRate,
-                                             R"(, "weight_decay": )", kDecay, R"(}}, "gradient_clipping": 1.0)", more,
-                                             "}"));
+  return tessera::Config::from_json(
+      c10::str(R"({"optimizer": {"type": "AdamW", "params": {"lr": )", kRate, R"(, "weight_decay": )", kDecay,
+               R"(}}, "gradient_clipping": 1.0, "train_batch_size": )", kRows, more, "}"));
 }
 
 // main() of a program: `plain` or `train`, by its argument. Errors are a line.

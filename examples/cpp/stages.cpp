@@ -51,17 +51,21 @@ void as_pipeline() {
   }
 }
 
+std::shared_ptr<BlockImpl> block_of(const Gpt& model, size_t number) {
+  return std::dynamic_pointer_cast<BlockImpl>(model->blocks->ptr(number));
+}
+
 struct Tower : torch::nn::Module {
   explicit Tower(Gpt model)
       : start(register_module("start", std::make_shared<Start>(model))),
-        block(register_module("block", model->blocks->ptr<BlockImpl>(0))) {}
+        block(register_module("block", block_of(model, 0))) {}
   at::Tensor forward(const at::Tensor& ids) { return block->forward(start->forward(ids)); }
   std::shared_ptr<Start> start;
   std::shared_ptr<BlockImpl> block;
 };
 struct Reader : torch::nn::Module {
   explicit Reader(Gpt model)
-      : block(register_module("block", model->blocks->ptr<BlockImpl>(1))),
+      : block(register_module("block", block_of(model, 1))),
         norm(register_module("norm", model->norm)),
         head(register_module("head", model->head)) {}
   at::Tensor forward(const at::Tensor& tokens, const at::Tensor& labels) {

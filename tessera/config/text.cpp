@@ -79,6 +79,10 @@ void Report::warning(const std::string& path, const std::string& text) {
   warnings_.push_back(whole_characters(path + ": " + text));
 }
 
+InvalidConfig::InvalidConfig(c10::SourceLocation where, const std::string& message, std::vector<Problem> problems)
+    : ValueError(tessera::detail::errors_have_frames() ? ValueError(where, message) : ValueError(message)),
+      problems_(std::move(problems)) {}
+
 void Report::raise() const {
   if (errors_.empty()) {
     return;

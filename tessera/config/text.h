@@ -36,8 +36,7 @@ struct Problem {
 // The value error of a configuration: one line for each problem.
 class InvalidConfig : public c10::ValueError {
  public:
-  InvalidConfig(c10::SourceLocation where, std::string message, std::vector<Problem> problems)
-      : ValueError(where, std::move(message)), problems_(std::move(problems)) {}
+  InvalidConfig(c10::SourceLocation where, const std::string& message, std::vector<Problem> problems);
   const std::vector<Problem>& problems() const { return problems_; }
 
  private:

@@ -93,7 +93,7 @@ void check_same(const zero::Ranks& ranks, const std::vector<std::string>& mine, 
   const auto line = [&](const std::vector<std::string>& lines) { return at < lines.size() ? lines[at] : "nothing"; };
   const std::string difference =
       broadcast(ranks, "rank 0 has " + line(first) + ", rank " + std::to_string(rank) + " has " + line(mine), rank);
-  TORCH_CHECK_VALUE(false, "[", origin, "] ", what, ": ", difference, "; ", advice);
+  TESSERA_FAIL(::c10::ValueError, "[", origin, "] ", what, ": ", difference, "; ", advice);
 }
 
 // Note [What ranks step by]

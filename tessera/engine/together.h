@@ -41,10 +41,10 @@ std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, c
     texts[r].erase(0, 1);
     if (outcome == kFine) continue;
     const std::string where = texts.size() > 1 ? " (rank " + std::to_string(r) + ")" : "";
-    if (outcome == kValue) C10_THROW_ERROR(ValueError, texts[r] + where);
-    if (outcome == kDisk) throw IoError({__func__, __FILE__, __LINE__}, texts[r] + where);
+    if (outcome == kValue) TESSERA_FAIL(::c10::ValueError, texts[r], where);
+    if (outcome == kDisk) TESSERA_FAIL(IoError, texts[r], where);
     if (outcome == kMemory) throw zero::AgreedOutOfMemory({__func__, __FILE__, __LINE__}, texts[r] + where);
-    TORCH_CHECK(false, texts[r], where);
+    TESSERA_FAIL(::c10::Error, texts[r], where);
   }
   return texts;
 }

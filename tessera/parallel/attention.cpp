@@ -54,10 +54,12 @@ std::vector<at::Tensor> split(const at::Tensor& t, int64_t ranks, const Sizes& p
 }  // namespace
 
 Heads deal_heads(int64_t queries, int64_t keys, int ranks, const std::string& label) {
-  TORCH_CHECK_VALUE(keys > 0 && queries % keys == 0, "[", label, "] sequence parallel attention: ", keys,
-                    " key/value heads do not divide ", queries, " query heads");
-  TORCH_CHECK_VALUE(queries >= ranks, "[", label, "] sequence parallel attention: ", queries,
-                    " query heads are too few for ", ranks, " ranks (sequence_parallel_size)");
+  if (keys <= 0 || queries % keys != 0)
+    TESSERA_FAIL(::c10::ValueError, "[", label, "] sequence parallel attention: ", keys,
+                 " key/value heads do not divide ", queries, " query heads");
+  if (queries < ranks)
+    TESSERA_FAIL(::c10::ValueError, "[", label, "] sequence parallel attention: ", queries,
+                 " query heads are too few for ", ranks, " ranks (sequence_parallel_size)");
   // The least repetition that gives every rank a key/value head.
   Heads heads;
   while (keys * heads.repeat < ranks || queries % (keys * heads.repeat) != 0)

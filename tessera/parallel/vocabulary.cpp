@@ -22,8 +22,8 @@ void check_indices(const at::Tensor& indices, int64_t vocabulary, int64_t ignore
   if (!indices.is_cpu() || indices.numel() == 0) return;
   const at::Tensor wrong = ((indices < 0) | (indices >= vocabulary)) & (indices != ignored);
   if (!wrong.any().item<bool>()) return;
-  TORCH_CHECK_INDEX(false, "[parallel] ", label, ": index ", indices.masked_select(wrong)[0].item<int64_t>(),
-                    " is out of range for a vocabulary of ", vocabulary);
+  TESSERA_FAIL(::c10::IndexError, "[parallel] ", label, ": index ", indices.masked_select(wrong)[0].item<int64_t>(),
+               " is out of range for a vocabulary of ", vocabulary);
 }
 
 struct EmbeddingCall {

@@ -351,8 +351,9 @@ at::Tensor StateAccess::whole_of(const Place& place, const at::Tensor& flat) con
 at::Tensor StateAccess::flat_of(const Place& place, const at::Tensor& whole, const char* caller) const {
   const Param& p = *place.param;
   const at::IntArrayRef sizes = p.cut ? at::IntArrayRef(p.cut->sizes) : p.tensor.sizes();
-  TORCH_CHECK_VALUE(whole.defined() && whole.sizes() == sizes, "[", caller, "] parameter '", p.name, "' has shape ",
-                    sizes, ", the value ", whole.defined() ? whole.sizes() : at::IntArrayRef{});
+  if (!whole.defined() || whole.sizes() != sizes)
+    TESSERA_FAIL(::c10::ValueError, "[", caller, "] parameter '", p.name, "' has shape ", sizes, ", the value ",
+                 whole.defined() ? whole.sizes() : at::IntArrayRef{});
   if (p.cut == nullptr) return shard::flatten_like_param(whole, p.form);
   const at::Tensor all = whole.contiguous().view(-1);
   at::Tensor flat = at::empty({p.range.size()}, whole.options());

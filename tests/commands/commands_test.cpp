@@ -162,7 +162,7 @@ TEST(Commands, SizesOfFiles) {
   for (const auto& [text, bytes] : good)
     EXPECT_EQ(shard_bytes(text), bytes) << text;
   for (const char* text : {"", "5XB", "-1GB", "0", "1.5GB", "9999999999999999999", "9999999999GB", "GB"})
-    EXPECT_HAS(message_of<c10::ValueError>([&] { shard_bytes(text); }), "max_shard_size");
+    EXPECT_HAS(testing::message_of<c10::ValueError>([&] { shard_bytes(text); }), "max_shard_size");
 }
 
 }  // namespace

@@ -64,7 +64,7 @@ void await_listener(const std::string& address, int port, std::chrono::milliseco
     if (Clock::now() >= end) {
       const std::string what = addresses_of(address, port) ? "nobody listens at " + place_of(address, port)
                                                            : "no host is known by the name " + address;
-      C10_THROW_ERROR(DistNetworkError, what + " after " + std::to_string(timeout.count() / 1000) + " s");
+      TESSERA_FAIL(::c10::DistNetworkError, what + " after " + std::to_string(timeout.count() / 1000) + " s");
     }
     std::this_thread::sleep_for(pause);
   }
@@ -104,12 +104,12 @@ StorePtr reach_store(const std::string& address, const c10d::TCPStoreOptions& op
     const bool mute = reached && now - *reached > kFirstWord;
     if (!mute && now - begin < options.timeout + kFirstWord) continue;
     const std::string there = place_of(address, options.port);
-    C10_THROW_ERROR(DistNetworkError, reached
-                                          ? "who listens at " + there +
-                                                " does not answer as a store: another program has the port, or the "
-                                                "process that hosts the store (usually rank 0) is stopped; end it, or "
-                                                "choose another port"
-                                          : "nobody listens at " + there);
+    TESSERA_FAIL(::c10::DistNetworkError,
+                 reached ? "who listens at " + there +
+                               " does not answer as a store: another program has the port, or the "
+                               "process that hosts the store (usually rank 0) is stopped; end it, or "
+                               "choose another port"
+                         : "nobody listens at " + there);
   }
   return store.get();
 }
