@@ -64,9 +64,7 @@ def save_as_deepspeed(
         made = os.path.join(beside, "deepspeed")
 
         def write() -> None:
-            files = CheckpointFiles(
-                Source(_core.read_checkpoint(beside, tag), trusted=True), stage, world
-            )  # our own
+            files = CheckpointFiles(Source(_core.read_checkpoint(beside, tag), trusted=True), stage, world)  # our own
             os.makedirs(made, exist_ok=True)
             for rank in range(place, world, ranks):
                 files.write(made, rank)
