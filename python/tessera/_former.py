@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is DeepSpeed's name; here it is {new}", FutureWarning, stacklevel=4)
+def warn(old: str, new: str, level: int = 2) -> None:
+    """`level`: calls from who warns up to the user's."""
+    warnings.warn(f"{old} is DeepSpeed's name; here it is {new}", FutureWarning, stacklevel=level + 1)
 
 
 def takes_former(turn: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]) -> Callable[[F], F]:
@@ -33,7 +34,7 @@ def rename(kwargs: dict[str, Any], where: str, names: Mapping[str, str | None]) 
     """`names`: the former one -> the one of today, None for what nothing reads any more."""
     for old in [name for name in kwargs if name in names]:
         value, new = kwargs.pop(old), names[old]
-        warn(f"{where}({old}=...)", f"{new}=" if new else "not read")
+        warn(f"{where}({old}=...)", f"{new}=" if new else "not read", level=4)
         if new is not None and value is not None:
             if kwargs.get(new) is not None and kwargs[new] is not value:
                 raise TypeError(f"{where}: {old} and {new} are two names of one argument; pass {new}")
@@ -42,7 +43,7 @@ def rename(kwargs: dict[str, Any], where: str, names: Mapping[str, str | None]) 
 
 def place(args: tuple[Any, ...], kwargs: dict[str, Any], order: tuple[str, ...], where: str) -> None:
     """Positional arguments in an order of before, as keywords."""
-    warn(f"{where} with positional arguments after the first", "keywords")
+    warn(f"{where} with positional arguments in that order", "keywords", level=4)
     for name, value in zip(order, args, strict=False):
         if value is not None:
             kwargs.setdefault(name, value)
@@ -61,7 +62,7 @@ def of_initialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, .
         args = ()
     given = kwargs.pop("args", None)
     if given is not None:
-        warn(f"{where}(args=...)", "config=")
+        warn(f"{where}(args=...)", "config=", level=3)
         named = given.get if isinstance(given, Mapping) else functools.partial(_attribute, given)
         if (path := named("deepspeed_config")) is not None:
             kwargs["config_params"] = path if kwargs.get("config_params") is None else kwargs["config_params"]

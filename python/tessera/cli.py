@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command is None:
         asked = name in ("-h", "--help")
-        print(_usage(), file=sys.stdout if asked else sys.stderr)
+        print(_usage(), end="", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     try:
         return command(given if command is checkpoints.main else given[1:])

@@ -204,19 +204,21 @@ Session::Held::~Held() noexcept(false) {
 
 at::Tensor Session::sum(const at::Tensor& value) const {
   const at::Tensor result = value.detach().clone(at::MemoryFormat::Contiguous);
-  live().mesh().group(comm::kBatchAxes)->all_reduce(result, comm::ReduceOp::Sum, "sum of the batch ranks").wait();
+  const comm::Mesh& mesh = live().mesh();
+  mesh.group(comm::kBatchAxes)->all_reduce(result, comm::ReduceOp::Sum, "sum of the batch ranks").wait();
+  mesh.group(comm::Axis::Sp)->all_reduce(result, comm::ReduceOp::Sum, "sum of the ranks of a sequence").wait();
   return result;
 }
 
 at::Tensor Session::mean(const at::Tensor& value) const {
-  return sum(value.is_floating_point() ? value : value.to(at::kDouble)) / size();
+  return sum(value.is_floating_point() ? value : value.to(at::kDouble)) / averaged();
 }
 
 at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) const {
   const at::Tensor all = this->sum(count.to(at::kDouble));
   const double tokens = all.sum().item<double>();
   TESSERA_CHECK_VALUE(tokens > 0, "engine.token_mean", "no rank has a token that counts (", tokens, " in all)");
-  return sum * (size() / tokens);
+  return sum * (averaged() / tokens);
 }
 
 void Session::warn_of_step() {

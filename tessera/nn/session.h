@@ -162,12 +162,13 @@ class Session {
   // Of the last step that was not skipped, before clipping, over all parameters and ranks.
   std::optional<double> grad_norm() const { return live().global_grad_norm(); }
 
-  // ---- over the ranks that share a batch's work (rank(), size()). Collective.
+  // ---- over the ranks that gradients are averaged over: those of other batches (rank(), size()) and of other parts of a sequence.
+  // Collective.
   at::Tensor mean(const at::Tensor& value) const;
   at::Tensor sum(const at::Tensor& value) const;
   // A loss of masked tokens: `sum` of this rank's losses (a scalar, with autograd) and `count` of its tokens become the loss whose
-  // gradient, averaged over ranks as every step averages, is that of the mean over all tokens of all ranks: sum times size() over
-  // the count of all. The mean() of it over ranks is that mean. A count of all of 0 is a value error.
+  // gradient, averaged over ranks as every step averages, is that of the mean over all tokens of all ranks: sum times the number of
+  // ranks over the count of all. The mean() of it over ranks is that mean. A count of all of 0 is a value error.
   at::Tensor token_mean(const at::Tensor& sum, const at::Tensor& count) const;
 
   // Masters, gradients and optimizer states, by parameter or name.
@@ -210,6 +211,9 @@ class Session {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
 
   std::shared_ptr<torch::nn::Module> module_;
+  // Ranks that gradients are averaged over.
+  int averaged() const { return live().mesh().size(comm::kBatchAxes.with(comm::Axis::Sp)); }
+
   std::optional<parallel::Plan> plan_;
   std::vector<std::pair<at::Tensor, CutParamPtr>> cuts_;  // of layers of torch
   std::shared_ptr<engine::Engine> core_;

@@ -68,6 +68,33 @@ TEST(Session, TheScheduleMovesTheLearningRateAtEveryAppliedStep) {
   }
 }
 
+// Over all ranks that gradients are averaged over, with as many tokens on each as its number says.
+TEST(Session, MeansAreOverAllTokensOfAllRanks) {
+  using comm::Axis;
+  const std::vector<std::map<Axis, int>> meshes{{{Axis::DpShard, 4}},
+                                                {{Axis::DpShard, 2}, {Axis::Sp, 2}},
+                                                {{Axis::Sp, 4}},
+                                                {{Axis::DpReplicate, 2}, {Axis::Sp, 2}}};
+  for (const auto& axes : meshes) {
+    testing::run_axes(axes, [&](int rank, const comm::Mesh& mesh) {
+      const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0,
+          "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_optimization": {"stage": 2}})");
+      torch::nn::Linear model(torch::nn::LinearOptions(1, 1).bias(false));
+      auto engine = initialize(model, config, mesh);
+      const double before = model->weight.item<double>();
+      const int64_t tokens = rank + 1;
+      const at::Tensor sum = engine.forward(at::full({tokens, 1}, static_cast<double>(rank))).sum();
+      const at::Tensor loss = engine.token_mean(sum, at::tensor(tokens));
+      EXPECT_NEAR(engine.mean(loss).item<double>(), 2 * before, 1e-5);  // 0 + 2 + 6 + 12 of 10 tokens
+      loss.backward();
+      engine.step();
+      EXPECT_NEAR(before - model->weight.item<double>(), 2.0, 1e-5);
+      EXPECT_EQ(engine.sum(at::tensor(tokens)).item<int64_t>(), 10);
+      EXPECT_EQ(engine.mean(at::tensor(tokens)).item<double>(), 2.5);
+    });
+  }
+}
+
 // Ranks along axes over which the model does nothing.
 TEST(Session, AxesThatCutNothingAreToldOnce) {
   for (const comm::Axis axis : {comm::Axis::Tp, comm::Axis::Sp}) {
