@@ -17,7 +17,10 @@ if(NOT SKBUILD AND NOT TESSERA_RELOCATABLE)
 endif()
 # Minor versions have binary interfaces of their own, and may be installed side by side.
 set(_interface ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
-list(TRANSFORM _runpath REPLACE "^[$]ORIGIN$" "$ORIGIN/../lib" OUTPUT_VARIABLE _command_runpath)
+set(_command_runpath "$ORIGIN/../lib")  # no wheel has it
+if(NOT TESSERA_RELOCATABLE)
+  list(APPEND _command_runpath "${TESSERA_TORCH_DIR}/lib")
+endif()
 set_target_properties(tessera-command PROPERTIES INSTALL_RPATH "${_command_runpath}")
 set_target_properties(tessera PROPERTIES VERSION ${_interface} SOVERSION ${_interface} BUILD_RPATH "$ORIGIN" INSTALL_RPATH "${_runpath}")
 

@@ -110,7 +110,10 @@ foreach(program consumer page)
   run(${CMAKE_COMMAND} -E chdir ${WORK}/runs/two ${WORK}/prefix/bin/tessera-run -n 2 ${WORK}/build/${program})
 endforeach()
 
-# The command, where the page's program has left a checkpoint.
+# The command, where the page's program has left a checkpoint. An archive knows no torch.
+if(ARCHIVE)
+  set(ENV{LD_LIBRARY_PATH} ${TORCH}/lib)
+endif()
 foreach(line "--version" "report" "estimate 7B --ranks 8" "inspect run --verify" "export run weights --dtype bf16")
   string(REPLACE " " ";" line "${line}")
   run(${CMAKE_COMMAND} -E chdir ${WORK}/runs/two ${WORK}/prefix/bin/tessera ${line})
