@@ -27,7 +27,7 @@ class Plain:
         return self.offset + self.place.rank + number
 
     def where(self) -> Any:
-        return self.place.meeting
+        return self.place.rendezvous
 
     def total(self) -> float:
         value = torch.tensor(float(self.place.rank + 1))
