@@ -121,8 +121,11 @@ inline void train_plain(
     print("step", step, value.item<double>());
   }
 }
-inline void train_plain(torch::nn::Module& model, const std::function<at::Tensor(int64_t)>& loss) {
-  train_plain({torch::optim::OptimizerParamGroup(model.parameters())}, model.parameters(), loss);
+// The `--plain` of most programs: the model whole, on whole batches.
+inline void train_plain_gpt() {
+  Gpt model;
+  train_plain({torch::optim::OptimizerParamGroup(model->parameters())}, model->parameters(),
+              [&](int64_t step) { return model->forward(batch(step).ids, batch(step).labels); });
 }
 
 // What the programs have in common of a configuration; `more` begins with a comma.

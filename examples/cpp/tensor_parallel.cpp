@@ -24,13 +24,8 @@ void train() {
   }
 }
 
-void plain() {
-  Gpt model;
-  train_plain(*model, [&](int64_t step) { return model->forward(batch(step).ids, batch(step).labels); });
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  return small::run(argc, argv, train, plain);
+  return small::run(argc, argv, train, small::train_plain_gpt);
 }
