@@ -17,11 +17,11 @@
 namespace tessera::comm {
 namespace {
 
-constexpr size_t kPage = 4096;
+constexpr size_t kMemoryPage = 4096;
 constexpr int64_t kLeast = 64 << 10;  // bytes; smaller ones are sooner copied than mapped
 
 size_t round_to_pages(size_t bytes) {
-  return (bytes + kPage - 1) / kPage * kPage;
+  return (bytes + kMemoryPage - 1) / kMemoryPage * kMemoryPage;
 }
 
 // A tensor that others can map.
