@@ -4,3 +4,5 @@
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/optim/tensors.h"
+#include "tessera/optim/types.h"
+#include "tessera/optim/whole.h"

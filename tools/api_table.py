@@ -24,8 +24,8 @@ LIST, PAGE = Path("tools/api_pairs.txt"), Path("docs/api.md")
 # Modules without an underscore that sub-packages of Python have for each other.
 INSIDE = re.compile(r"(.*\.)?engines|engine\.front|engine\.program")
 # Bases of public classes of C++, and what their methods return or take.
-WITH = """amp/grad_scaler engine/engine engine/restore engine/scaling nn/outputs nn/session nn/units pipeline/link
-pipeline/link_end pipeline/wire zero/modules zero/regions zero/state_access"""
+WITH = """amp/grad_scaler engine/engine engine/restore engine/scaling engine/watch io/metrics nn/outputs nn/session
+nn/units pipeline/link pipeline/link_end pipeline/wire zero/modules zero/regions zero/state_access"""
 
 HEAD = """# Python and C++
 

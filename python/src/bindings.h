@@ -39,13 +39,14 @@ void bind_config(py::module_& m);       // config/config.h, config/precision.h, 
 void bind_contents(py::module_& m);     // engine/contents.h
 void bind_engine(py::module_& m);       // engine/engine.h
 void bind_link(py::module_& m);         // pipeline/link.h
-void bind_optimizer(py::module_& m);    // optim/optimizer.h
+void bind_optimizer(py::module_& m);    // optim/optimizer.h, optim/whole.h
 void bind_options(py::module_& m);      // amp/autocast.h, amp/precision.h, shard/placement.h, zero/options.h
 void bind_parallel(py::module_& m);     // parallel/*.h
 void bind_pipeline(py::module_& m);     // pipeline/*.h
 void bind_scaler(py::module_& m);       // amp/grad_scaler.h
 void bind_schedule(py::module_& m);     // optim/schedule.h
 void bind_unit_policy(py::module_& m);  // engine/unit_policy.h
+void bind_watch(py::module_& m);        // engine/watch.h, io/metrics.h
 
 // (sizes of the whole, dim, [(begin, end), ...] of that dim)
 using CutArgs = std::tuple<std::vector<int64_t>, int64_t, std::vector<std::pair<int64_t, int64_t>>>;

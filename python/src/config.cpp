@@ -161,6 +161,7 @@ void bind_config(py::module_& m) {
   m.def("check_served", &check_served, py::arg("config"));
   m.def("precision", &precision, py::arg("config"));
   m.def("optimizer_kind", &optimizer_kind, py::arg("config"));
+  m.def("configured_optimizer", &native_optimizer, py::arg("config"));
 }
 
 }  // namespace tessera::python

@@ -288,6 +288,7 @@ void bind_counters(EngineClass& c) {
       .def("options", &Engine::options, py::return_value_policy::reference_internal)
       .def("mesh", &Engine::mesh, py::return_value_policy::copy)  // it outlives the engine's end
       .def("memory", &Engine::memory)
+      .def("keep_losses", &Engine::keep_losses)
       // {phase: (seconds, how often)}
       .def("phases", [](Engine& e) {
         std::map<std::string, std::pair<double, int64_t>> found;

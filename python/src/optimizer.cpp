@@ -2,10 +2,91 @@
 
 #include <pybind11/stl.h>
 
+#include <type_traits>
+#include <variant>
+
 #include "bindings.h"
+#include "tessera/engine/whole_shards.h"
 #include "tessera/optim/tensors.h"
+#include "tessera/optim/whole.h"
 
 namespace tessera::python {
+namespace {
+
+using optim::Field;
+using optim::GroupOptions;
+
+// By the names that param groups of torch have.
+py::dict group_values(optim::Rule rule, const GroupOptions& group) {
+  py::dict values;
+  for (const Field& field : optim::type_of(rule).fields) {
+    std::visit(
+        [&]<class T>(const T& at) {
+          if constexpr (std::is_same_v<T, Field::Betas>)
+            values[field.name] = py::make_tuple(group.beta1, group.beta2);
+          else
+            values[field.name] = group.*at;
+        },
+        field.where);
+  }
+  return values;
+}
+
+GroupOptions group_options(optim::Rule rule, const py::dict& values) {
+  GroupOptions group;
+  for (const Field& field : optim::type_of(rule).fields) {
+    const py::object value = values[field.name];
+    std::visit(
+        [&]<class T>(const T& at) {
+          if constexpr (std::is_same_v<T, Field::Betas>) {
+            const py::sequence betas = value;
+            group.beta1 = py::float_(betas[0]).cast<double>();
+            group.beta2 = py::float_(betas[1]).cast<double>();
+          } else if constexpr (std::is_same_v<T, double GroupOptions::*>) {
+            group.*at = py::float_(value).cast<double>();  // a tensor of one element, too
+          } else if constexpr (std::is_same_v<T, bool GroupOptions::*>) {
+            group.*at = py::bool_(value).cast<bool>();
+          } else {
+            group.*at = value.cast<int64_t>();
+          }
+        },
+        field.where);
+  }
+  return group;
+}
+
+void update_whole(optim::Rule rule, const std::vector<GroupOptions>& groups, const std::vector<size_t>& group_of,
+                  std::vector<at::Tensor> params, std::vector<at::Tensor> grads,
+                  std::vector<std::vector<at::Tensor>> states, const std::vector<int64_t>& steps,
+                  const std::vector<int>& numbers, const optim::ShardsPtr& shards) {
+  const py::gil_scoped_release no_gil;
+  std::vector<optim::WholeUpdate> updates;
+  for (size_t i = 0; i < params.size(); ++i) {
+    updates.push_back({&groups.at(group_of.at(i)), numbers.at(i), params[i], grads.at(i), steps.at(i)});
+    for (size_t s = 0; s < states.at(i).size(); ++s)
+      updates.back().state.at(s) = states[i][s];
+  }
+  optim::update_whole(rule, updates, shards != nullptr ? *shards : *optim::whole_parameters());
+}
+
+void bind_whole(py::module_& m) {
+  using namespace optim;
+  py::class_<Shards, ShardsPtr>(m, "Shards");
+  m.def("shards_of", &engine::shards_of, py::arg("engine"), py::arg("optimizer"), py::keep_alive<0, 1>());
+  m.def("update_whole", &python::update_whole, py::arg("rule"), py::arg("groups"), py::arg("group_of"),
+        py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("steps"), py::arg("numbers"),
+        py::arg("shards").none(true));
+  m.def("orthogonal", &orthogonal, py::arg("matrix"), py::arg("steps"));
+  m.def("is_muon_matrix", &is_muon_matrix, py::arg("name"), py::arg("dims"));
+  m.def("group_values", &group_values, py::arg("rule"), py::arg("group"));
+  m.def("group_options", &group_options, py::arg("rule"), py::arg("values"));
+  m.def(
+      "check_group", [](Rule rule, const GroupOptions& group) { check(type_of(rule), group); }, py::arg("rule"),
+      py::arg("group"));
+  m.def("options_of_type", &options_of_type, py::arg("type"), py::arg("adam_w_mode") = true);
+}
+
+}  // namespace
 
 void bind_optimizer(py::module_& m) {
   using namespace optim;
@@ -15,7 +96,9 @@ void bind_optimizer(py::module_& m) {
       .value("Sgd", Rule::Sgd)
       .value("Lion", Rule::Lion)
       .value("Adagrad", Rule::Adagrad)
-      .value("External", Rule::External);
+      .value("External", Rule::External)
+      .value("Lamb", Rule::Lamb)
+      .value("Muon", Rule::Muon);
 
   py::class_<GroupOptions>(m, "GroupOptions")
       .def(py::init<>())
@@ -36,7 +119,8 @@ void bind_optimizer(py::module_& m) {
   py::class_<OptimizerOptions>(m, "OptimizerOptions")
       .def(py::init<>())
       .def_readwrite("rule", &OptimizerOptions::rule)
-      .def_readwrite("defaults", &OptimizerOptions::defaults);
+      .def_readwrite("defaults", &OptimizerOptions::defaults)
+      .def_readwrite("others", &OptimizerOptions::others);
   m.def("native_types", &native_types);
   m.def(
       "state_names",
@@ -64,6 +148,7 @@ void bind_optimizer(py::module_& m) {
       },
       py::arg("rule"), py::arg("group"), py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("steps"),
       py::arg("firsts"), py::arg("stochastic") = false, py::arg("seed") = 0);
+  bind_whole(m);
 }
 
 }  // namespace tessera::python

@@ -136,6 +136,8 @@ void bind_layers(py::module_& m) {
         py::arg("vocabulary"), py::arg("group"), py::arg("ignore_index") = -100, py::arg("give_away") = false, NoGil());
   m.def("sequence_cross_entropy", &sequence_cross_entropy, py::arg("logits"), py::arg("target"), py::arg("group"),
         py::arg("ignore_index") = -100, py::arg("sizes") = Sizes(), NoGil());
+  m.def("mean_over_sequence", &mean_over_sequence, py::arg("loss"), py::arg("labels"), py::arg("group"),
+        py::arg("ignore_index") = -100, NoGil());
 }
 
 void bind_attention(py::module_& m) {

@@ -14,8 +14,11 @@ from tessera._core_config import _Keys
 from tessera._core_launch import *  # noqa: F403  (python/src/comm.cpp)
 from tessera._core_offload import *  # noqa: F403  (python/src/engine.cpp)
 from tessera._core_offload import OffloadPlan, Residence
+from tessera._core_optim import *  # noqa: F403  (python/src/optimizer.cpp, schedule.cpp)
+from tessera._core_optim import GroupOptions, OptimizerOptions, Rule
 from tessera._core_parallel import *  # noqa: F403  (python/src/parallel.cpp)
 from tessera._core_pipeline import *  # noqa: F403  (python/src/pipeline.cpp)
+from tessera._core_watch import *  # noqa: F403  (python/src/watch.cpp)
 
 torch_version: str
 version: str
@@ -194,99 +197,6 @@ class ZeroOptions:
     precision: Final[PrecisionPolicy]
     overlap: Final[bool]
 
-class Rule(Enum):
-    Adam = ...
-    Sgd = ...
-    Lion = ...
-    Adagrad = ...
-    External = ...
-
-class GroupOptions:
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    bias_correction: bool
-    momentum: float
-    dampening: float
-    nesterov: bool
-    lr_decay: float
-    initial_accumulator_value: float
-    maximize: bool
-    def __init__(self) -> None: ...
-
-class OptimizerOptions:
-    rule: Rule
-    defaults: GroupOptions
-    def __init__(self) -> None: ...
-
-def native_types() -> str: ...
-def state_names(rule: Rule, groups: Sequence[GroupOptions]) -> list[str]: ...
-def update_tensors(
-    rule: Rule,
-    group: GroupOptions,
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    states: Sequence[Sequence[torch.Tensor]],
-    steps: Sequence[torch.Tensor],
-    firsts: Sequence[int],
-    stochastic: bool = False,
-    seed: int = 0,
-) -> None:
-    """`states`: of each kind, those of all parameters; `steps`: tensors of one number each, which count."""
-
-class WarmupType(Enum):
-    Log = ...
-    Linear = ...
-
-class WarmupLR:
-    warmup_min_lr: list[float]
-    warmup_max_lr: list[float]
-    warmup_num_steps: int
-    warmup_type: WarmupType
-
-class WarmupDecayLR:
-    total_num_steps: int
-    warmup_min_lr: list[float]
-    warmup_max_lr: list[float]
-    warmup_num_steps: int
-    warmup_type: WarmupType
-
-class WarmupCosineLR:
-    total_num_steps: int
-    warmup_min_ratio: float
-    warmup_num_steps: int
-    cos_min_ratio: float
-    warmup_type: WarmupType
-
-class OneCycle:
-    cycle_min_lr: list[float]
-    cycle_max_lr: list[float]
-    decay_lr_rate: float
-    cycle_first_step_size: int
-    cycle_second_step_size: int | None
-    cycle_first_stair_count: int
-    cycle_second_stair_count: int | None
-    decay_step_size: int
-    cycle_momentum: bool
-    cycle_min_mom: list[float]
-    cycle_max_mom: list[float]
-    decay_mom_rate: float
-
-class LRRangeTest:
-    lr_range_test_min_lr: list[float]
-    lr_range_test_step_size: int
-    lr_range_test_step_rate: float
-    lr_range_test_staircase: bool
-
-class ScheduleValues:
-    lr: list[float]
-    momentum: list[float]
-
-def evaluate(options: Any, iteration: int, base_lrs: Sequence[float]) -> ScheduleValues: ...
-
 class Batch:
     train_batch_size: int
     micro_batch_size: int
@@ -314,6 +224,7 @@ def key_types() -> list[tuple[str, str]]: ...  # for tools/make_config_stub.py
 def check_served(config: Config) -> None: ...
 def precision(config: Config) -> PrecisionPolicy: ...
 def optimizer_kind(config: Config) -> OptimizerOptions | None: ...
+def configured_optimizer(config: Config) -> OptimizerOptions | None: ...
 
 class ScalerOptions:
     dynamic: bool
@@ -536,6 +447,7 @@ class Engine:
     def set_group(self, index: int, group: GroupOptions) -> None: ...
     def options(self) -> EngineOptions: ...
     def mesh(self) -> Mesh: ...
+    def keep_losses(self) -> None: ...
     def memory(self) -> Memory: ...
     def phases(self) -> dict[str, tuple[float, int]]: ...
     def params(self) -> list[ParamSpec]: ...

@@ -1,5 +1,5 @@
 """Where an engine's numbers go while it trains: TensorBoard, CSV files, Weights & Biases, Comet; sections of the
-configuration of these names. Rank 0 writes.
+configuration of these names. Rank 0 writes. Files are the core's (io/metrics.h), of which `JsonLines` is one more.
 
 An event is (name, value, x), as ("Train/Samples/lr", 1e-3, 640): x counts samples. Files lie in OUTPUT_PATH/JOB_NAME,
 by default in ~/tensorboard and ~/csv_monitor; a CSV file is called as its event, with _ for /, and has the columns step
@@ -8,10 +8,8 @@ and the last part of the name.
 
 from __future__ import annotations
 
-import csv
 import importlib
 import importlib.util
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +17,7 @@ from typing import Any, Protocol
 from tessera import _core
 from tessera.errors import ConfigError
 
-__all__ = ["Event", "Monitor", "Writer"]
+__all__ = ["Event", "JsonLines", "Monitor", "Writer"]
 
 Event = tuple[str, float, int]
 
@@ -30,46 +28,57 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
-def _folder(section: dict[str, Any], default: str) -> Path:
-    base = Path(section["output_path"] or Path.home() / default)
-    found = base / section["job_name"]
-    found.mkdir(parents=True, exist_ok=True)
-    return found
+class _File:
+    """A writer of the core's."""
+
+    def __init__(self, writer: _core.MetricWriter) -> None:
+        self._writer = writer
+
+    def write(self, events: Iterable[Event]) -> None:
+        self._writer.write([(name, value, int(x)) for name, value, x in events])
+
+    def close(self) -> None: ...
 
 
-class TensorBoard:
+def _folder(section: dict[str, Any], default: str) -> str:
+    return _core.metrics_folder(section["output_path"], section["job_name"], default)
+
+
+class TensorBoard(_File):
     """Event files of TensorBoard."""
 
     def __init__(self, section: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        self._folder = _folder(section, "tensorboard")
+        self._own: Any = None
+        super().__init__(_core.tensorboard_metrics(self._folder))
 
-        self.summary_writer = SummaryWriter(str(_folder(section, "tensorboard")))
+    @property
+    def summary_writer(self) -> Any:
+        """torch's, of the same folder, for what is no scalar; it needs the package tensorboard."""
+        if self._own is None:
+            from torch.utils.tensorboard import SummaryWriter
 
-    def write(self, events: Iterable[Event]) -> None:
-        for name, value, x in events:
-            self.summary_writer.add_scalar(name, value, x)
-        self.summary_writer.flush()
+            self._own = SummaryWriter(self._folder)
+        return self._own
 
     def close(self) -> None:
-        self.summary_writer.close()
+        if self._own is not None:
+            self._own.close()
 
 
-class Csv:
+class Csv(_File):
     """One file for each name of an event; a run that goes on appends to what is there."""
 
     def __init__(self, section: dict[str, Any]) -> None:
-        self.log_dir = _folder(section, "csv_monitor")
+        self.log_dir = Path(_folder(section, "csv_monitor"))
+        super().__init__(_core.csv_metrics(str(self.log_dir)))
 
-    def write(self, events: Iterable[Event]) -> None:
-        for name, value, x in events:
-            path = self.log_dir / (name.replace("/", "_").replace(" ", "_") + ".csv")
-            with open(path, "a", newline="") as file:
-                writer = csv.writer(file)
-                if os.fstat(file.fileno()).st_size == 0:
-                    writer.writerow(["step", name.rpartition("/")[2]])
-                writer.writerow([x, value])
 
-    def close(self) -> None: ...
+class JsonLines(_File):
+    """A line of JSON for each event, appended to a file: engine.monitor.writers["json"] = JsonLines("run.jsonl")."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(_core.json_metrics(str(path)))
 
 
 class WeightsAndBiases:
@@ -120,7 +129,7 @@ class Comet:
 
 # Section of the configuration -> (what writes, the package that it needs).
 WRITERS: dict[str, tuple[Callable[[dict[str, Any]], Writer], str | None]] = {
-    "tensorboard": (TensorBoard, "tensorboard"),
+    "tensorboard": (TensorBoard, None),
     "csv_monitor": (Csv, None),
     "wandb": (WeightsAndBiases, "wandb"),
     "comet": (Comet, "comet_ml"),

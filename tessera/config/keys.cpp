@@ -43,7 +43,7 @@ std::vector<Key> first_rows() {
       {FIELD(train_micro_batch_size_per_gpu), "samples of one rank in one forward; derived when unset", at_least(1)},
       {FIELD(gradient_accumulation_steps), "micro-batches of one optimizer step; derived when unset", at_least(1)},
       {FIELD(optimizer.type),
-       "native: Adam, AdamW, SGD, Adagrad, Lion; from Python Lamb, Muon (any letter case), else a class of "
+       "Adam, AdamW, SGD, Adagrad, Lion (native), Lamb, Muon, in any letter case; from Python also a class of "
        "torch.optim"},
       {FIELD(optimizer.params), "arguments of the optimizer, see \"Optimizers\""},
       {FIELD(optimizer.legacy_fusion), "an older fused implementation"},

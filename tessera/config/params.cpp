@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
+#include <utility>
+#include <variant>
 
 #include "tessera/base/error.h"
 
@@ -34,13 +37,19 @@ class Reader {
     return found == params_.end() || found->second.is_unset() ? nullptr : &found->second;
   }
 
-  void number(const std::string& name, double& out, double min = -INFINITY) {
+  bool has(const std::string& name) const {
+    const auto found = params_.find(name);
+    return found != params_.end() && !found->second.is_unset();
+  }
+
+  void number(const std::string& name, double& out, double min = -INFINITY, double below = INFINITY) {
     if (const Value* value = find(name)) {
       const auto got = as_number(*value);
-      if (got && *got >= min) {
+      if (got && *got >= min && *got < below) {
         out = *got;
       } else {
-        bad(name, *value, std::isfinite(min) ? "a number >= " + number_text(min) : "a number");
+        const std::string least = std::isfinite(min) ? " >= " + number_text(min) : "";
+        bad(name, *value, "a number" + least + (std::isfinite(below) ? " and < " + number_text(below) : ""));
       }
     }
   }
@@ -111,6 +120,14 @@ class Reader {
     }
   }
 
+  // Of two ways to one result.
+  void choice(const std::string& name, const std::vector<std::string>& names) {
+    const Value* const value = find(name);
+    if (value == nullptr) return;
+    const auto* text = std::get_if<std::string>(&value->data);
+    if (text == nullptr || std::ranges::find(names, *text) == names.end()) bad(name, *value, join(names, " or "));
+  }
+
   void warmup_type(optim::WarmupType& out) {
     if (const Value* value = find("warmup_type")) {
       const auto* text = std::get_if<std::string>(&value->data);
@@ -168,13 +185,26 @@ class Reader {
   std::vector<std::string> known_;
 };
 
-void read_adam(Reader& in, bool torch_adam, optim::GroupOptions& group) {
-  if (torch_adam && group.decoupled) {
-    group.weight_decay = 0.01;  // the default of torch.optim.AdamW
+// What the table says of the type.
+void read_fields(Reader& in, const optim::Type& type, optim::GroupOptions& group) {
+  for (const optim::Field& field : type.fields) {
+    std::visit(
+        [&]<class T>(const T& at) {
+          if constexpr (std::is_same_v<T, optim::Field::Betas>)
+            in.betas(group.beta1, group.beta2);
+          else if constexpr (std::is_same_v<T, double optim::GroupOptions::*>)
+            in.number(field.name, group.*at, field.least, field.below);
+          else if constexpr (std::is_same_v<T, int64_t optim::GroupOptions::*>)
+            in.integer(field.name, group.*at, static_cast<int64_t>(field.least));
+          else
+            in.flag(field.name, group.*at);
+        },
+        field.where);
   }
-  in.betas(group.beta1, group.beta2);
-  in.number("eps", group.eps, 0);
-  in.flag("bias_correction", group.bias_correction);
+}
+
+// What it does not say.
+void check_adam(Reader& in) {
   bool amsgrad = false;
   in.flag("amsgrad", amsgrad);
   if (amsgrad) {
@@ -183,13 +213,35 @@ void read_adam(Reader& in, bool torch_adam, optim::GroupOptions& group) {
   in.ignored({"adam_w_mode", "torch_adam"});
 }
 
-void read_sgd(Reader& in, optim::GroupOptions& group) {
-  in.number("momentum", group.momentum, 0);
-  in.number("dampening", group.dampening);
-  in.flag("nesterov", group.nesterov);
+void check_sgd(Reader& in, const optim::GroupOptions& group) {
   if (group.nesterov && (group.momentum <= 0 || group.dampening != 0)) {
     in.refuse("nesterov", "needs momentum > 0 and dampening 0");
   }
+}
+
+void check_lamb(Reader& in, const optim::GroupOptions& group) {
+  bool amsgrad = false;
+  in.flag("amsgrad", amsgrad);
+  if (amsgrad) in.refuse("amsgrad", "is not served; leave it out");
+  if (!(0 < group.min_coeff && group.min_coeff <= group.max_coeff)) {
+    in.refuse("min_coeff", "0 < min_coeff <= max_coeff must hold");
+  }
+}
+
+// Its `lr`, betas and eps are for both kinds of parameters; muon_lr and adam_lr go before `lr`.
+void read_muon(Reader& in, const optim::Type& type, optim::OptimizerOptions& options) {
+  read_fields(in, type, options.defaults);
+  options.defaults.use_muon = true;
+  const optim::GroupOptions usual = std::exchange(*options.others, options.defaults);
+  optim::GroupOptions& others = *options.others;
+  others.use_muon = false;
+  if (!in.has("lr")) others.lr = usual.lr;
+  if (!in.has("eps")) others.eps = usual.eps;
+  if (!in.has("betas")) others.beta1 = usual.beta1, others.beta2 = usual.beta2;
+  in.number("muon_lr", options.defaults.lr, 0);
+  in.number("adam_lr", others.lr, 0);
+  in.choice("ns_method", {"standard", "gram"});
+  in.ignored({"torch_adam", "per_head_muon"});  // true of the last is refused elsewhere
 }
 
 bool flag_of(const Params& params, const std::string& name, bool fallback) {
@@ -262,7 +314,7 @@ optim::ScheduleOptions read_range_test(Reader& in) {
 }  // namespace
 
 std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer) {
-  if (!optim::is_native_type(optimizer.type)) return std::nullopt;
+  if (optim::find_type(optimizer.type) == nullptr) return std::nullopt;
   return optim::options_of_type(optimizer.type, flag_of(optimizer.params, "adam_w_mode", true));
 }
 
@@ -273,27 +325,19 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   const Params& params = optimizer.params;
   const bool torch_adam = flag_of(params, "torch_adam", false);
   auto options = kind_of(optimizer);
-  if (!options || (torch_adam && flag_of(params, "amsgrad", false))) return std::nullopt;
+  if (!options) return std::nullopt;
+  const bool is_adam = options->rule == optim::Rule::Adam;
+  if (is_adam && torch_adam && flag_of(params, "amsgrad", false)) return std::nullopt;
   Reader in("optimizer.params", params, report);
+  const optim::Type& type = *optim::find_type(optimizer.type);
   auto& group = options->defaults;
-  in.number("lr", group.lr, 0);
-  switch (options->rule) {
-    case optim::Rule::Adam:
-      read_adam(in, torch_adam, group);
-      break;
-    case optim::Rule::Sgd:
-      read_sgd(in, group);
-      break;
-    case optim::Rule::Adagrad:
-      in.number("lr_decay", group.lr_decay, 0);
-      in.number("initial_accumulator_value", group.initial_accumulator_value, 0);
-      in.number("eps", group.eps, 0);
-      break;
-    default:
-      in.betas(group.beta1, group.beta2);
+  if (is_adam && torch_adam && group.decoupled) {
+    group.weight_decay = 0.01;  // the default of torch.optim.AdamW
   }
-  in.number("weight_decay", group.weight_decay, 0);
-  in.flag("maximize", group.maximize);
+  options->rule == optim::Rule::Muon ? read_muon(in, type, *options) : read_fields(in, type, group);
+  if (is_adam) check_adam(in);
+  if (options->rule == optim::Rule::Sgd) check_sgd(in, group);
+  if (options->rule == optim::Rule::Lamb) check_lamb(in, group);
   in.ignored({"foreach", "fused", "capturable", "set_grad_none", "max_grad_norm", "fp32_optimizer_states"});
   in.finish();
   return options;

@@ -6,8 +6,8 @@
 
 #include "tessera/config/config.h"
 #include "tessera/config/text.h"
-#include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
+#include "tessera/optim/types.h"
 
 namespace tessera::config {
 
@@ -15,7 +15,7 @@ namespace tessera::config {
 // looked at.
 std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer);
 
-// Empty for no type, for a type of torch.optim and for what a native rule does not do (amsgrad with
+// Empty for no type, for a type of torch.optim and for what a rule does not do (amsgrad with
 // torch_adam); the parameters of the latter are not looked at, except max_grad_norm.
 std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer, Report& report);
 

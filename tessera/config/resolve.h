@@ -7,8 +7,8 @@
 #include "tessera/amp/autocast.h"
 #include "tessera/amp/grad_scaler.h"
 #include "tessera/config/config.h"
-#include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
+#include "tessera/optim/types.h"
 #include "tessera/shard/placement.h"
 #include "tessera/zero/options.h"
 
@@ -33,9 +33,8 @@ Clip clip_rule(const Config& config);
 // false the reduction waits for step() in stages 0 and 1.
 zero::Options zero_options(const Config& config);
 
-// The configured optimizer where a native rule serves it: Adam, AdamW, SGD, Adagrad, Lion in any
-// letter case. Empty when the configuration names none, or a class of torch.optim that only the
-// Python front end can build (also Adam with torch_adam and amsgrad).
+// The configured optimizer where it is of the table (optim/types.h), in any letter case. Empty when the configuration names
+// none, or a class of torch.optim (also Adam with torch_adam and amsgrad).
 std::optional<optim::OptimizerOptions> native_optimizer(const Config& config);
 
 // Rule and defaults of optimizer.type and adam_w_mode, whatever the other parameters ask for; empty as above, but not for

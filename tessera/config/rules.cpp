@@ -164,8 +164,7 @@ void check_optimizer(const Config& c, Report& report) {
   const bool one_bit = type.starts_with("onebit") || type.starts_with("zeroone");
   if (stage > 0 && one_bit) {
     report.error("optimizer.type", c.optimizer.type + " cannot be combined with zero_optimization");
-  } else if (stage > 0 && !type.empty() && type != "muon" && type != "lamb" && !optim::is_native_type(type) &&
-             !c.zero_allow_untested_optimizer) {
+  } else if (stage > 0 && !type.empty() && optim::find_type(type) == nullptr && !c.zero_allow_untested_optimizer) {
     report.error("optimizer.type", c.optimizer.type +
                                        " has no native rule; under zero_optimization set "
                                        "zero_allow_untested_optimizer to true to use it");

@@ -122,14 +122,9 @@ const std::vector<Unread>& unread() {
 const std::vector<Refusal>& python_only() {
   using C = const Config&;
   static const std::vector<Refusal> all{
-      {"tensorboard.enabled", "true", [](C c) { return c.tensorboard.enabled; }},
-      {"csv_monitor.enabled", "true", [](C c) { return c.csv_monitor.enabled; }},
       {"wandb.enabled", "true", [](C c) { return c.wandb.enabled; }},
       {"comet.enabled", "true", [](C c) { return c.comet.enabled; }},
       {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},
-      {"comms_logger.enabled", "true", [](C c) { return c.comms_logger.enabled; }},
-      {"activation_checkpointing.partition_activations", "true",
-       [](C c) { return c.activation_checkpointing.partition_activations; }},
       {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
       {"checkpoint.format", "deepspeed", [](C c) { return c.checkpoint.format == CheckpointFormat::DeepSpeed; }},
   };
@@ -139,16 +134,11 @@ const std::vector<Refusal>& python_only() {
 const std::vector<Refusal>& python_reads() {
   using C = const Config&;
   static const std::vector<Refusal> all{
-      {"wall_clock_breakdown", "true: nothing is logged, core().phases() has the times",
-       [](C c) { return c.wall_clock_breakdown; }},
-      {"memory_breakdown", "true", [](C c) { return c.memory_breakdown; }},
       {"dump_state", "true", [](C c) { return c.dump_state; }},
       {"zero_optimization.ignore_unused_parameters", "false",
        [](C c) { return !c.zero_optimization.ignore_unused_parameters; }},
       {"zero_force_ds_cpu_optimizer", "false", [](C c) { return !c.zero_force_ds_cpu_optimizer; }},
       {"log_level", "any", [](C c) { return c.log_level.has_value(); }},
-      {"activation_checkpointing.cpu_checkpointing", "true",
-       [](C c) { return c.activation_checkpointing.cpu_checkpointing; }},
       {"activation_checkpointing.synchronize_checkpoint_boundary", "true",
        [](C c) { return c.activation_checkpointing.synchronize_checkpoint_boundary; }},
       {"activation_checkpointing.profile", "true", [](C c) { return c.activation_checkpointing.profile; }},

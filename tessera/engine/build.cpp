@@ -11,7 +11,7 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   Options options;
   options.zero = config::zero_options(config);
   const auto native = config::native_optimizer(config);
-  options.rule = native ? native->rule : optim::Rule::External;
+  options.rule = native && optim::has_kernel(native->rule) ? native->rule : optim::Rule::External;
   const config::Batch batch = config.resolve_batch(data_parallel_size);
   options.micro_batch_size = batch.micro_batch_size;
   options.gradient_accumulation_steps = batch.gradient_accumulation_steps;

@@ -226,6 +226,12 @@ class Engine {
   // What the steps so far spent where; Options::time_device makes it true of a device, too. State error once destroyed.
   const Phases& phases() const;
 
+  // From here on the losses that backward() gets are kept for take_loss(); it is asked after every update.
+  void keep_losses();
+  // The mean of those since the last call; empty where there is none, and where reading one would wait for a device longer than
+  // step() has waited. Local.
+  std::optional<double> take_loss();
+
   // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw. Waits for a
   // checkpoint in the background, and throws its error at the end.
   void destroy();

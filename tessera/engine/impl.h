@@ -49,6 +49,8 @@ struct Engine::Impl {
   c10::DeviceType device = at::kCPU;
   std::vector<amp::AutocastRegion> regions;  // of the forwards under way
   bool warned_of_region = false;
+  bool keeps_losses = false;
+  std::vector<at::Tensor> losses;  // on the host, where what comes of a device is there after a step
   OneThread thread;
   Notices notices;
   std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned

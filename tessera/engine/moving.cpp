@@ -3,6 +3,7 @@
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/impl.h"
 #include "tessera/offload/states.h"
+#include "tessera/optim/types.h"
 #include "tessera/shard/placement.h"
 
 namespace tessera::engine {

@@ -1,7 +1,9 @@
 #include "tessera/engine/engine.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 #include <vector>
@@ -13,6 +15,17 @@
 #include "tessera/zero/update_lane.h"
 
 namespace tessera::engine {
+namespace {
+
+// A loss where the host can read it, of CUDA once a step has waited for what came after it; undefined of other devices.
+at::Tensor on_host(const at::Tensor& loss) {
+  if (loss.is_cpu()) return loss.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
+  if (!loss.is_cuda()) return {};
+  const at::Tensor kept = at::empty({}, loss.options().device(at::kCPU).pinned_memory(true));
+  return kept.copy_(loss.reshape({}), /*non_blocking=*/true);
+}
+
+}  // namespace
 
 // ---------------------------------------------------------------- forward
 
@@ -84,7 +97,22 @@ at::Tensor Engine::end_backward(const at::Tensor& loss) {
   const double scale = 1.0 / static_cast<double>(impl_->options.gradient_accumulation_steps);
   const bool scaled = std::exchange(impl_->scale_by_accumulation, true);
   const at::Tensor value = loss.detach();
+  if (impl_->keeps_losses) impl_->losses.push_back(on_host(value));
   return scaled && scale != 1.0 ? value * scale : value;
+}
+
+void Engine::keep_losses() {
+  impl_->keeps_losses = true;
+}
+
+std::optional<double> Engine::take_loss() {
+  const std::vector<at::Tensor> losses = std::exchange(impl_->losses, {});
+  const bool waited = impl_->device == at::kCPU || !impl_->options.zero.update_in_backward;
+  if (losses.empty() || !waited || !std::ranges::all_of(losses, &at::Tensor::defined)) return {};
+  double sum = 0;
+  for (const at::Tensor& loss : losses)
+    sum += loss.item<double>();
+  return sum / static_cast<double>(losses.size());
 }
 
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {

@@ -1,5 +1,6 @@
 #include "tessera/nn/client_optimizer.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -9,6 +10,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <set>
 #include <sstream>
 #include <typeinfo>
@@ -18,6 +20,7 @@
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/torch_file.h"
+#include "tessera/engine/whole_shards.h"
 
 namespace tessera::nn {
 namespace {
@@ -100,13 +103,28 @@ ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimi
   }
 }
 
+ClientOptimizer::ClientOptimizer(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
+                                 const std::vector<engine::ParamSpec>& specs)
+    : originals_(groups.size()) {
+  for (const engine::ParamSpec& spec : specs) {
+    const int number = std::max(spec.group, spec.joins);
+    TESSERA_CHECK_VALUE(rule != optim::Rule::Muon || number < 0 || !groups[number].use_muon || spec.tensor.dim() >= 2,
+                        "initialize", "Muon updates matrices, and '", spec.name, "' has ", spec.tensor.dim(),
+                        " dimensions: put it into a group whose use_muon is false");
+    if (spec.group >= 0) originals_[spec.group].push_back(spec.tensor);
+  }
+  auto made = std::make_shared<WholeOptimizer>(rule, groups, originals_);
+  whole_ = made.get();
+  optimizer_ = std::move(made);
+}
+
 void ClientOptimizer::check_cut(const std::string& stage, bool is_cut, bool allow) const {
   const auto& o = *optimizer_;
   const auto& type = typeid(o);
   const bool known = type == typeid(torch::optim::Adam) || type == typeid(torch::optim::AdamW) ||
                      type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
                      type == typeid(torch::optim::RMSprop);
-  if (known || allow || (stage.empty() && !is_cut)) return;
+  if (whole_ != nullptr || known || allow || (stage.empty() && !is_cut)) return;
   const char* const cut = "tensor_parallel.autotp_size";
   TESSERA_CHECK_VALUE(
       false, "initialize", class_of(o), " is not known to work on slices of parameters, as ",
@@ -118,6 +136,13 @@ void ClientOptimizer::check_cut(const std::string& stage, bool is_cut, bool allo
 
 std::string ClientOptimizer::description() const {
   std::ostringstream text;
+  if (whole_ != nullptr) {
+    const optim::Type& type = optim::type_of(whole_->rule());
+    text << type.name;
+    for (size_t number = 0; number < originals_.size(); ++number)
+      text << " (" << optim::text_of(type, whole_->group(number)) << ")";
+    return text.str();
+  }
   text << class_of(*optimizer_);
   for (const auto& group : optimizer_->param_groups())
     text << " lr " << rate_of(group);
@@ -126,11 +151,26 @@ std::string ClientOptimizer::description() const {
 
 std::vector<optim::GroupOptions> ClientOptimizer::groups() const {
   std::vector<optim::GroupOptions> groups;
-  for (const auto& group : optimizer_->param_groups()) {
-    groups.emplace_back();
-    groups.back().lr = rate_of(group);
+  for (size_t number = 0; number < optimizer_->param_groups().size(); ++number) {
+    groups.push_back(whole_ != nullptr ? whole_->group(number) : optim::GroupOptions());
+    groups.back().lr = rate_of(optimizer_->param_groups()[number]);
   }
   return groups;
+}
+
+void ClientOptimizer::add_target(engine::Engine& core, int param, const at::Tensor& tensor,
+                                 std::vector<at::Tensor>& taken) {
+  at::Tensor target = tensor;
+  if (!on_params_) {
+    const at::Tensor master = core.states().local_view(param, engine::Quantity::Master);
+    const bool empty = !master.defined() || master.numel() == 0;
+    if (empty && whole_ == nullptr) return;
+    target = empty ? at::empty({0}, tensor.options().dtype(at::kFloat).requires_grad(false)) : master.detach();
+    target.requires_grad_(true);
+  }
+  taken.push_back(target);
+  targets_.push_back({param, target});
+  if (whole_ != nullptr) whole_->add_number(target, param);
 }
 
 void ClientOptimizer::take(engine::Engine& core, bool on_params) {
@@ -140,20 +180,24 @@ void ClientOptimizer::take(engine::Engine& core, bool on_params) {
     if (core.params()[i].group >= 0)
       numbers.emplace(core.params()[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
   core.checkpoints().on_all([&] {
+    if (whole_ != nullptr) whole_->use(engine::shards_of(core, optim::type_of(whole_->rule()).name), {});
     for (auto& group : optimizer_->param_groups()) {
       std::vector<at::Tensor> taken;
-      for (const at::Tensor& param : group.params()) {
-        const auto number = numbers.find(param.unsafeGetTensorImpl());
-        if (number == numbers.end()) continue;  // frozen
-        const at::Tensor master =
-            on_params ? param : core.states().local_view(number->second, engine::Quantity::Master);
-        if (!master.defined() || master.numel() == 0) continue;
-        taken.push_back(on_params ? param : master.detach().requires_grad_(true));
-        targets_.push_back({number->second, taken.back()});
-      }
+      for (const at::Tensor& param : group.params())
+        if (const auto number = numbers.find(param.unsafeGetTensorImpl()); number != numbers.end())  // not frozen
+          add_target(core, number->second, param, taken);
       group.params() = std::move(taken);
     }
   });
+}
+
+// What began to be trained in this step.
+void ClientOptimizer::take_joined(engine::Engine& core) {
+  for (const int param : core.take_joined()) {
+    const engine::ParamSpec& spec = core.params()[param];
+    originals_[spec.group].push_back(spec.tensor);
+    add_target(core, param, spec.tensor, optimizer_->param_groups()[spec.group].params());
+  }
 }
 
 void ClientOptimizer::release() {
@@ -163,9 +207,26 @@ void ClientOptimizer::release() {
   targets_.clear();
 }
 
-void ClientOptimizer::publish(engine::Engine& core) const {
-  for (size_t number = 0; number < originals_.size(); ++number)
-    core.groups()[number].lr = rate_of(optimizer_->param_groups()[number]);
+void ClientOptimizer::publish(engine::Engine& core) {
+  std::vector<std::string> terms;
+  for (size_t number = 0; number < originals_.size(); ++number) {
+    if (whole_ == nullptr) {
+      core.groups()[number].lr = rate_of(optimizer_->param_groups()[number]);
+      continue;
+    }
+    const optim::Type& type = optim::type_of(whole_->rule());
+    whole_->group(number) = core.groups()[number];
+    terms.push_back(optim::text_of(type, core.groups()[number]) + " in param group " + std::to_string(number));
+  }
+  if (whole_ != nullptr) core.set_client_terms(terms);
+}
+
+void ClientOptimizer::keep_options(engine::Engine& core) const {
+  for (size_t number = 0; number < originals_.size() && whole_ != nullptr; ++number) {
+    const double rate = core.groups()[number].lr;
+    core.groups()[number] = whole_->group(number);
+    core.groups()[number].lr = rate;
+  }
 }
 
 void ClientOptimizer::set_rate(size_t group, double rate) {
@@ -173,6 +234,7 @@ void ClientOptimizer::set_rate(size_t group, double rate) {
 }
 
 void ClientOptimizer::run(engine::Engine& core) {
+  if (whole_ != nullptr) take_joined(core);
   for (const Target& target : targets_)
     target.tensor.mutable_grad() = core.states().local_view(target.param, engine::Quantity::Gradient);
   optimizer_->step();
@@ -198,6 +260,7 @@ ClientOptimizer::State ClientOptimizer::state_of(const at::Tensor& target) const
 std::vector<engine::ClientState> ClientOptimizer::states(const engine::Engine& core) const {
   std::vector<engine::ClientState> states;
   for (const Target& target : targets_) {
+    if (target.tensor.numel() == 0) continue;
     for (const auto& [key, value] : state_of(target.tensor)) {
       if (!value.isTensor() || value.toTensor().dim() == 0) continue;
       const std::string& name = core.params()[target.param].name;
@@ -215,6 +278,7 @@ std::vector<engine::ClientState> ClientOptimizer::states(const engine::Engine& c
 c10::IValue ClientOptimizer::numbers(const engine::Engine& core) const {
   c10::impl::GenericDict all(c10::StringType::get(), c10::AnyType::get());
   for (const Target& target : targets_) {
+    if (target.tensor.numel() == 0) continue;
     c10::impl::GenericDict numbers(c10::StringType::get(), c10::AnyType::get());
     for (const auto& [key, value] : state_of(target.tensor))
       if (!value.isTensor() || value.toTensor().dim() == 0) numbers.insert(key, value);
@@ -260,6 +324,7 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
     if (name.starts_with("optimizer-")) add_numbers(found.reader().blob(name), "'" + name + "'", numbers);
   std::map<const void*, State> states;
   for (const Target& target : targets_) {
+    if (target.tensor.numel() == 0) continue;
     State state = numbers[core.params()[target.param].name];
     for (const std::string& kind : kinds) {
       const at::Tensor part = found.client_state(target.param, kind);
@@ -274,7 +339,7 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
 std::string ClientOptimizer::present() const {
   std::map<const void*, State> states;
   for (const Target& target : targets_)
-    if (State state = state_of(target.tensor); !state.empty())
+    if (State state = state_of(target.tensor); !state.empty() && target.tensor.numel() > 0)
       states.emplace(target.tensor.unsafeGetTensorImpl(), std::move(state));
   return archive_of(states);
 }

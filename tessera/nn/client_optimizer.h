@@ -1,9 +1,11 @@
-// ClientOptimizer: an optimizer of torch::optim, or of the program's own, that updates the master weights of an engine.
+// ClientOptimizer: an optimizer of torch::optim, or of the program's own, that updates the master weights of an engine. So do those of
+// the configuration that need whole parameters (whole_optimizer.h).
 //
 // Note [Parameters of a client's optimizer]
 //   Its groups hold the module's parameters until the engine is built. Where these are not the masters, or are cut, fp32 masters
 //   take their places: this rank's slices, 1-D; a parameter of which this rank has nothing is left out. release() puts the parameters
-//   back. So it must update element by element where states are cut: a norm of its own would be that of a slice.
+//   back. So it must update element by element where states are cut: a norm of its own would be that of a slice. One of the
+//   configuration has empty slices, too, as all ranks make the same calls, and the core's groups say its hyper-parameters.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -15,6 +17,7 @@
 
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
+#include "tessera/nn/whole_optimizer.h"
 
 namespace tessera::nn {
 
@@ -23,6 +26,10 @@ class ClientOptimizer {
   // Marks in `specs` the groups of what it has. Value error: none of its tensors is in `specs`, one is not, a parameter is in two
   // groups, it has states already. Not-implemented error for LBFGS, which needs a closure. Local.
   ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer, std::vector<engine::ParamSpec>& specs);
+  // One of the configuration, Lamb or Muon; `specs` have their groups. Value error for options out of their bounds, and for a vector
+  // in a group of matrices. Local.
+  ClientOptimizer(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
+                  const std::vector<engine::ParamSpec>& specs);
   // Value error where states are cut (`stage`, and tensor parallelism where `is_cut`) and it is not known to update element by
   // element, unless `allow`.
   void check_cut(const std::string& stage, bool is_cut, bool allow) const;
@@ -35,8 +42,11 @@ class ClientOptimizer {
   void release();
 
   // Before an update: the core has the present rates.
-  void publish(engine::Engine& core) const;
+  void publish(engine::Engine& core);
   void set_rate(size_t group, double rate);
+  // Groups of the core as they were before a load, but for their rates: others are not of checkpoints.
+  void keep_options(engine::Engine& core) const;
+  bool has_betas() const { return whole_ != nullptr; }
   // The update.
   void run(engine::Engine& core);
 
@@ -56,10 +66,13 @@ class ClientOptimizer {
     at::Tensor tensor;
   };
   using State = std::map<std::string, c10::IValue>;
+  void add_target(engine::Engine& core, int param, const at::Tensor& tensor, std::vector<at::Tensor>& taken);
+  void take_joined(engine::Engine& core);
   State state_of(const at::Tensor& target) const;
   std::string archive_of(const std::map<const void*, State>& states) const;
 
   std::shared_ptr<torch::optim::Optimizer> optimizer_;
+  WholeOptimizer* whole_ = nullptr;                 // the same, where it is of the configuration
   std::vector<std::vector<at::Tensor>> originals_;  // by group
   std::vector<Target> targets_;
   bool on_params_ = true;

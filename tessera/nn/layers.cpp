@@ -137,13 +137,13 @@ StageLayers::StageLayers(Layers layers, std::vector<int> bounds, int stages, int
   }
 }
 
-Tensors StageLayers::run(int chunk, Tensors x, int64_t interval) {
+Tensors StageLayers::run(int chunk, Tensors x, int64_t interval, const RecomputeOptions& options) {
   const int part = chunk * stages_ + stage_, end = bounds_[part + 1];
   if (interval <= 0 || !c10::GradMode::is_enabled()) return run_some(bounds_[part], end, std::move(x));
   for (int first = bounds_[part]; first < end;) {
     const int last = static_cast<int>(std::min<int64_t>(end, first + interval));
     const auto some = [this, first, last](const Tensors& inputs) { return run_some(first, last, inputs); };
-    x = has_trained(first, last) ? recompute(some, x) : some(x);
+    x = has_trained(first, last) ? recompute(some, x, options) : some(x);
     first = last;
   }
   return x;

@@ -140,7 +140,8 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
       options_(options),
       module_(std::move(module)),
       schedule_(config.pipeline.schedule),
-      recompute_interval_(config.pipeline.activation_checkpoint_interval) {
+      recompute_interval_(config.pipeline.activation_checkpoint_interval),
+      recompute_options_(recompute_options(config, parts.mesh)) {
   agreed = true;
   agree_built(parts, true);
   connect(std::move(ties));
@@ -329,7 +330,7 @@ Tensors Pipeline::forward(int chunk, const Tensors& inputs) {
   if (core().pre_forward()) warn_of_region();
   Tensors made;
   try {
-    made = module_->run(chunk, inputs, recompute_interval_);
+    made = module_->run(chunk, inputs, recompute_interval_, recompute_options_);
   } catch (...) {
     core().abort_forward();
     throw;

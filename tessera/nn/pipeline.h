@@ -105,6 +105,7 @@ class Pipeline : private Session {
   std::shared_ptr<StageLayers> module_;
   std::string schedule_;
   int64_t recompute_interval_;
+  RecomputeOptions recompute_options_;
   std::unique_ptr<pipeline::Runner> runner_;
   std::string broken_;      // why the engine is refused
   bool under_way_ = false;  // messages of a batch

@@ -43,6 +43,39 @@ Numbers listed_in(const std::vector<ParamGroup>& groups, const std::vector<engin
   return listed;
 }
 
+// Muon's: of each group the matrices, then the others. Of a `whole` model no empty ones: those of stages have the same numbers.
+std::vector<optim::GroupOptions> split_groups(const std::vector<ParamGroup>& groups,
+                                              const optim::OptimizerOptions& optimizer, bool whole,
+                                              std::vector<engine::ParamSpec>& specs) {
+  std::vector<optim::GroupOptions> options;
+  std::vector<std::pair<engine::ParamSpec*, int>> numbers;
+  for (size_t number = 0; number <= groups.size(); ++number) {
+    const std::optional<bool> chosen = number < groups.size() ? groups[number].use_muon : std::nullopt;
+    for (const bool use : {true, false}) {
+      bool trains = false;
+      for (engine::ParamSpec& spec : specs) {
+        if (spec.joins != static_cast<int>(number)) continue;
+        if (chosen.value_or(optim::is_muon_matrix(spec.name, spec.tensor.dim())) != use) continue;
+        numbers.emplace_back(&spec, static_cast<int>(options.size()));
+        trains = trains || spec.group >= 0;
+      }
+      if (!trains && whole) {  // what would join it has no group
+        for (auto& [spec, place] : numbers)
+          if (place == static_cast<int>(options.size())) place = -1;
+        continue;
+      }
+      options.push_back(use ? optimizer.defaults : *optimizer.others);
+      if (number < groups.size() && groups[number].set) groups[number].set(options.back());
+      options.back().use_muon = use;
+    }
+  }
+  for (const auto& [spec, place] : numbers) {
+    spec->joins = place;
+    if (spec->group >= 0) spec->group = place;
+  }
+  return options;
+}
+
 }  // namespace
 
 std::shared_ptr<Schedule> scaled_by(std::function<double(int64_t)> factor) {
@@ -50,9 +83,9 @@ std::shared_ptr<Schedule> scaled_by(std::function<double(int64_t)> factor) {
 }
 
 std::vector<optim::GroupOptions> group_params(const std::vector<ParamGroup>& groups,
-                                              const optim::GroupOptions& defaults, bool whole,
+                                              const optim::OptimizerOptions& optimizer, bool whole,
                                               std::vector<engine::ParamSpec>& specs) {
-  if (groups.empty()) return {defaults};
+  if (groups.empty() && optimizer.rule != optim::Rule::Muon) return {optimizer.defaults};
   const Numbers listed = listed_in(groups, specs);
   std::vector<size_t> taken(groups.size() + 1);
   for (engine::ParamSpec& spec : specs) {
@@ -70,12 +103,13 @@ std::vector<optim::GroupOptions> group_params(const std::vector<ParamGroup>& gro
     spec.joins = static_cast<int>(number);
     if (spec.group >= 0) spec.group = spec.joins;
   }
-  std::vector<optim::GroupOptions> options(groups.size() + 1, defaults);
-  for (size_t number = 0; number < groups.size(); ++number) {
+  for (size_t number = 0; number < groups.size(); ++number)
     TESSERA_CHECK_VALUE(taken[number] > 0 || !whole, "initialize", "param group ", number,
                         " takes no parameter of the module; those before it may have taken what it is for");
+  if (optimizer.rule == optim::Rule::Muon) return split_groups(groups, optimizer, whole, specs);
+  std::vector<optim::GroupOptions> options(groups.size() + 1, optimizer.defaults);
+  for (size_t number = 0; number < groups.size(); ++number)
     if (groups[number].set) groups[number].set(options[number]);
-  }
   return options;
 }
 

@@ -12,12 +12,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tessera/engine/engine.h"
 #include "tessera/nn/units.h"
-#include "tessera/optim/optimizer.h"
+#include "tessera/optim/types.h"
 
 namespace tessera::nn {
 
@@ -28,6 +29,9 @@ struct ParamGroup {
   std::vector<at::Tensor> params = {};
   // Changes what optimizer.params of the configuration say; empty: nothing.
   std::function<void(optim::GroupOptions& options)> set = {};
+  // With optimizer.type Muon: its parameters are the matrices that Muon is for, or they are updated as by AdamW. Empty: by
+  // optim::is_muon_matrix(), which may make two groups of one, matrices first; `set` is called for each.
+  std::optional<bool> use_muon = {};
   // Not trained: requires_grad goes, until the program sets it again.
   bool frozen = false;
 };
@@ -63,7 +67,7 @@ struct Recipe {
 // parameter: a group that takes nothing (of the `whole` model; a stage of one may have none), a tensor that is no parameter of it,
 // one that two groups list.
 std::vector<optim::GroupOptions> group_params(const std::vector<ParamGroup>& groups,
-                                              const optim::GroupOptions& defaults, bool whole,
+                                              const optim::OptimizerOptions& optimizer, bool whole,
                                               std::vector<engine::ParamSpec>& specs);
 
 }  // namespace tessera::nn

@@ -1,6 +1,7 @@
 #include "tessera/nn/session.h"
 
 #include <c10/core/GradMode.h>
+#include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <cmath>
@@ -16,6 +17,7 @@
 #include "tessera/engine/export.h"
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/cut_model.h"
+#include "tessera/nn/parallel.h"
 #include "tessera/nn/saved_values.h"
 
 namespace tessera::nn {
@@ -40,16 +42,32 @@ comm::Mesh environment_mesh(const Config& config) {
                                 static_cast<int>(std::max<int64_t>(1, config.tensor_parallel.autotp_size)));
 }
 
+double linear_flops(const torch::nn::Module& module) {
+  double weights = 0;
+  const auto add = [&](const auto* linear) {
+    if (linear != nullptr)
+      weights += static_cast<double>(linear->options.in_features() * linear->options.out_features());
+  };
+  for (const auto& part : module.modules()) {
+    add(part->as<torch::nn::Linear>());
+    add(part->as<ColumnLinear>());
+    add(part->as<RowLinear>());
+  }
+  return 6 * weights;
+}
+
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
                  const Construction* building, const Recipe& recipe, Part part)
-    : module_(std::move(module)), logs_(part != Part::Other && mesh.rank(comm::kAxes) == 0) {
+    : module_(std::move(module)), watch_(config), logs_(part != Part::Other && mesh.rank(comm::kAxes) == 0) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
   check_axes(config, mesh);
   warn(config::check_cpp_serves(config));
+  if (watch_.calls() != nullptr) mesh = comm::timed_mesh(mesh, watch_.calls());
   gathers_for_export_ =
       !config::placements(config).shards_params() || config.zero_optimization.stage3_gather_16bit_weights_on_model_save;
   steps_per_print_ = config.steps_per_print.value_or(0);
+  logs_memory_ = config.memory_breakdown;
   read_checkpoint_section(config);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
@@ -94,6 +112,9 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
   cast_buffers(*module_, config.data_types.buffer_dtype, is_16bit ? kept : std::vector<std::string>());
   apply_schedule();
+  if (!logs_) return;
+  for (auto& writer : engine::metric_writers(config))
+    add_writer(std::move(writer));
 }
 
 // Groups, and who updates them by which rates.
@@ -112,8 +133,10 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
     const auto optimizer = config::native_optimizer(config);
     TESSERA_CHECK_VALUE(optimizer, "initialize",
                         "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",
-                        optim::native_types(), ", or give Recipe::optimizer one of torch::optim");
-    groups_ = group_params(recipe.groups, optimizer->defaults, whole, specs);
+                        optim::native_types(), ", Lamb, Muon, or give Recipe::optimizer one of torch::optim");
+    groups_ = group_params(recipe.groups, *optimizer, whole, specs);
+    if (!optim::has_kernel(optimizer->rule))
+      client_ = std::make_unique<ClientOptimizer>(optimizer->rule, groups_, specs);
   }
   for (const optim::GroupOptions& group : groups_)
     base_lrs_.push_back(group.lr);
@@ -181,7 +204,7 @@ bool Session::step(std::optional<double> global_norm) {
     ++schedule_steps_;
     apply_schedule();
   }
-  if (live().global_steps() != steps) log_progress();
+  if (live().global_steps() != steps) report_step();
   return applied;
 }
 
@@ -235,11 +258,44 @@ void Session::warn_of_step() {
       "parallel::DistributedAttention; without a cut sequence the ranks train the same twice")});
 }
 
-void Session::log_progress() const {
-  if (!logs_ || steps_per_print_ == 0 || live().global_steps() % steps_per_print_ != 0) return;
-  const std::string line = c10::str("[tessera] step=", live().global_steps(), ", skipped=", live().skipped_steps(),
-                                    ", lr=", at::ArrayRef<double>(lr()), "\n");
-  std::fputs(line.c_str(), stderr);
+void Session::on_metric(OnMetric call) {
+  if (!logs_) return;
+  live().keep_losses();
+  calls_.push_back(std::move(call));
+}
+
+void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
+  if (!logs_) return;
+  live().keep_losses();
+  writers_.push_back(std::move(writer));
+}
+
+void Session::write_metrics(const std::vector<io::Metric>& metrics) {
+  for (const auto& writer : writers_)
+    writer->write(metrics);
+  for (const OnMetric& call : calls_)
+    for (const io::Metric& metric : metrics)
+      call(metric.name, metric.value, metric.step);
+}
+
+std::vector<engine::CallRow> Session::comm_summary(bool stragglers) {
+  TESSERA_CHECK(watch_.calls() != nullptr, "engine.comm_summary",
+                "collectives are not timed: set comms_logger.enabled to true");
+  return engine::call_rows(*watch_.calls(), live(), stragglers);
+}
+
+void Session::report_step() {
+  const engine::Watch::Report report = watch_.stepped(live(), lr());
+  if (!logs_) return;
+  std::vector<std::string> lines = report.lines;
+  const int64_t step = live().global_steps();
+  if (steps_per_print_ > 0 && step % steps_per_print_ == 0)
+    lines.push_back(c10::str("step=", step, ", skipped=", live().skipped_steps(), ", lr=", at::ArrayRef<double>(lr())));
+  if (logs_memory_ && step % std::max<int64_t>(steps_per_print_, 1) == 0)
+    lines.push_back("memory (MB) | " + engine::text_of(live().memory()));
+  for (const std::string& line : lines)
+    std::fputs(("[tessera] " + line + "\n").c_str(), stderr);
+  write_metrics(report.metrics);
 }
 
 // Names of a tied parameter besides the one that the engine has for it, by that one.
@@ -360,6 +416,7 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
     }
   });
   found->apply();
+  if (client_ != nullptr) client_->keep_options(*core_);
   if (!states.empty()) client_->load(states);
   const at::NoGradGuard no_grad;
   for (const auto& [buffer, value] : buffers)
@@ -406,7 +463,8 @@ void Session::apply_schedule() {
   const auto values = optim::evaluate(*schedule_, schedule_steps_, base_lrs_);
   put_rates(values.lr);
   const auto rule = live().options().rule;
-  if ((rule != optim::Rule::Adam && rule != optim::Rule::Lion) || values.momentum.empty()) return;
+  const bool has_betas = rule == optim::Rule::Adam || rule == optim::Rule::Lion || (client_ && client_->has_betas());
+  if (!has_betas || values.momentum.empty()) return;
   for (size_t i = 0; i < values.lr.size(); ++i)
     live().groups()[i].beta1 = values.momentum[i];
 }

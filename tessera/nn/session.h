@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <exception>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -19,6 +20,8 @@
 #include "tessera/config/config.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/watch.h"
+#include "tessera/io/metrics.h"
 #include "tessera/nn/client_optimizer.h"
 #include "tessera/nn/construction.h"
 #include "tessera/nn/contents.h"
@@ -42,6 +45,10 @@ namespace tessera::nn {
 
 // The ranks of the environment on the axes that a configuration asks for (comm::environment_mesh). Collective.
 comm::Mesh environment_mesh(const Config& config);
+
+// Operations of one token in the forward and the backward of a model's linear layers, cut ones as a whole: 6 for each weight. Products
+// of activations, as in attention, are the program's to add.
+double linear_flops(const torch::nn::Module& module);
 
 // Values of the program's own in a checkpoint: numbers, texts, lists and dicts of such (c10::impl::GenericDict), tensors. Python's
 // engines read them as client_state, and C++ reads theirs.
@@ -162,6 +169,23 @@ class Session {
   // Of the last step that was not skipped, before clipping, over all parameters and ranks.
   std::optional<double> grad_norm() const { return live().global_grad_norm(); }
 
+  // ---- what it says while it trains; the first rank of the engine says it
+  // After every optimizer step, numbers go to the writers of the configuration (tensorboard, csv_monitor) and to these. `step`
+  // counts samples. A writer's error is that of step(), after the update.
+  using OnMetric = std::function<void(const std::string& name, double value, int64_t step)>;
+  void on_metric(OnMetric call);
+  void add_writer(std::unique_ptr<io::MetricWriter> writer);
+  // Numbers of the program's own, to all of them. Nothing on other ranks. Local.
+  void write_metrics(const std::vector<io::Metric>& metrics);
+  // Among the numbers are tflops and, with the `peak` of a device, mfu: engine::Watch::count_flops(). `per_sample` in forward and
+  // backward, as linear_flops(module) times the tokens of a sample.
+  void count_flops(double per_sample, std::optional<double> peak = {}) { watch_.count_flops(live(), per_sample, peak); }
+  // Of the last optimizer step, by phase; empty without wall_clock_breakdown.
+  const std::optional<engine::Watch::Seconds>& step_seconds() const { return watch_.step_seconds(); }
+  // What this engine's collectives took on this rank, by operation and size: print engine::text_of(rows). State error without
+  // comms_logger.enabled. With `stragglers` collective.
+  std::vector<engine::CallRow> comm_summary(bool stragglers = false);
+
   // ---- over the ranks that gradients are averaged over: those of other batches (rank(), size()) and of other parts of a sequence.
   // Collective.
   at::Tensor mean(const at::Tensor& value) const;
@@ -205,7 +229,7 @@ class Session {
   void check_contents(const char* call);
   void read_checkpoint_section(const Config& config);
   void warn(const std::vector<std::string>& warnings) const;
-  void log_progress() const;
+  void report_step();
   void warn_of_step();
   std::map<std::string, std::vector<std::string>> aliases() const;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
@@ -231,7 +255,11 @@ class Session {
   bool loads_masters_ = true;
   bool keeps_random_ = false;
   bool gathers_for_export_ = true;
+  engine::Watch watch_;
+  std::vector<std::unique_ptr<io::MetricWriter>> writers_;
+  std::vector<OnMetric> calls_;
   bool logs_ = false;
+  bool logs_memory_ = false;
   bool checks_sequence_ = false;  // until its first update: whether anything exchanges parts of the sequence
   int64_t steps_per_print_ = 0;   // 0: never
 };

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cmath>
 #include <map>
 
@@ -28,7 +27,9 @@ int states_of(Rule rule, const GroupOptions& group) {
     case Rule::Sgd:
       return group.momentum != 0 ? 1 : 0;
     case Rule::External:
-      return 0;
+    case Rule::Lamb:
+    case Rule::Muon:
+      return 0;  // of kernels
   }
   TESSERA_ASSERT(false, "unknown rule");
 }
@@ -177,50 +178,14 @@ void update_all(Rule rule, const std::vector<Update>& updates, double grad_scale
     update_on_device({device.type(), index}, segments);
 }
 
-struct Type {
-  const char* name;
-  OptimizerOptions options;
-};
-
-const std::array<Type, 5>& types() {
-  static const std::array<Type, 5> all{{{"Adam", {Rule::Adam, {}}},
-                                        {"AdamW", {Rule::Adam, {}}},
-                                        {"SGD", {Rule::Sgd, {}}},
-                                        {"Lion", {Rule::Lion, {.beta2 = 0.99}}},
-                                        {"Adagrad", {Rule::Adagrad, {.lr = 1e-2, .eps = 1e-10}}}}};
-  return all;
-}
-
-bool alike(const std::string& a, const std::string& b) {
-  const auto low = [](char c) { return std::tolower(static_cast<unsigned char>(c)); };
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [&](char x, char y) { return low(x) == low(y); });
-}
-
 }  // namespace
-
-std::string native_types() {
-  std::string names;
-  for (const Type& type : types())
-    names += (names.empty() ? "" : ", ") + std::string(type.name);
-  return names;
-}
-
-bool is_native_type(const std::string& type) {
-  return std::any_of(types().begin(), types().end(), [&](const Type& one) { return alike(one.name, type); });
-}
-
-OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode) {
-  for (const Type& one : types()) {
-    if (!alike(one.name, type)) continue;
-    OptimizerOptions options = one.options;
-    options.defaults.decoupled = adam_w_mode || !alike(type, "adam");
-    return options;
-  }
-  TESSERA_CHECK_VALUE(false, "optim", "unknown optimizer type '", type, "'; known are ", native_types());
-}
 
 StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups) {
   switch (rule) {
+    case Rule::Muon:
+      if (!groups.empty() && groups.front().use_muon) return {{"momentum_buffer"}, 1};
+      [[fallthrough]];
+    case Rule::Lamb:
     case Rule::Adam:
       return {{"exp_avg", "exp_avg_sq"}, 2};
     case Rule::Lion:
@@ -253,7 +218,9 @@ void update(Rule rule, const std::vector<Update>& updates, double grad_scale) {
     case Rule::Adagrad:
       return update_all(rule, updates, grad_scale, adagrad_rule);
     case Rule::External:
-      TESSERA_ASSERT(false, "[optim.update] an external optimizer has no kernel");
+    case Rule::Lamb:
+    case Rule::Muon:
+      TESSERA_ASSERT(false, "[optim.update] this rule has no kernel");
   }
 }
 

@@ -18,38 +18,32 @@ enum class Rule {
   Lion,
   Adagrad,
   External,  // a client's optimizer updates the master shards itself
+  Lamb,      // of whole parameters (whole.h): no kernel has them, and an engine runs them as External
+  Muon,
 };
 
 // Hyper-parameters of one param group; a rule reads those it knows. Names are torch's; defaults those of configurations
 // (docs/config.md), where AdamW decays nothing unless asked to.
 struct GroupOptions {
   double lr = 1e-3;
-  double beta1 = 0.9, beta2 = 0.999;  // Adam, Lion
-  double eps = 1e-8;                  // Adam, Adagrad
+  double beta1 = 0.9, beta2 = 0.999;  // Adam, Lion, Lamb, Muon
+  double eps = 1e-8;                  // Adam, Adagrad, Lamb, Muon
   double weight_decay = 0;
   bool decoupled = true;                 // Adam: true is AdamW
-  bool bias_correction = true;           // Adam
-  double momentum = 0, dampening = 0;    // SGD
-  bool nesterov = false;                 // SGD
+  bool bias_correction = true;           // Adam, Lamb
+  double momentum = 0, dampening = 0;    // SGD; momentum: Muon, too
+  bool nesterov = false;                 // SGD, Muon
   double lr_decay = 0;                   // Adagrad
   double initial_accumulator_value = 0;  // Adagrad
   bool maximize = false;
+  double max_coeff = 10, min_coeff = 0.01;  // Lamb: bounds of a parameter's own factor of the rate
+  bool eps_inside_sqrt = false;             // Lamb
+  int64_t ns_steps = 5;                     // Muon: steps of its iteration
+  bool use_muon = true;                     // Muon: matrices; false: updated as by AdamW, or Adam (`decoupled`)
 };
 
-struct OptimizerOptions {
-  Rule rule = Rule::Adam;
-  GroupOptions defaults;
-};
-
-// The types that have a rule, for messages: "Adam, AdamW, SGD, Lion, Adagrad".
-std::string native_types();
-// One of them, in any letter case.
-bool is_native_type(const std::string& type);
-// Its rule and defaults; value error that lists the types for another. "adam" gives AdamW's arithmetic unless
-// `adam_w_mode` is false (DeepSpeed's rule).
-OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = true);
-
-// Names of the state tensors of a rule in torch's terms, e.g. {"exp_avg", "exp_avg_sq"}. At most 2.
+// Names of the state tensors of a rule in torch's terms, e.g. {"exp_avg", "exp_avg_sq"}. At most 2. Muon's are those of the first
+// group.
 struct StateNames {
   std::array<const char*, 2> name{};
   int count = 0;

@@ -214,4 +214,15 @@ at::Tensor sequence_cross_entropy(const at::Tensor& logits, const at::Tensor& ta
   return gather_from_ranks(own, group, 0, sizes, "losses of the parts of a sequence");
 }
 
+at::Tensor mean_over_sequence(const at::Tensor& loss, const at::Tensor& labels, const comm::GroupPtr& group,
+                              int64_t ignore_index) {
+  const at::Tensor count = (labels != ignore_index).sum().to(loss.options().dtype(at::kFloat).requires_grad(false));
+  const at::Tensor part = at::where(count > 0, loss.to(at::kFloat) * count, at::zeros_like(count));
+  if (part.requires_grad())  // of the mean of the ranks' gradients, each makes up 1 / ranks
+    part.register_hook([ranks = group->size()](const at::Tensor& gradient) { return gradient * ranks; });
+  const std::vector<at::Tensor> sums =
+      reduce_from_ranks(at::stack({part, count}), group, "mean_over_sequence").unbind();
+  return sums[0] / sums[1].clamp_min(1);
+}
+
 }  // namespace tessera::parallel

@@ -25,4 +25,10 @@ at::Tensor vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
 at::Tensor sequence_cross_entropy(const at::Tensor& logits, const at::Tensor& target, const comm::GroupPtr& group,
                                   int64_t ignore_index = -100, const Sizes& sizes = {});
 
+// The mean over all tokens of a sequence that ranks share, on every rank of the group, fp32: `loss` is this rank's mean over its
+// tokens, those whose label is not `ignore_index` (of any value where there is none). Gradients of it, averaged over the ranks, are
+// those of one rank with the whole sequence: backward() is called on every rank. Collective in forward only.
+at::Tensor mean_over_sequence(const at::Tensor& loss, const at::Tensor& labels, const comm::GroupPtr& group,
+                              int64_t ignore_index = -100);
+
 }  // namespace tessera::parallel

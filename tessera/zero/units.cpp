@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "tessera/base/error.h"
+#include "tessera/optim/types.h"
 #include "tessera/shard/device.h"
 #include "tessera/zero/memory_for.h"
 #include "tessera/zero/rank_guard.h"

@@ -66,6 +66,34 @@ TEST(Params, ReadsEveryNativeRule) {
   EXPECT_EQ(lion->defaults.beta2, 0.99);
 }
 
+TEST(Params, ReadsOptimizersOfWholeParameters) {
+  const auto lamb = optimizer("lamb", {{"lr", 0.1}, {"eps_inside_sqrt", true}, {"max_coeff", 5}, {"amsgrad", false}});
+  EXPECT_EQ(lamb->rule, optim::Rule::Lamb);
+  EXPECT_EQ(lamb->defaults.max_coeff, 5);
+  EXPECT_TRUE(lamb->defaults.eps_inside_sqrt);
+  struct Row {
+    Params params;
+    double lr, others_lr, beta2, eps;
+  };
+  for (const Row& row : std::vector<Row>{{{}, 0.02, 3e-4, 0.95, 1e-10},
+                                         {{{"lr", 0.5}}, 0.5, 0.5, 0.95, 1e-10},
+                                         {{{"lr", 0.5}, {"muon_lr", 0.1}}, 0.1, 0.5, 0.95, 1e-10},
+                                         {{{"adam_lr", 0.1}, {"betas", List{0.8, 0.9}}}, 0.02, 0.1, 0.9, 1e-10},
+                                         {{{"eps", 1e-6}, {"torch_adam", true}}, 0.02, 3e-4, 0.95, 1e-6}}) {
+    const auto muon = optimizer("Muon", row.params);
+    EXPECT_EQ(muon->defaults.lr, row.lr);
+    EXPECT_TRUE(muon->defaults.use_muon && muon->defaults.nesterov && !muon->others->use_muon);
+    EXPECT_EQ(muon->others->lr, row.others_lr);
+    EXPECT_EQ(muon->others->beta2, row.beta2);
+    EXPECT_EQ(muon->others->eps, row.eps);
+  }
+  EXPECT_FALSE(optimizer("Muon", {{"adam_w_mode", false}})->others->decoupled);
+  EXPECT_HAS(optimizer_error("Muon", {{"momentum", 1}}), "momentum: must be a number >= 0.0 and < 1.0, got 1");
+  EXPECT_HAS(optimizer_error("Muon", {{"ns_method", "other"}}), "ns_method: must be standard or gram");
+  EXPECT_HAS(optimizer_error("Lamb", {{"min_coeff", 20}}), "0 < min_coeff <= max_coeff must hold");
+  EXPECT_HAS(optimizer_error("Lamb", {{"amsgrad", true}}), "amsgrad: is not served");
+}
+
 TEST(Params, LeavesOtherOptimizersToPython) {
   EXPECT_FALSE(optimizer("NAdam", {{"anything", 1}}));
   EXPECT_FALSE(optimizer("Adam", {{"torch_adam", true}, {"amsgrad", true}, {"foreach", true}}));

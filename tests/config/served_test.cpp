@@ -176,12 +176,15 @@ TEST(Served, WhatIsServedHasAReader) {
 }
 
 TEST(Served, CppRefusesWhatOnlyPythonServes) {
-  const Config asks = Config::from_json(R"({"csv_monitor": {"enabled": true}, "comms_logger": {"enabled": true}})");
+  const Config asks = Config::from_json(R"({"wandb": {"enabled": true}, "flops_profiler": {"enabled": true},
+      "csv_monitor": {"enabled": true}, "comms_logger": {"enabled": true}})");
   check_served(asks);
   const std::string text = error_of<c10::NotImplementedError>([&] { check_cpp_serves(asks); });
   EXPECT_HAS(text, "only the Python front end serves");
-  EXPECT_HAS(text, "csv_monitor.enabled (true)");
-  EXPECT_HAS(text, "comms_logger.enabled (true)");
+  EXPECT_HAS(text, "wandb.enabled (true)");
+  EXPECT_HAS(text, "flops_profiler.enabled (true)");
+  EXPECT_EQ(text.find("csv_monitor"), std::string::npos) << text;
+  EXPECT_EQ(text.find("comms_logger"), std::string::npos) << text;
   EXPECT_HAS(error_of<c10::NotImplementedError>(
                  [] { check_cpp_serves(Config::from_json(R"({"checkpoint": {"format": "deepspeed"}})")); }),
              "checkpoint.format (deepspeed)");
@@ -196,10 +199,10 @@ TEST(Served, CppWarnsOfAllThatHasNoEffectThere) {
        {"activation_checkpointing.profile (true): has no effect in C++"}},
       {R"({"tensor_parallel": {"dtype": "fp32", "vocab_parallel_lm_head": true, "tp_overlap_comm": true}})",
        {"tensor_parallel.dtype (any): has no effect in C++"}},
-      {R"({"nonsense": 1, "data_parallel_size": 2, "wall_clock_breakdown": true})",
+      {R"({"nonsense": 1, "data_parallel_size": 2, "wall_clock_breakdown": true, "dump_state": true})",
        {"nonsense: unknown key, ignored",
         "data_parallel_size: has no effect in this version; the process group says how many ranks there are",
-        "wall_clock_breakdown (true: nothing is logged, core().phases() has the times): has no effect in C++"}},
+        "dump_state (true): has no effect in C++"}},
   };
   for (const auto& [json, lines] : rows)
     EXPECT_EQ(check_cpp_serves(Config::from_json(json)), lines) << json;

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "tessera/nn/engine.h"
+#include "tessera/nn/whole_optimizer.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
@@ -33,10 +34,14 @@ bool is_vector(const std::string&, const at::Tensor& param) {
 
 Config config_of_stage(int stage, const std::string& more = "") {
   return Config::from_json(
-      R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_optimization": {"stage": )" +
+      R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0,
+          "zero_optimization": {"reduce_scatter": false, "stage": )" +
       std::to_string(stage) + "}, \"checkpoint\": {\"random_state\": true}" + more + "}");
 }
-const char* const kAdamW = R"(, "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}})";
+std::string optimizer_of(const std::string& type) {
+  return R"(, "optimizer": {"type": ")" + type + R"(", "params": {"lr": 0.01, "weight_decay": 0.1}})";
+}
+const std::string kAdamW = optimizer_of("AdamW");
 
 // Matrices, and vectors by a rate of their own and without decay, as torch's optimizers have them.
 template <class Class, class Options>
@@ -50,19 +55,34 @@ std::shared_ptr<Optimizer> of_torch(torch::nn::Module& module, const Options& op
   return std::make_shared<Class>(std::move(groups), options);
 }
 
+// The same of optimizers of whole parameters, which need no engine.
+std::shared_ptr<Optimizer> of_whole(torch::nn::Module& module, const char* type) {
+  std::vector<std::vector<at::Tensor>> params(2);
+  for (const at::Tensor& param : module.parameters())
+    params[param.dim() < 2 ? 0 : 1].push_back(param);
+  const optim::OptimizerOptions options = optim::options_of_type(type);
+  std::vector<optim::GroupOptions> groups{options.others.value_or(options.defaults), options.defaults};
+  groups[0].lr = 0.02;
+  groups[1].lr = 0.01;
+  groups[1].weight_decay = 0.1;
+  return std::make_shared<WholeOptimizer>(options.rule, groups, params);
+}
+
 struct Case {
   const char* name;
   std::function<std::shared_ptr<Optimizer>(torch::nn::Module&)> plain;
-  bool native;  // groups of the recipe over the configuration's AdamW; else the optimizer itself
+  std::string native = {};  // groups of the recipe over the configuration's optimizer; else the optimizer itself
 };
 
 std::vector<Case> cases() {
   using namespace torch::optim;
   const auto adamw = [](auto& m) { return of_torch<AdamW>(m, AdamWOptions(0.01).weight_decay(0.1)); };
-  return {{"groups", adamw, true},
-          {"AdamW", adamw, false},
-          {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }, false},
-          {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }, false}};
+  return {{"groups", adamw, kAdamW},
+          {"Lamb", [](auto& m) { return of_whole(m, "Lamb"); }, optimizer_of("Lamb")},
+          {"Muon", [](auto& m) { return of_whole(m, "Muon"); }, optimizer_of("muon")},
+          {"AdamW", adamw},
+          {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }},
+          {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }}};
 }
 
 double factor(int64_t updates) {
@@ -72,7 +92,7 @@ double factor(int64_t updates) {
 Recipe recipe_of(const Case& test, torch::nn::Module& module) {
   Recipe recipe;
   recipe.schedule = scaled_by(factor);
-  if (test.native) {
+  if (!test.native.empty()) {
     recipe.groups = {
         {.takes = is_vector, .set = [](optim::GroupOptions& group) { group.lr = 0.02, group.weight_decay = 0; }}};
   } else {
@@ -110,8 +130,7 @@ std::vector<at::Tensor> plain_loop(const Case& test, int64_t steps) {
 std::vector<at::Tensor> train(const Case& test, int stage, const comm::GroupPtr& group, int64_t to,
                               const std::string& from, const std::string& folder) {
   auto model = net();
-  auto engine =
-      initialize(model, config_of_stage(stage, test.native ? kAdamW : ""), comm::Mesh(group), recipe_of(test, *model));
+  auto engine = initialize(model, config_of_stage(stage, test.native), comm::Mesh(group), recipe_of(test, *model));
   if (!from.empty()) {
     const Loaded loaded = engine.load_checkpoint(from);
     EXPECT_TRUE(loaded);
@@ -197,6 +216,28 @@ TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
   EXPECT_HAS(testing::error_of<c10::ValueError>(
                  [&] { built({{.takes = is_vector}}, std::make_shared<torch::optim::SGD>(net()->parameters(), 0.1)); }),
              "has its groups already");
+}
+
+// Of what is named: the matrices of each group, then the rest of it.
+TEST(Recipe, MuonIsForMatricesInside) {
+  const auto groups_of = [](const std::vector<ParamGroup>& groups) {
+    auto model = net();
+    auto engine = initialize(model, config_of_stage(1, optimizer_of("Muon")), comm::Mesh(), Recipe{.groups = groups});
+    std::vector<int> found;
+    for (const auto& spec : engine.core().params())
+      found.push_back(spec.group);
+    std::string kinds;
+    for (const auto& group : engine.core().groups())
+      kinds += group.use_muon ? "m" : "v";
+    return std::pair(found, kinds);
+  };
+  const auto first = [](const std::string& name, const at::Tensor&) { return name.starts_with("0."); };
+  EXPECT_EQ(groups_of({}), std::pair(std::vector<int>({0, 1, 1, 1, 0, 1}), std::string("mv")));
+  EXPECT_EQ(groups_of({{.takes = first}}), std::pair(std::vector<int>({0, 1, 3, 3, 2, 3}), std::string("mvmv")));
+  EXPECT_EQ(groups_of({{.takes = first, .use_muon = false}}),
+            std::pair(std::vector<int>({0, 0, 2, 2, 1, 2}), std::string("vmv")));
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { groups_of({{.takes = first, .use_muon = true}}); }),
+             "Muon updates matrices, and '0.bias' has 1 dimensions");
 }
 
 // Its step() would need what an engine has not: a closure, whole parameters, states.

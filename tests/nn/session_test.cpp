@@ -4,11 +4,18 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/nn.h>
 
+#include <algorithm>
+#include <chrono>
 #include <filesystem>
+#include <fstream>
+#include <map>
 #include <mutex>
+#include <sstream>
+#include <tuple>
 
 #include "tessera/io/file.h"
 #include "tessera/nn/engine.h"
+#include "tessera/nn/parallel.h"
 #include "tessera/nn/together.h"
 #include "tests/io/temp_folder.h"
 #include "tests/nn/stages.h"
@@ -257,6 +264,121 @@ TEST(Session, OneRankTells) {
     EXPECT_EQ(lines[1], "dataloader_drop_last (true): has no effect in C++");
     EXPECT_HAS(lines[2], "nowhere");
   }
+}
+
+std::string text_of(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+// Over samples, after each update: the first rank's, whatever the ranks are.
+TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
+  for (const int ranks : {1, 2}) {
+    const io::TempFolder folder;
+    std::vector<std::tuple<std::string, double, int64_t>> seen;
+    testing::run_ranks(ranks, [&](int rank, const comm::GroupPtr& group) {
+      const std::string section = R"({"enabled": true, "output_path": ")" + folder.path() + R"(", "job_name": "job"})";
+      auto engine =
+          initialize(torch::nn::Linear(2, 1),
+                     Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2,
+          "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "csv_monitor": )" +
+                                       section + R"(, "tensorboard": )" + section + "}"),
+                     comm::Mesh(group));
+      engine.add_writer(io::json_metrics(folder / "lines"));
+      engine.on_metric([&](const std::string& name, double value, int64_t step) {
+        EXPECT_EQ(rank, 0);
+        seen.emplace_back(name, value, step);
+      });
+      for (int i = 0; i < 4; ++i) {
+        engine.backward(engine.forward(at::zeros({1, 2})).sum() * 0 + i + 10 * rank);
+        engine.step();
+      }
+      engine.write_metrics({{"mine", 7, 3}});
+    });
+    const int64_t batch = 6L * ranks;
+    const std::vector<std::tuple<std::string, double, int64_t>> expected{{"Train/Samples/train_loss", 0.5, batch},
+                                                                         {"Train/Samples/lr", 0.5, batch},
+                                                                         {"Train/Samples/train_loss", 2.5, 2 * batch},
+                                                                         {"Train/Samples/lr", 0.5, 2 * batch},
+                                                                         {"mine", 7, 3}};
+    EXPECT_EQ(seen, expected) << ranks;
+    EXPECT_EQ(text_of(folder / "job/Train_Samples_train_loss.csv"),
+              c10::str("step,train_loss\r\n", batch, ",0.5\r\n", 2 * batch, ",2.5\r\n"));
+    EXPECT_EQ(text_of(folder / "job/mine.csv"), "step,mine\r\n3,7.0\r\n");
+    const std::string lines = text_of(folder / "lines");
+    EXPECT_EQ(std::ranges::count(lines, '\n'), 5);
+    std::vector<std::filesystem::path> files(std::filesystem::directory_iterator(folder / "job"), {});
+    EXPECT_EQ(files.size(), 4U);  // three of CSV, one of events
+  }
+}
+
+TEST(Session, OperationsOverTime) {
+  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const torch::nn::Sequential model(torch::nn::Linear(2, 3), torch::nn::Linear(3, 4), torch::nn::Tanh(),
+                                      ColumnLinear(torch::nn::LinearOptions(4, 2), parallel::Region{group}));
+    EXPECT_EQ(linear_flops(*model), 6 * (6 + 12 + 8));
+    auto engine = initialize(
+        torch::nn::Linear(2, 3),
+        Config::from_json(R"({"train_micro_batch_size_per_gpu": 5, "optimizer": {"type": "SGD"}})"), comm::Mesh(group));
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.count_flops(0); }), "must be > 0, got 0");
+    std::map<std::string, double> seen;
+    engine.on_metric([&](const std::string& name, double value, int64_t) { seen[name] = value; });
+    const auto begin = std::chrono::steady_clock::now();
+    engine.count_flops(1e9, 1e12);
+    engine.forward(at::ones({5, 2})).sum().backward();
+    engine.step();
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    if (rank != 0) return;
+    EXPECT_GE(seen["Train/Samples/tflops"], 5e9 / seconds * 1e-12);  // of one of two ranks
+    EXPECT_NEAR(seen["Train/Samples/mfu"], seen["Train/Samples/tflops"], 1e-9);
+  });
+}
+
+TEST(Session, LinesOfTimesMemoryAndCollectives) {
+  const auto trained = [](const std::string& more) {
+    ::testing::internal::CaptureStderr();
+    testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+      auto engine = initialize(torch::nn::Linear(2, 1),
+                               Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": true},
+          "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 2})" +
+                                                 more + "}"),
+                               comm::Mesh(group));
+      double scale = 0, times = 0;
+      if (engine.rank() == 0)
+        engine.on_metric([&](const std::string& name, double value, int64_t) {
+          if (name == "Train/Samples/loss_scale") scale = value;
+          if (name.starts_with("Train/Samples/elapsed_time_ms_")) ++times;
+        });
+      engine.backward(engine.forward(at::ones({1, 2}, at::kHalf)).sum());
+      engine.step();
+      EXPECT_EQ(scale, engine.rank() == 0 ? 65536 : 0);
+      const bool timed = !more.empty();
+      EXPECT_EQ(times, timed && engine.rank() == 0 ? 5 : 0);
+      EXPECT_EQ(engine.step_seconds().has_value(), timed);
+      if (!timed) {
+        EXPECT_HAS(testing::error_of<UsageError>([&] { engine.comm_summary(); }), "set comms_logger.enabled");
+        return;
+      }
+      EXPECT_GT((*engine.step_seconds())[static_cast<size_t>(Phase::Step)], 0);
+      const auto rows = engine.comm_summary(/*stragglers=*/true);
+      const auto calls = [&](const char* op) {
+        return std::ranges::count_if(rows, [&](const engine::CallRow& row) { return row.total.op == op; });
+      };
+      EXPECT_GT(calls("reduce_scatter"), 0);
+      EXPECT_EQ(calls("all_gather"), 0);  // prof_ops
+      EXPECT_TRUE(rows[0].straggler_seconds >= 0.0);
+      EXPECT_TRUE(engine::text_of(rows).starts_with("            op  bytes  ranks  calls"));
+    });
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(trained(""), "");
+  const std::string lines = trained(R"(, "wall_clock_breakdown": true, "memory_breakdown": true,
+      "comms_logger": {"enabled": true, "verbose": true, "prof_all": false, "prof_ops": ["reduce_scatter"]})");
+  EXPECT_HAS(lines, "[tessera] time (ms) | forward: ");
+  EXPECT_HAS(lines, " | of these gather: ");
+  EXPECT_HAS(lines, "[tessera] comm op: reduce_scatter | time (ms): ");
+  EXPECT_HAS(lines, "[tessera] memory (MB) | params: 0.0 | ");
 }
 
 TEST(Session, CheckpointsAreAsTheConfigurationSays) {

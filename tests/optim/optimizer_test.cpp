@@ -9,6 +9,7 @@
 #include <functional>
 #include <string>
 
+#include "tessera/optim/types.h"
 #include "tessera/shard/dtype.h"
 
 namespace tessera::optim {
@@ -329,37 +330,13 @@ TEST(OptimizerThreads, SameBitsForEveryCount) {
   at::set_num_threads(before);
 }
 
-TEST(OptimizerOptions, OfType) {
-  EXPECT_TRUE(options_of_type("Adam").defaults.decoupled);
-  EXPECT_FALSE(options_of_type("Adam", false).defaults.decoupled);
-  EXPECT_TRUE(options_of_type("ADAMW", false).defaults.decoupled);
-  EXPECT_EQ(options_of_type("sgd").rule, Rule::Sgd);
-  EXPECT_TRUE(is_native_type("aDaGrAd"));
-  EXPECT_FALSE(is_native_type("adamm") || is_native_type("") || is_native_type("Adam "));
-  // As in tests/python/optim/test_factory.py.
-  for (const std::string type : {"Adam", "AdamW", "SGD", "Adagrad", "Lion"}) {
-    const GroupOptions found = options_of_type(type).defaults;
-    EXPECT_EQ(found.lr, type == "Adagrad" ? 1e-2 : 1e-3);
-    EXPECT_EQ(found.beta1, 0.9);
-    EXPECT_EQ(found.beta2, type == "Lion" ? 0.99 : 0.999);
-    EXPECT_EQ(found.eps, type == "Adagrad" ? 1e-10 : 1e-8);
-    EXPECT_EQ(found.weight_decay + found.momentum + found.dampening + found.lr_decay + found.initial_accumulator_value,
-              0);
-    EXPECT_TRUE(found.decoupled && found.bias_correction && !found.nesterov && !found.maximize);
-  }
-  try {
-    options_of_type("adamm");
-    FAIL();
-  } catch (const c10::ValueError& error) {
-    EXPECT_NE(std::string(error.what()).find("'adamm'; known are Adam"), std::string::npos);
-  }
-}
-
 TEST(OptimizerOptions, StateNames) {
   EXPECT_STREQ(state_names(Rule::Adam, {{}}).name[1], "exp_avg_sq");
   EXPECT_EQ(state_names(Rule::Lion, {{}}).count, 1);
   EXPECT_STREQ(state_names(Rule::Adagrad, {{}}).name[0], "sum");
   EXPECT_EQ(state_names(Rule::External, {{}}).count, 0);
+  EXPECT_STREQ(state_names(Rule::Muon, {{}}).name[0], "momentum_buffer");
+  EXPECT_STREQ(state_names(Rule::Muon, {{.use_muon = false}}).name[0], "exp_avg");
   GroupOptions momentum;
   momentum.momentum = 0.9;
   EXPECT_EQ(state_names(Rule::Sgd, {{}, {}}).count, 0);

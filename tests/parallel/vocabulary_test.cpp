@@ -133,4 +133,23 @@ TEST(Vocabulary, LossOfASequenceInParts) {
   }
 }
 
+// Its gradients, averaged over the ranks, are those of one rank; one of the ranks has no token that counts.
+TEST(Vocabulary, MeanOverASequence) {
+  const Sizes sizes{4, 2, 1};
+  const at::Tensor x = at::randn({7}), labels = at::tensor({1, -100, 2, 3, -100, -100, 4});
+  const at::Tensor whole = x.clone().requires_grad_();
+  const at::Tensor counts = labels != -100;
+  const at::Tensor expected = whole.square().masked_select(counts).mean();
+  expected.backward();
+  run_ranks(3, [&](int rank, const comm::GroupPtr& group) {
+    const at::Tensor mine = part(x, 0, sizes, rank).requires_grad_();
+    const at::Tensor own = part(labels, 0, sizes, rank);
+    const at::Tensor loss = mean_over_sequence(mine.square().masked_select(own != -100).mean(), own, group);
+    EXPECT_TRUE(at::allclose(loss, expected));
+    (loss * 2).backward();
+    const at::Tensor gradient = mine.grad() / (2 * 3);  // by what the loss was times, and the mean over ranks
+    EXPECT_TRUE(at::allclose(at::nan_to_num(gradient), part(whole.grad(), 0, sizes, rank))) << rank;
+  });
+}
+
 }  // namespace tessera::parallel

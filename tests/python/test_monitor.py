@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import sys
 import types
 from pathlib import Path
@@ -11,7 +12,7 @@ from unittest import mock
 
 import pytest
 from support import Net, batch, config, engines, make
-from tessera.monitor import Monitor
+from tessera.monitor import JsonLines, Monitor
 
 import tessera
 
@@ -33,6 +34,14 @@ def test_csv_files_are_named_as_their_events_and_go_on(tmp_path: Path) -> None:
         monitor.close()
     assert rows(tmp_path / "job" / "Train_Samples_lr.csv") == [["step", "lr"], ["8", "0.5"], ["16", "0.5"]]
     assert rows(tmp_path / "job" / "note.csv")[0] == ["step", "note"]
+
+
+def test_lines_of_json(tmp_path: Path) -> None:
+    monitor = Monitor(loaded())
+    monitor.writers["json"] = JsonLines(tmp_path / "run.jsonl")
+    monitor.write_events([("a", 0.1, 1), ("b", float("nan"), 2)])
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [(line["name"], line["value"], line["step"]) for line in lines] == [("a", 0.1, 1), ("b", None, 2)]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
@@ -106,10 +115,12 @@ def test_tensorboard(tmp_path: Path) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monitor = Monitor(loaded(tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"}))
     monitor.write_events([("Train/Samples/lr", 0.5, 8)])
+    monitor.writers["tensorboard"].summary_writer.add_scalar("own", 1.0, 2)
     monitor.close()
     found = reading.EventAccumulator(str(tmp_path / "job"))
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("Train/Samples/lr")] == [(8, 0.5)]
+    assert [(e.step, e.value) for e in found.Scalars("own")] == [(2, 1.0)]
 
 
 @pytest.mark.parametrize("fp16", [False, True])
@@ -128,6 +139,7 @@ def test_an_engine_writes_rate_scale_and_times_over_samples(tmp_path: Path, fp16
 
     engines(make(Net), 2, cfg, body)
     names = {path.name for path in (tmp_path / "job").iterdir()}
+    assert "Train_Samples_train_loss.csv" in names
     assert ("Train_Samples_loss_scale.csv" in names) == fp16
     parts = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
     for part in parts:

@@ -146,5 +146,5 @@ def runner_of(updates: Updates, base: Base, rule: NativeRule | None) -> Runner |
     if rule is not None:
         return NativeRunner(updates.core, base, rule, index)
     if isinstance(base, WholeOptimizer):
-        return SlicesRunner(updates.core, base, index, updates.params_are_masters, updates.cuts_states)
+        return SlicesRunner(updates.core, base, index, updates.params_are_masters)
     return ExternalRunner(updates.core, base, index, on_params=updates.params_are_masters)

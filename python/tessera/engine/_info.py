@@ -10,7 +10,7 @@ import torch
 from tessera import _core
 from tessera.engine._ranks import Ranks
 from tessera.engine._report import logger
-from tessera.engine._watch import Watch, table
+from tessera.engine._watch import Watch
 from tessera.errors import ConfigError, UsageError
 from tessera.flops import FlopsProfiler
 from tessera.monitor import Monitor
@@ -142,9 +142,9 @@ class Info:
         watch = self._engine._watch
         if watch.calls is None:
             raise UsageError("[engine.comm_summary] collectives are not timed: set comms_logger.enabled to true")
-        rows = watch.call_rows(self._engine.core, show_straggler)
+        rows, text = watch.call_rows(self._engine.core, show_straggler)
         if self._engine._ranks.global_rank == 0:
-            logger.info("collectives\n%s", table(rows))
+            logger.info("collectives\n%s", text)
         return rows
 
     # ---- optimizer

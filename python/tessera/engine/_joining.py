@@ -15,7 +15,7 @@ from tessera import _core
 from tessera.engine._on_all import on_all
 from tessera.engine._updates import Updates
 from tessera.errors import ConfigError, UsageError
-from tessera.optim.engines import Muon, Runner, muon_groups
+from tessera.optim.engines import Muon, Runner, is_matrix
 from tessera.units import ROOT
 from tessera.zero.engines import Partition, early_of
 
@@ -56,8 +56,8 @@ def _given_groups(model: nn.Module, given: list[Any] | None) -> list[list[torch.
 def _fits(base: torch.optim.Optimizer, group: dict[str, Any], model: nn.Module, param: torch.Tensor) -> bool:
     if not isinstance(base, Muon):
         return True
-    (own,), _ = muon_groups(model.named_parameters(), [{"params": [param]}], {})
-    return bool(own["use_muon"] == group["use_muon"])
+    name = next((name for name, own in model.named_parameters() if own is param), "")
+    return bool(is_matrix(param, name) == group["use_muon"])
 
 
 class Joining:

@@ -12,10 +12,8 @@ from torch import nn
 from tessera import _core
 from tessera.engine._report import logger, show_progress
 from tessera.flops import FlopsProfiler
-from tessera.loss_scale import LossScaler
-from tessera.monitor import Event, Monitor
+from tessera.monitor import Monitor
 
-_PHASES = ("forward", "backward", "step", "gather", "reduce")
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
@@ -34,10 +32,6 @@ class Watched(Protocol):
     def global_steps(self) -> int: ...
     @property
     def skipped_steps(self) -> int: ...
-    @property
-    def global_samples(self) -> int: ...
-    @property
-    def loss_scaler(self) -> LossScaler: ...
     def get_lr(self) -> list[Any]: ...
 
 
@@ -47,29 +41,29 @@ class Watch:
         self._config = config
         self._speaks = rank == 0
         self._every: int = config.steps_per_print or 0
-        self.times_phases: bool = config.wall_clock_breakdown
         self._memory: bool = config.memory_breakdown
         self.profile_step: int | None = config.flops_profiler.profile_step
         if not config.flops_profiler.enabled:
             self.profile_step = None
         self.profiler: FlopsProfiler | None = None
-        self._seconds = dict.fromkeys(_PHASES, 0.0)
-        self.step_seconds: dict[str, float] = {}  # of the last optimizer step
-        self.calls = self._call_record()
+        self._numbers = _core.Watch(config)
+        self.calls = self._numbers.calls
         self.monitor = Monitor(config, rank)
         if config.log_level:
             logger.setLevel(_LEVELS[config.log_level])
-        if self._speaks and (self._every or self.times_phases or self._memory or self.calls is not None):
+        lines = self._every or config.wall_clock_breakdown or self._memory or self.calls is not None
+        if self._speaks and lines:
             show_progress()
 
-    def _call_record(self) -> _core.CallRecord | None:
-        if not self._config.comms_logger.enabled:
-            return None
-        every = self._config.comms_logger.prof_all
-        return _core.CallRecord([] if every else self._config.comms_logger.prof_ops)
+    @property
+    def step_seconds(self) -> dict[str, float]:
+        """Of the last optimizer step."""
+        return self._numbers.step_seconds
 
     def built(self, engine: Watched) -> None:
         """The engine has its core from here on."""
+        if self.monitor.writers:
+            engine.core.keep_losses()
         shares = (self._config.tessera.device_share, self._config.zero_optimization.offload_optimizer.ratio)
         if self._speaks and "auto" in shares:
             logger.info("%s", engine.core.offload_plan().text())
@@ -111,12 +105,12 @@ class Watch:
 
     def stepped(self, engine: Watched) -> None:
         """After every optimizer step."""
-        if self.times_phases:
-            self._take_times(engine)
+        rates = engine.get_lr()[:1] if self.monitor.writers else []
+        events, lines = self._numbers.stepped(engine.core, [float(rate) for rate in rates])
         if self.monitor.writers:
-            self.monitor.write_events(self._events(engine))
-        if self.calls is not None and self._config.comms_logger.verbose:
-            self._log_calls(self.calls)
+            self.monitor.write_events(events)
+        for line in lines if self._speaks else []:
+            logger.info("%s", line)
         if self._every and self._speaks and engine.global_steps % self._every == 0:
             logger.info(
                 "step=%d, skipped=%d, lr=%s, mom=%s",
@@ -126,64 +120,15 @@ class Watch:
                 momentum_of(engine.basic_optimizer),
             )
         if self._memory and self._speaks and engine.global_steps % (self._every or 1) == 0:
-            logger.info("memory (MB) | %s", " | ".join(memory_line(engine)))
-
-    def _take_times(self, engine: Watched) -> None:
-        """What the phases took since the last step; gather and reduce lie inside the others."""
-        now = {name: engine.core.phases()[name][0] for name in _PHASES}
-        self.step_seconds = {name: now[name] - self._seconds[name] for name in _PHASES}
-        self._seconds = now
-        if self._speaks:
-            parts = [f"{name}: {self.step_seconds[name] * 1e3:.2f}" for name in _PHASES]
-            logger.info("time (ms) | %s | of these %s", " | ".join(parts[:3]), " | ".join(parts[3:]))
-
-    def _events(self, engine: Watched) -> list[Event]:
-        x = engine.global_samples
-        rates = engine.get_lr()
-        events: list[Event] = [("Train/Samples/lr", float(rates[0]), x)] if rates else []
-        if self._config.fp16.enabled:
-            events.append(("Train/Samples/loss_scale", engine.loss_scaler.loss_scale, x))
-        if self.times_phases:
-            spent = self.step_seconds
-            times = {
-                "forward": spent["forward"],
-                "backward": spent["backward"],
-                "backward_inner": max(0.0, spent["backward"] - spent["reduce"]),
-                "backward_allreduce": spent["reduce"],
-                "step": spent["step"],
-            }
-            events += [(f"Train/Samples/elapsed_time_ms_{name}", value * 1e3, x) for name, value in times.items()]
-        return events
-
-    def _log_calls(self, record: _core.CallRecord) -> None:
-        calls = record.take_calls()
-        for call in calls if self._speaks else []:
-            label = f" | {call.label}" if self._config.comms_logger.debug else ""
-            logger.info(
-                "comm op: %s | time (ms): %.3f | msg size: %d B | ranks: %d%s",
-                call.op, call.seconds * 1e3, call.bytes, call.ranks, label,
-            )  # fmt: skip
+            logger.info("memory (MB) | %s%s", _core.memory_text(engine.core), device_memory(engine.device))
 
     # ---------------------------------------------------------------- collectives
 
-    def call_rows(self, core: _core.Engine, stragglers: bool) -> list[dict[str, Any]]:
-        """One row an operation and message size. With `stragglers` collective: time waited for the slowest rank."""
-        rows = []
-        for total in self.calls.totals() if self.calls is not None else []:
-            row: dict[str, Any] = {
-                "op": total.op,
-                "bytes": total.bytes,
-                "ranks": total.ranks,
-                "calls": total.calls,
-                "total_ms": total.seconds * 1e3,
-                "average_ms": total.seconds * 1e3 / total.calls,
-                "algbw_gbps": total.algorithm_bandwidth * 8e-9,
-                "busbw_gbps": total.bus_bandwidth * 8e-9,
-            }
-            if stragglers:  # the rank that came last waited least
-                row["straggler_ms"] = row["total_ms"] + core.agree_max(-row["total_ms"])
-            rows.append(row)
-        return rows
+    def call_rows(self, core: _core.Engine, stragglers: bool) -> tuple[list[dict[str, Any]], str]:
+        """One row an operation and message size, and all as text. With `stragglers` collective: time waited for the
+        slowest rank."""
+        assert self.calls is not None
+        return _core.call_rows(self.calls, core, stragglers)
 
     def close(self) -> None:
         self.monitor.close()
@@ -194,22 +139,8 @@ def momentum_of(base: torch.optim.Optimizer | None) -> list[Any]:
     return [] if base is None else [group.get("betas", group.get("momentum", 0.0)) for group in base.param_groups]
 
 
-def memory_line(engine: Watched) -> list[str]:
-    """What the engine holds on this rank, by kind, and what the device has in use."""
-    held = engine.core.memory()
-    kinds = ("params", "grads", "master", "states", "buckets", "peak_buckets", "shared")
-    line = [f"{kind}: {getattr(held, kind) / 2**20:.1f}" for kind in kinds]
-    if engine.device.type == "cuda":
-        used, peak = torch.cuda.memory_allocated(engine.device), torch.cuda.max_memory_allocated(engine.device)
-        line.append(f"device: {used / 2**20:.1f} (peak {peak / 2**20:.1f})")
-    return line
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Rows of numbers as text, a column each."""
-    if not rows:
-        return "(none)"
-    head = list(rows[0])
-    cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(head)]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in [head, *cells])
+def device_memory(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return f" | device: {used / 2**20:.1f} (peak {peak / 2**20:.1f})"

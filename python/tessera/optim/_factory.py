@@ -207,14 +207,15 @@ def _from_config(
     name, params = config.optimizer.type, _given(config.optimizer.params)
     kind = _core.optimizer_kind(config)
     params.pop("fp32_optimizer_states", None)  # the configuration's precision says it
-    params.pop("per_head_muon", None)  # true is refused
     cls: type[torch.optim.Optimizer]
-    if name.lower() == "muon":
-        cls = optim.Muon
-        groups, params = muon_groups(model.named_parameters(), groups, params, keep_empty)
-    elif name.lower() == "lamb":
-        cls = optim.Lamb
-    elif kind is None:
+    if kind is not None and kind.rule in (_core.Rule.Lamb, _core.Rule.Muon):
+        configured = _core.configured_optimizer(config)
+        assert configured is not None
+        values = _core.group_values(configured.rule, configured.defaults)
+        if configured.rule == _core.Rule.Lamb:
+            return optim.Lamb(groups, **values)
+        return optim.Muon(muon_groups(model.named_parameters(), groups, configured, keep_empty), **values)
+    if kind is None:
         found = getattr(torch.optim, name, None)
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             raise ConfigError(

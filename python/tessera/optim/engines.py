@@ -18,7 +18,7 @@ from tessera.optim._rules import NativeRule, is_tested, native_rule, read_group
 from tessera.optim._runners import ExternalRunner, NativeRunner, Runner
 from tessera.optim._slices import SlicesRunner
 from tessera.optim._states import OptimizerStates
-from tessera.optim._whole import AUX_ADAM, Muon, WholeOptimizer, muon_groups, orthogonal
+from tessera.optim._whole import AUX_ADAM, Muon, WholeOptimizer, is_matrix, orthogonal
 from tessera.optim._wrapper import Optimizer, mark_stepped
 
 __all__ = [
@@ -37,10 +37,10 @@ __all__ = [
     "build_schedule",
     "class_of",
     "describe",
+    "is_matrix",
     "is_tested",
     "keep_optimizer",
     "mark_stepped",
-    "muon_groups",
     "native_rule",
     "nothing_trained",
     "orthogonal",

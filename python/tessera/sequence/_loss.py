@@ -31,10 +31,4 @@ def mean_over_sequence(loss: torch.Tensor, labels: torch.Tensor, group: Any) -> 
     that the engine (or any other average over ranks) makes of it are those of one rank with the whole sequence.
     Collective in forward only.
     """
-    ranks = core_group(group)
-    count = (labels != IGNORED).sum().to(device=loss.device, dtype=torch.float32)
-    part = torch.where(count > 0, loss.float() * count, torch.zeros_like(count))
-    if part.requires_grad:  # of the mean of the ranks' gradients, each makes up 1 / ranks
-        part.register_hook(lambda gradient: gradient * ranks.size)
-    total, tokens = _core.reduce_from_ranks(torch.stack([part, count]), ranks, "mean_over_sequence").unbind()
-    return total / tokens.clamp(min=1)
+    return _core.mean_over_sequence(loss, labels, core_group(group), IGNORED)

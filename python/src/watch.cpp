@@ -1,0 +1,92 @@
+#include "tessera/engine/watch.h"
+
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "bindings.h"
+#include "tessera/io/metrics.h"
+
+namespace tessera::python {
+namespace {
+
+using Event = std::tuple<std::string, double, int64_t>;
+
+py::dict row_of(const engine::CallRow& row) {
+  const comm::CallTimes& total = row.total;
+  const double ms = total.seconds * 1e3;
+  py::dict found;
+  found["op"] = total.op;
+  found["bytes"] = total.bytes;
+  found["ranks"] = total.ranks;
+  found["calls"] = total.calls;
+  found["total_ms"] = ms;
+  found["average_ms"] = ms / static_cast<double>(total.calls);
+  found["algbw_gbps"] = total.algorithm_bandwidth() * 8e-9;
+  found["busbw_gbps"] = total.bus_bandwidth() * 8e-9;
+  if (row.straggler_seconds) found["straggler_ms"] = *row.straggler_seconds * 1e3;
+  return found;
+}
+
+py::dict seconds_of(const engine::Watch& watch) {
+  py::dict seconds;
+  if (!watch.step_seconds()) return seconds;
+  for (const Phase phase : kPhases)
+    seconds[phase_name(phase)] = (*watch.step_seconds())[static_cast<size_t>(phase)];
+  return seconds;
+}
+
+}  // namespace
+
+void bind_watch(py::module_& m) {
+  using engine::Watch;
+  using io::MetricWriter;
+
+  py::class_<MetricWriter>(m, "MetricWriter")
+      .def(
+          "write",
+          [](MetricWriter& writer, const std::vector<Event>& events) {
+            const py::gil_scoped_release no_gil;
+            std::vector<io::Metric> metrics;
+            for (const auto& [name, value, step] : events)
+              metrics.push_back({name, value, step});
+            writer.write(metrics);
+          },
+          py::arg("events"));
+  m.def("csv_metrics", &io::csv_metrics, py::arg("folder"));
+  m.def("tensorboard_metrics", &io::tensorboard_metrics, py::arg("folder"));
+  m.def("json_metrics", &io::json_metrics, py::arg("path"));
+  m.def("metrics_folder", &io::metrics_folder, py::arg("output_path"), py::arg("job_name"), py::arg("standard"));
+
+  py::class_<Watch>(m, "Watch")
+      .def(py::init<const config::Config&>(), py::arg("config"))
+      .def_property_readonly("calls", &Watch::calls)
+      .def_property_readonly("step_seconds", &seconds_of)
+      .def(
+          "stepped",
+          [](Watch& watch, engine::Engine& core, const std::vector<double>& rates) {
+            const Watch::Report report = watch.stepped(core, rates);
+            std::vector<Event> events;
+            for (const io::Metric& metric : report.metrics)
+              events.emplace_back(metric.name, metric.value, metric.step);
+            return std::pair(std::move(events), report.lines);
+          },
+          py::arg("core"), py::arg("rates"));
+  m.def("memory_text", [](const engine::Engine& core) { return engine::text_of(core.memory()); }, py::arg("core"));
+  m.def(
+      "call_rows",
+      [](const comm::CallRecord& record, engine::Engine& core, bool stragglers) {
+        std::vector<engine::CallRow> rows;
+        {
+          const py::gil_scoped_release no_gil;
+          rows = engine::call_rows(record, core, stragglers);
+        }
+        std::vector<py::dict> found;
+        for (const engine::CallRow& row : rows)
+          found.push_back(row_of(row));
+        return std::pair(std::move(found), engine::text_of(rows));
+      },
+      py::arg("record"), py::arg("core"), py::arg("stragglers"));
+}
+
+}  // namespace tessera::python

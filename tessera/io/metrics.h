@@ -1,0 +1,43 @@
+// Where a program's numbers go while it trains: CSV files, event files of TensorBoard, lines of JSON. One process writes.
+//
+//   auto writer = tessera::io::csv_metrics("numbers");
+//   writer->write({{"Train/loss", 1.25, 640}});
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tessera::io {
+
+// Engines count steps in samples.
+struct Metric {
+  std::string name;
+  double value = 0;
+  int64_t step = 0;
+};
+
+class MetricWriter {
+ public:
+  virtual ~MetricWriter() = default;
+  // What was written is in the file on return. IoError.
+  virtual void write(const std::vector<Metric>& metrics) = 0;
+};
+
+// A folder, made where it is missing, with one file for each name, "/" and " " in it as "_": columns step and the last part of the
+// name. A run that goes on appends to what is there.
+std::unique_ptr<MetricWriter> csv_metrics(const std::string& folder);
+// A folder with an event file of this writer's own, which TensorBoard shows as scalars. Values are rounded to fp32, as there.
+std::unique_ptr<MetricWriter> tensorboard_metrics(const std::string& folder);
+// A file to which a line is appended for each: {"name": "Train/loss", "value": 1.25, "step": 640, "time": 1735689600.5}. A value
+// that is not finite is null.
+std::unique_ptr<MetricWriter> json_metrics(const std::string& path);
+
+// The folder that DeepSpeed's sections mean: output_path/job_name; without a path, below ~/`standard`.
+std::string metrics_folder(const std::string& output_path, const std::string& job_name, const std::string& standard);
+
+// As Python writes a float, which reads back to the same: 0.001, 1e-05, 1.0, nan.
+std::string shortest(double value);
+
+}  // namespace tessera::io

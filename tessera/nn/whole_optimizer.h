@@ -1,0 +1,58 @@
+// WholeOptimizer: Lamb and Muon (optim/whole.h) as an optimizer of torch, for ClientOptimizer.
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <map>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tessera/optim/whole.h"
+
+namespace tessera::nn {
+
+class WholeOptimizer final : public torch::optim::Optimizer {
+ public:
+  struct Options : torch::optim::OptimizerCloneableOptions<Options> {
+    explicit Options(optim::GroupOptions options = {}) : group(options) {}
+    double get_lr() const override { return group.lr; }
+    void set_lr(double lr) override { group.lr = lr; }
+    void serialize(torch::serialize::InputArchive& /*archive*/) override {}
+    void serialize(torch::serialize::OutputArchive& /*archive*/) const override {}  // the configuration has them
+
+    optim::GroupOptions group;
+  };
+  struct State : torch::optim::OptimizerCloneableParamState<State> {
+    void serialize(torch::serialize::InputArchive& /*archive*/) override {}  // load() does
+    void serialize(torch::serialize::OutputArchive& archive) const override;
+
+    std::map<std::string, at::Tensor> values;
+    std::optional<int64_t> step;  // of what counts them
+  };
+
+  // Groups have Options, in the order of `params`. Value error for what is out of its bounds.
+  WholeOptimizer(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
+                 const std::vector<std::vector<at::Tensor>>& params);
+
+  // Parameters by their numbers for `shards`.
+  void use(optim::ShardsPtr shards, std::unordered_map<const void*, int> numbers);
+  void add_number(const at::Tensor& param, int number) { numbers_[param.unsafeGetTensorImpl()] = number; }
+  optim::Rule rule() const { return rule_; }
+  optim::GroupOptions& group(size_t number);
+
+  // Collective as the shards are. Not-implemented error for a closure.
+  at::Tensor step(LossClosure closure = nullptr) override;
+  // The states alone.
+  void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  State& state_of(const at::Tensor& param, const optim::GroupOptions& group);
+
+  const optim::Rule rule_;
+  optim::ShardsPtr shards_ = optim::whole_parameters();
+  std::unordered_map<const void*, int> numbers_;
+};
+
+}  // namespace tessera::nn

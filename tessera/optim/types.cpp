@@ -1,0 +1,168 @@
+#include "tessera/optim/types.h"
+
+#include <algorithm>
+#include <cctype>
+#include <iomanip>
+#include <sstream>
+
+#include "tessera/base/error.h"
+
+namespace tessera::optim {
+namespace {
+
+using G = GroupOptions;
+
+constexpr Field kRate{"lr", &G::lr, 0};
+constexpr Field kBetas{"betas", Field::Betas(), 0, 1};
+constexpr Field kEps{"eps", &G::eps, 0};
+constexpr Field kDecay{"weight_decay", &G::weight_decay, 0};
+constexpr Field kMaximize{"maximize", &G::maximize};
+constexpr Field kBias{"bias_correction", &G::bias_correction};
+
+bool alike(const std::string& a, const std::string& b) {
+  const auto low = [](char c) { return std::tolower(static_cast<unsigned char>(c)); };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [&](char x, char y) { return low(x) == low(y); });
+}
+
+std::string names_of(bool with_kernels_only) {
+  std::string names;
+  for (const Type& type : types())
+    if (!with_kernels_only || has_kernel(type.rule)) names += (names.empty() ? "" : ", ") + std::string(type.name);
+  return names;
+}
+
+// Calls f(name, value) for every number of a field; a beta's name says which.
+template <class F>
+void each_number(const Field& field, const GroupOptions& group, const F& f) {
+  std::visit(
+      [&]<class T>(const T& at) {
+        if constexpr (std::is_same_v<T, Field::Betas>) {
+          f("beta 0", group.beta1);
+          f("beta 1", group.beta2);
+        } else {
+          f(field.name, static_cast<double>(group.*at));
+        }
+      },
+      field.where);
+}
+
+}  // namespace
+
+const std::vector<Type>& types() {
+  static const std::vector<Type> all{{"Adam", Rule::Adam, {}, {kRate, kBetas, kEps, kBias, kDecay, kMaximize}},
+                                     {"AdamW", Rule::Adam, {}, {kRate, kBetas, kEps, kBias, kDecay, kMaximize}},
+                                     {"SGD",
+                                      Rule::Sgd,
+                                      {},
+                                      {kRate,
+                                       {"momentum", &G::momentum, 0},
+                                       {"dampening", &G::dampening},
+                                       {"nesterov", &G::nesterov},
+                                       kDecay,
+                                       kMaximize}},
+                                     {"Lion", Rule::Lion, {.beta2 = 0.99}, {kRate, kBetas, kDecay, kMaximize}},
+                                     {"Adagrad",
+                                      Rule::Adagrad,
+                                      {.lr = 1e-2, .eps = 1e-10},
+                                      {kRate,
+                                       {"lr_decay", &G::lr_decay, 0},
+                                       {"initial_accumulator_value", &G::initial_accumulator_value, 0},
+                                       kEps,
+                                       kDecay,
+                                       kMaximize}},
+                                     {"Lamb",
+                                      Rule::Lamb,
+                                      {},
+                                      {kRate,
+                                       kBias,
+                                       kBetas,
+                                       kEps,
+                                       kDecay,
+                                       {"max_coeff", &G::max_coeff, 0},
+                                       {"min_coeff", &G::min_coeff, 0},
+                                       {"eps_inside_sqrt", &G::eps_inside_sqrt}}},
+                                     {"Muon",
+                                      Rule::Muon,
+                                      {.lr = 0.02, .momentum = 0.95, .nesterov = true},
+                                      {kRate,
+                                       {"momentum", &G::momentum, 0, 1},
+                                       kDecay,
+                                       {"nesterov", &G::nesterov},
+                                       {"ns_steps", &G::ns_steps, 1},
+                                       kBetas,
+                                       kEps,
+                                       {"use_muon", &G::use_muon},
+                                       {"adam_w_mode", &G::decoupled}}}};
+  return all;
+}
+
+const Type* find_type(const std::string& name) {
+  const auto found = std::ranges::find_if(types(), [&](const Type& one) { return alike(one.name, name); });
+  return found == types().end() ? nullptr : &*found;
+}
+
+const Type& type_of(Rule rule) {
+  const auto found = std::ranges::find(types(), rule, &Type::rule);
+  TESSERA_ASSERT(found != types().end(), "[optim] no type has this rule");
+  return *found;
+}
+
+bool has_kernel(Rule rule) {
+  return rule != Rule::External && rule != Rule::Lamb && rule != Rule::Muon;
+}
+
+std::string native_types() {
+  return names_of(/*with_kernels_only=*/true);
+}
+
+bool is_native_type(const std::string& type) {
+  const Type* const found = find_type(type);
+  return found != nullptr && has_kernel(found->rule);
+}
+
+OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode) {
+  const Type* const found = find_type(type);
+  TESSERA_CHECK_VALUE(found != nullptr, "optim", "unknown optimizer type '", type, "'; known are ", names_of(false));
+  OptimizerOptions options{found->rule, found->defaults};
+  options.defaults.decoupled = adam_w_mode || !(alike(type, "adam") || alike(type, "muon"));
+  if (found->rule == Rule::Muon) {
+    options.others = options.defaults;
+    options.others->use_muon = false;
+    options.others->lr = 3e-4;
+    options.others->beta2 = 0.95;
+    options.others->eps = 1e-10;
+  }
+  return options;
+}
+
+void check(const Type& type, const GroupOptions& group) {
+  std::ostringstream wrong;
+  const auto add = [&]() -> std::ostream& { return wrong << (wrong.tellp() > 0 ? "; " : ""); };
+  for (const Field& field : type.fields) {
+    each_number(field, group, [&](const char* name, double value) {
+      const bool bounded = field.below < std::numeric_limits<double>::infinity();
+      if (value >= field.least && (!bounded || value < field.below)) return;
+      add() << name << " must be ";
+      if (bounded)
+        wrong << "in [" << field.least << ", " << field.below << ")";
+      else
+        wrong << ">= " << field.least;
+      wrong << ", got " << value;
+    });
+  }
+  if (type.rule == Rule::Lamb && !(0 < group.min_coeff && group.min_coeff <= group.max_coeff))
+    add() << "0 < min_coeff <= max_coeff must hold, got " << group.min_coeff << " and " << group.max_coeff;
+  if (wrong.tellp() > 0) TESSERA_FAIL(c10::ValueError, "[", type.name, "] ", wrong.str());
+}
+
+std::string text_of(const Type& type, const GroupOptions& group) {
+  std::ostringstream text;
+  text << std::setprecision(17);
+  for (const Field& field : type.fields)
+    each_number(field, group, [&](const char* name, double value) {
+      text << (text.tellp() > 0 ? ", " : "") << name << " " << value;
+    });
+  return text.str();
+}
+
+}  // namespace tessera::optim

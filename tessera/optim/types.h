@@ -1,0 +1,59 @@
+// The optimizers that a configuration names and this library runs: one table, of which both front ends have names, defaults and
+// bounds of their hyper-parameters.
+#pragma once
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "tessera/optim/optimizer.h"
+
+namespace tessera::optim {
+
+// A hyper-parameter, by its name in configurations and in param groups of torch.
+struct Field {
+  struct Betas {};  // beta1 and beta2 under one name
+  using Where = std::variant<double GroupOptions::*, int64_t GroupOptions::*, bool GroupOptions::*, Betas>;
+  const char* name;
+  Where where;
+  double least = -std::numeric_limits<double>::infinity();
+  double below = std::numeric_limits<double>::infinity();  // never reached
+};
+
+struct Type {
+  const char* name;
+  Rule rule;
+  GroupOptions defaults;
+  std::vector<Field> fields;
+};
+
+struct OptimizerOptions {
+  Rule rule = Rule::Adam;
+  GroupOptions defaults;
+  std::optional<GroupOptions> others = {};  // Muon: of what is no matrix
+};
+
+const std::vector<Type>& types();
+// By name in any letter case; null for one that is not there.
+const Type* find_type(const std::string& name);
+// The first of that rule.
+const Type& type_of(Rule rule);
+
+// A kernel updates any range of elements; false for Lamb and Muon, which need whole parameters, and for External.
+bool has_kernel(Rule rule);
+// The names of those that have one, for messages: "Adam, AdamW, SGD, Lion, Adagrad".
+std::string native_types();
+// One of them, in any letter case.
+bool is_native_type(const std::string& type);
+// Rule and defaults of a type of the table; value error that lists the types for another. "adam" gives AdamW's arithmetic unless
+// `adam_w_mode` is false (DeepSpeed's rule).
+OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = true);
+
+// Value error that names what is out of its bounds, with the type's name as its origin.
+void check(const Type& type, const GroupOptions& group);
+// Its fields as text, "lr 0.001, betas (0.9, 0.999), ...": for ranks to compare.
+std::string text_of(const Type& type, const GroupOptions& group);
+
+}  // namespace tessera::optim
