@@ -22,7 +22,8 @@ from tessera import launch
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher puts them into its environment, which here is that of the tests."""
     for name in ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is undone, too, where it was not there
+        monkeypatch.delenv(name)
 
 
 HOSTS = {"a": 4, "b": 2, "c": 1}
