@@ -21,11 +21,6 @@ if [ "${1:-base}" = bench ]; then
   echo '#include <benchmark/benchmark.h>' | "$cxx" -x c++ -E - >/dev/null 2>&1 || need+=(libbenchmark-dev)
 fi
 
-# Optional: io_uring for checkpoints; without it threads do the same.
-if [ "${1:-base}" != base ] && ! echo '#include <liburing.h>' | "$cxx" -x c++ -E - >/dev/null 2>&1; then
-  echo "[setup] without liburing-dev files are written by threads, not by io_uring (optional)" >&2
-fi
-
 if [ ${#need[@]} -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "[setup] installing ${need[*]}"

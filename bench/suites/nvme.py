@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import tempfile
 import time
@@ -72,18 +71,6 @@ def step_seconds(engine: Any) -> float:
     return time.perf_counter() - start
 
 
-def by_threads(elements: int, state_bytes: int, nvme: str) -> tessera.Engine:
-    """Its transfers are made by threads, where else io_uring makes them if the system has it."""
-    before = os.environ.get("TESSERA_IO")
-    os.environ["TESSERA_IO"] = "threads"
-    try:
-        return engine_of(elements, state_bytes, nvme)
-    finally:
-        os.environ.pop("TESSERA_IO")
-        if before is not None:
-            os.environ["TESSERA_IO"] = before
-
-
 def check(engines: list[tessera.Engine]) -> None:
     """The same bits, or there is no number."""
     for engine in engines:
@@ -98,21 +85,18 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Seconds, di
     sizes: dict[str, int] = {}
     for mode, state_bytes in MODES.items():
         here, there = (engine_of(args.parameters, state_bytes, nvme) for nvme in (None, str(folder)))
-        threads = by_threads(args.parameters, state_bytes, str(folder))
-        check([here, there, threads])
+        check([here, there])
         sizes[mode] = there.core.memory().disk
         probe = folder / f"probe-{args.rank}"
         both_seconds(probe, sizes[mode])  # the first time it makes the file
         for _ in range(args.rounds):
             seconds[mode]["step"].append(step_seconds(there))
-            seconds[mode]["threads"].append(step_seconds(threads))
             seconds[mode]["update"].append(step_seconds(here))
             together()
             seconds[mode]["disk"].append(both_seconds(probe, sizes[mode]))
         probe.unlink()
         here.destroy()
         there.destroy()
-        threads.destroy()
     return seconds, sizes
 
 
@@ -121,12 +105,12 @@ def rows_of(seconds: Seconds, sizes: dict[str, int]) -> list[list[str]]:
     for mode, times in seconds.items():
         limit = [max(pair) for pair in zip(times["disk"], times["update"], strict=True)]
         rows.append([mode, f"{sizes[mode] / 1e6:.0f}"])
-        rows[-1] += [f"{cell(summary(times[what]), 0)} ms" for what in ("step", "threads", "disk", "update")]
+        rows[-1] += [f"{cell(summary(times[what]), 0)} ms" for what in ("step", "disk", "update")]
         rows[-1] += [f"{2 * sizes[mode] / median(times['step']) / 1e9:.2f}", cell(ratio(times["step"], limit), 2)]
     return rows
 
 
-HEADER = ["states", "MB on the disk", "step", "by threads", "disk alone", "step in memory"]
+HEADER = ["states", "MB on the disk", "step", "disk alone", "step in memory"]
 HEADER += ["GB/s read and written", "x limit"]
 
 
@@ -135,8 +119,7 @@ def bench_nvme(args: argparse.Namespace) -> Result:
         f"{parts_of(args.parameters) * PART / 1e6:.0f} M parameters, stage 1, AdamW, `offload_optimizer` nvme; a step "
         "is norm, update and refresh. 'disk alone': a file of as many bytes is read and written once, in aligned "
         "blocks of 4 MiB, 8 on their way, past the page cache. 'step in memory': the same engine without offload. The "
-        "limit of a round is the longer of the two. 'by threads': the step with TESSERA_IO=threads, in place of "
-        "io_uring where that works."
+        "limit of a round is the longer of the two."
     ]
     goals: list[Goal] = []
     headline: list[str] = []

@@ -1,43 +1,73 @@
 #include "tessera/io/queue.h"
 
+#include <condition_variable>
+#include <deque>
+#include <mutex>
 #include <new>
-
-#include "tessera/base/env.h"
-#include "tessera/base/error.h"
+#include <thread>
+#include <vector>
 
 namespace tessera::io {
 
 namespace {
 
-constexpr auto kAuto = "auto";
-constexpr auto kThreads = "threads";
-constexpr auto kUring = "uring";
+class ThreadQueue final : public Queue {
+ public:
+  explicit ThreadQueue(int depth) {
+    for (int i = 0; i < depth; ++i)
+      threads_.emplace_back([this] { work(); });
+  }
+  ~ThreadQueue() override {
+    {
+      const std::lock_guard lock(mutex_);
+      over_ = true;
+    }
+    changed_.notify_all();
+    for (std::thread& thread : threads_)
+      thread.join();
+  }
 
-// Tested once; the first time says so where it does not work though it was built.
-const std::string& uring_fault() {
-  static const std::string fault = [] {
-    std::string why = test_uring();
-    if (!why.empty() && why != kNotBuilt)
-      TORCH_WARN("[io] io_uring does not work here (", why, "); threads do its work");
-    return why;
-  }();
-  return fault;
-}
+  std::future<void> read(const File& file, void* to, int64_t bytes, int64_t offset) override {
+    return add(std::packaged_task<void()>([&file, to, bytes, offset] { file.read(to, bytes, offset); }));
+  }
+  std::future<void> write(const File& file, const void* from, int64_t bytes, int64_t offset) override {
+    return add(std::packaged_task<void()>([&file, from, bytes, offset] { file.write(from, bytes, offset); }));
+  }
+
+ private:
+  std::future<void> add(std::packaged_task<void()> task) {
+    std::future<void> result = task.get_future();
+    {
+      const std::lock_guard lock(mutex_);
+      waiting_.push_back(std::move(task));
+    }
+    changed_.notify_one();
+    return result;
+  }
+
+  void work() {
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return over_ || !waiting_.empty(); });
+      if (waiting_.empty()) return;
+      std::packaged_task<void()> task = std::move(waiting_.front());
+      waiting_.pop_front();
+      lock.unlock();
+      task();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::packaged_task<void()>> waiting_;
+  bool over_ = false;
+  std::vector<std::thread> threads_;
+};
 
 }  // namespace
 
-QueueKind chosen_queue() {
-  const std::string word = env::get("TESSERA_IO").value_or(kAuto);
-  TESSERA_CHECK_VALUE(word == kAuto || word == kThreads || word == kUring, "io", "TESSERA_IO is '", word,
-                      "'; it may be auto, threads or uring");
-  if (word == kThreads) return QueueKind::Threads;
-  const std::string& fault = uring_fault();
-  TESSERA_CHECK_VALUE(word == kAuto || fault.empty(), "io", "TESSERA_IO is uring, which does not work here: ", fault);
-  return fault.empty() ? QueueKind::Uring : QueueKind::Threads;
-}
-
-std::unique_ptr<Queue> make_queue(int depth, QueueKind kind) {
-  return kind == QueueKind::Uring ? make_uring_queue(depth) : make_thread_queue(depth);
+std::unique_ptr<Queue> make_queue(int depth) {
+  return std::make_unique<ThreadQueue>(depth);
 }
 
 AlignedBytes aligned_bytes(int64_t bytes) {

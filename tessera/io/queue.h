@@ -1,5 +1,4 @@
-// Queue: reads and writes of files, several of them in flight. By io_uring, or by threads where that was not built or the
-// kernel refuses it.
+// Queue: reads and writes of files, several of them in flight.
 #pragma once
 
 #include <cstdint>
@@ -22,20 +21,9 @@ class Queue {
   virtual std::future<void> write(const File& file, const void* from, int64_t bytes, int64_t offset) = 0;
 };
 
-enum class QueueKind { Threads, Uring };
-
-// That of the environment variable TESSERA_IO; with "auto" or without it io_uring where it works. Value error for another
-// word, or for io_uring where it does not work.
-QueueKind chosen_queue();
-// `depth` transfers in flight; more wait for their turn.
-std::unique_ptr<Queue> make_queue(int depth, QueueKind kind = chosen_queue());
-
-// ---- the kinds
-std::unique_ptr<Queue> make_thread_queue(int depth);
-std::unique_ptr<Queue> make_uring_queue(int depth);
-// Empty when transfers by io_uring work here; else why they do not. Tries some.
-inline constexpr auto kNotBuilt = "built without liburing";
-std::string test_uring();
+// `depth` transfers in flight, a thread for each; more wait for their turn. Threads and not io_uring, which took 0.88 to 1.10 times
+// their time in a step with states on a disk (bench/reports/xeon/nvme-1.md) and needs a library.
+std::unique_ptr<Queue> make_queue(int depth);
 
 // Memory for transfers past the page cache (File::create).
 struct AlignedFree {

@@ -20,9 +20,8 @@ using testing::error_of;
 
 constexpr int64_t kBlock = io::kDirectAlignment;
 
-std::unique_ptr<NvmeFile> file_in(const io::TempFolder& folder, io::QueueKind kind = io::chosen_queue()) {
-  return std::make_unique<NvmeFile>(folder.path(), 4, 8 * kBlock,
-                                    [kind](int depth) { return io::make_queue(depth, kind); });
+std::unique_ptr<NvmeFile> file_in(const io::TempFolder& folder) {
+  return std::make_unique<NvmeFile>(folder.path(), 4, 8 * kBlock, io::make_queue);
 }
 
 std::string read_back(NvmeFile& file, Bytes bytes, Bytes space) {
@@ -35,45 +34,42 @@ std::string read_back(NvmeFile& file, Bytes bytes, Bytes space) {
 
 // Random writes and reads of any range, also of what is on its way, against plain memory; some write what was read.
 TEST(NvmeFile, IsMemory) {
-  for (const auto kind : {io::QueueKind::Threads, io::QueueKind::Uring}) {
-    if (kind == io::QueueKind::Uring && !io::test_uring().empty()) continue;
-    const io::TempFolder folder;
-    const auto file = file_in(folder, kind);
-    std::mt19937 random(7);
-    std::vector<Bytes> spaces;
-    std::vector<std::string> expected;
-    for (const int64_t size : {int64_t{1}, kBlock, 3 * kBlock + 17, 9 * kBlock - 1}) {
-      spaces.push_back(file->reserve(size));
-      EXPECT_EQ(spaces.back().begin % kBlock, 0);
-      expected.emplace_back(static_cast<size_t>(size), '\0');
-    }
-    for (int i = 0; i < 2000; ++i) {
-      const size_t of = random() % spaces.size();
-      const int64_t size = spaces[of].size();
-      const bool whole = random() % 4 == 0;
-      const int64_t begin = whole ? 0 : static_cast<int64_t>(random() % size);
-      const int64_t end = whole ? size : begin + 1 + static_cast<int64_t>(random() % (size - begin));
-      const Bytes bytes{spaces[of].begin + begin, spaces[of].begin + end};
-      const size_t length = static_cast<size_t>(end - begin);
-      if (random() % 2 == 0) {
-        ASSERT_EQ(read_back(*file, bytes, spaces[of]), expected[of].substr(begin, length)) << i;
-      } else if (random() % 2 == 0) {
-        auto values = std::make_shared<std::string>(length, static_cast<char>(random()));
-        expected[of].replace(begin, length, *values);
-        file->write(bytes, spaces[of], values->data(), values);
-        values->assign(length, 'x');  // copied by then
-      } else {
-        const NvmeFile::Read read = file->read(bytes, spaces[of]);
-        read.arrived();
-        std::memset(read.memory.get(), i, length);
-        expected[of].replace(begin, length, std::string(length, static_cast<char>(i)));
-        file->write(bytes, spaces[of], read.memory.get(), read.memory);
-      }
-    }
-    file->flush();
-    for (size_t of = 0; of < spaces.size(); ++of)
-      EXPECT_EQ(read_back(*file, spaces[of], spaces[of]), expected[of]);
+  const io::TempFolder folder;
+  const auto file = file_in(folder);
+  std::mt19937 random(7);
+  std::vector<Bytes> spaces;
+  std::vector<std::string> expected;
+  for (const int64_t size : {int64_t{1}, kBlock, 3 * kBlock + 17, 9 * kBlock - 1}) {
+    spaces.push_back(file->reserve(size));
+    EXPECT_EQ(spaces.back().begin % kBlock, 0);
+    expected.emplace_back(static_cast<size_t>(size), '\0');
   }
+  for (int i = 0; i < 2000; ++i) {
+    const size_t of = random() % spaces.size();
+    const int64_t size = spaces[of].size();
+    const bool whole = random() % 4 == 0;
+    const int64_t begin = whole ? 0 : static_cast<int64_t>(random() % size);
+    const int64_t end = whole ? size : begin + 1 + static_cast<int64_t>(random() % (size - begin));
+    const Bytes bytes{spaces[of].begin + begin, spaces[of].begin + end};
+    const size_t length = static_cast<size_t>(end - begin);
+    if (random() % 2 == 0) {
+      ASSERT_EQ(read_back(*file, bytes, spaces[of]), expected[of].substr(begin, length)) << i;
+    } else if (random() % 2 == 0) {
+      auto values = std::make_shared<std::string>(length, static_cast<char>(random()));
+      expected[of].replace(begin, length, *values);
+      file->write(bytes, spaces[of], values->data(), values);
+      values->assign(length, 'x');  // copied by then
+    } else {
+      const NvmeFile::Read read = file->read(bytes, spaces[of]);
+      read.arrived();
+      std::memset(read.memory.get(), i, length);
+      expected[of].replace(begin, length, std::string(length, static_cast<char>(i)));
+      file->write(bytes, spaces[of], read.memory.get(), read.memory);
+    }
+  }
+  file->flush();
+  for (size_t of = 0; of < spaces.size(); ++of)
+    EXPECT_EQ(read_back(*file, spaces[of], spaces[of]), expected[of]);
 }
 
 TEST(NvmeFile, ReadsSeeWhatWasThereWhenTheyWereAskedFor) {

@@ -2,7 +2,6 @@
 
 offload_program.py full FOLDER             the disk fills up in a step, by a limit on the size of files
 offload_program.py shm                     a file system in memory
-offload_program.py forbidden FOLDER        trains where the system refuses io_uring
 offload_program.py endless FOLDER          trains until it is killed
 offload_program.py memory FOLDER ELEMENTS  prints by how many bytes the peak of resident memory grows while an engine is
                                            built, and while it trains
@@ -12,10 +11,7 @@ offload_program.py parameters FOLDER ELEMENTS  the same with parameters on the d
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import gc
-import os
 import resource
 import sys
 import tempfile
@@ -68,41 +64,6 @@ def shm() -> None:
             found.append(weights(engine.module))
             engine.destroy()
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
-    print("well")
-
-
-class _Instruction(ctypes.Structure):  # of a filter of system calls
-    _fields_ = [("code", ctypes.c_uint16), ("yes", ctypes.c_uint8), ("no", ctypes.c_uint8), ("value", ctypes.c_uint32)]
-
-
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_uint16), ("first", ctypes.POINTER(_Instruction))]
-
-
-def forbid(call: int) -> None:
-    """From here on the system call fails with EPERM in this process, as containers have it."""
-    load, equal, end = 0x20, 0x15, 0x06
-    lines = [(load, 0, 0, 0), (equal, 0, 1, call), (end, 0, 0, 0x00050000 | errno.EPERM), (end, 0, 0, 0x7FFF0000)]
-    instructions = (_Instruction * len(lines))(*lines)
-    libc = ctypes.CDLL(None, use_errno=True)
-    no_new_privileges, set_filter, filter_mode = 38, 22, 2
-    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
-    program = _Program(len(lines), instructions)
-    assert libc.prctl(set_filter, filter_mode, ctypes.byref(program), 0, 0) == 0, os.strerror(ctypes.get_errno())
-
-
-def forbidden(folder: Path) -> None:
-    forbid(425)  # io_uring_setup
-    here, there = (
-        tessera.initialize(model=make(), config=cfg)[0]
-        for cfg in (config(2, optimizer={"type": "AdamW", "params": {"lr": 0.01}}), away(folder))
-    )
-    for engine in (here, there):
-        run(engine, 0, 3)
-    assert all(torch.equal(value, weights(here.module)[name]) for name, value in weights(there.module).items())
-    os.environ["TESSERA_IO"] = "uring"
-    with pytest.raises(ValueError, match="TESSERA_IO is uring, which does not work here"):
-        tessera.initialize(model=make(), config=away(folder))
     print("well")
 
 
@@ -179,4 +140,4 @@ if __name__ == "__main__":
     if command in ("memory", "parameters"):
         memory(Path(arguments[0]), int(arguments[1]), command == "parameters")
     else:
-        {"full": full, "shm": shm, "forbidden": forbidden, "endless": endless}[command](*map(Path, arguments))
+        {"full": full, "shm": shm, "endless": endless}[command](*map(Path, arguments))

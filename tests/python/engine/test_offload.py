@@ -412,15 +412,10 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     assert program("full", tmp_path).endswith("well\n")
 
 
-@pytest.mark.parametrize("queue", ["threads", "auto"])
-def test_a_file_system_without_direct_transfers(queue: str, tmp_path: Path) -> None:
+def test_a_file_system_without_direct_transfers() -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("there is no file system in memory")
-    assert program("shm", environment={"TESSERA_IO": queue}).endswith("well\n")
-
-
-def test_a_system_that_refuses_io_uring(tmp_path: Path) -> None:
-    assert program("forbidden", tmp_path).endswith("well\n")
+    assert program("shm").endswith("well\n")
 
 
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
