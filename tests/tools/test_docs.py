@@ -45,6 +45,17 @@ def test_messages_of_the_page_of_errors_are_in_the_sources():
     assert len(rows) > 15 and [part for part in parts if part not in said] == []
 
 
+def test_former_names_are_in_the_list_of_changes():
+    page = (ROOT / "CHANGELOG.md").read_text()
+    source = (ROOT / "python" / "tessera" / "_former.py").read_text()
+    names = re.findall(r'"(\w+)": (?:"\w+"|None)', source)
+    for path in tracked("python/tessera/*.py"):
+        names += re.findall(r"@former_methods\((\w+)=", path.read_text())
+    version = re.search(r'TESSERA_VERSION "(.*)"', (ROOT / "tessera" / "base" / "version.h").read_text())
+    assert len(names) >= 14 and [name for name in names if name not in page] == []
+    assert version and f"## {version[1]}" in page
+
+
 def test_pages_are_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
     pages = [page.name for page in tracked("docs/*.md") if page.name != "README.md"]
