@@ -1,17 +1,18 @@
 """Programs of the documentation's pages, and the program that runs one: `pages.py PAGE NUMBER FOLDER`.
 
-The ```python blocks of a page are one program, in their order. Comments of HTML, which no reader sees, say what else holds:
+The ```python blocks of a page are one program, in their order. Comments of HTML, which no reader sees, say what else
+holds:
 
-    <!-- run:                        code of the program, where it stands: what a fragment needs, what must be true after it
+    <!-- run:                        code of the program, where it stands: what a fragment needs, what is true after it
     code
     -->
     <!-- run: from here ranks=2 -->  a new program begins, on two ranks
     <!-- run: alone ranks=2 -->      the next block is a program of its own
     <!-- run: not (reason) -->       the next block is not run
 
-Options: ranks=N (default 1) and needs=PACKAGE, without which the program is skipped. A block with `file=NAME` behind its language
-is a file in the folder of every program of its page, and python ones are run as well. A ```text block after one of python is what
-rank 0 prints in it, with `...` for what varies.
+Options: ranks=N (default 1) and needs=PACKAGE, without which the program is skipped. A block with `file=NAME` behind
+its language is a file in the folder of every program of its page, and python ones are run as well. A ```text block
+after one of python is what rank 0 prints in it, with `...` for what varies.
 """
 
 from __future__ import annotations

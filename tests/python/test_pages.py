@@ -79,7 +79,8 @@ def test_commands_and_their_options_are_there(capsys: pytest.CaptureFixture[str]
     wrong = []
     for line, places in commands().items():
         words = shlex.split(line, comments=True)[1:]
-        words = words[: 1 + next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))]  # its own after it
+        program = next((number for number, word in enumerate(words) if word.endswith(".py")), len(words))
+        words = words[:program]  # what comes after it is its own
         if words[0] in ("--version", "--help") or words[0].startswith("COMMAND"):
             continue
         if words[0] not in helps:
