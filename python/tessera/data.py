@@ -100,14 +100,17 @@ class Loader:
 
     @property
     def dataset(self) -> Any:
+        """What the samples are taken from."""
         return self.loader.dataset
 
     @property
     def sampler(self) -> Any:
+        """The sampler of the loader behind it."""
         return self.loader.sampler
 
     @property
     def batch_size(self) -> int | None:
+        """Samples of a batch of this rank; None where the loader does not say."""
         return self.loader.batch_size
 
 

@@ -88,6 +88,7 @@ class FlopsProfiler:
         return hook
 
     def stop_profile(self) -> None:
+        """Ends counting; what was counted stays."""
         if not self.started or self._counter is None:
             return
         self._counter.__exit__(None, None, None)
@@ -97,6 +98,7 @@ class FlopsProfiler:
         self._began.clear()
 
     def reset_profile(self) -> None:
+        """Forgets what was counted."""
         self._found = []
 
     def end_profile(self) -> None:
@@ -118,6 +120,7 @@ class FlopsProfiler:
         return number_text(flops, "FLOPs") if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiplications with an addition, of the forwards."""
         macs = self._root().flops // 2
         return number_text(macs, "MACs") if as_string else macs
 
@@ -127,6 +130,7 @@ class FlopsProfiler:
         return f"{seconds * 1e3:.2f} ms" if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
+        """Elements of the model's parameters."""
         params = self._root().params
         return number_text(params, "") if as_string else params
 

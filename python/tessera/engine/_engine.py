@@ -363,6 +363,7 @@ class Engine(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
+        """Whether compile() was called."""
         return self.module._compiled_call_impl is not None
 
     def _not_served(self, call: str, instead: str) -> NoReturn:

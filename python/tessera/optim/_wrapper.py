@@ -45,14 +45,17 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer behind it: what is written to them counts."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        """That of the optimizer behind it; what ranks share is in parts there (tessera.state)."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Hyper-parameters of groups that do not say their own."""
         return self.optimizer.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -112,6 +115,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves by itself."""
         return self.loss_scaler.dynamic
 
     def override_loss_scale(self, loss_scale: float) -> None:
