@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tessera._loans import loss_of
 from tessera.errors import UsageError
@@ -126,22 +127,22 @@ class Optimizer(torch.optim.Optimizer):
         """Direct backwards need engine.scale()."""
         return self.loss_scaler.needed
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return self.optimizer.register_step_pre_hook(hook)
 
-    def register_step_post_hook(self, hook: Any) -> Any:
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return self.optimizer.register_step_post_hook(hook)
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_state_dict_post_hook(hook, prepend)
 
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
 
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def __getstate__(self) -> dict[str, Any]:
