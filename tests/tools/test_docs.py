@@ -24,6 +24,19 @@ def test_links(page):
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", CODE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", tracked("*.md"), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_into_pages(page):
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", CODE.sub("", page.read_text()))
+    targets = [((page.parent / name) if name else page, anchor) for name, anchor in links]
+    assert [f"{to.name}#{at}" for to, at in targets if to.suffix == ".md" and at not in anchors(to)] == []
+
+
 def test_environment_variables_are_documented():
     page = (ROOT / "docs" / "environment.md").read_text()
     read = set()

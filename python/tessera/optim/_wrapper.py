@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, on all ranks alike. Its parameters are trained from the next step on; not of the model: by the
-        values of rank 0. A group that is refused is not added. See docs/training.md."""
+        values of rank 0. A group that is refused is not added. See docs/freezing_and_lora.md."""
         self._live_engine().add_param_group(param_group)
 
     @property
