@@ -170,7 +170,7 @@ test-clients: $(VENV)-clients/stamp-alias $(VENV)-clients-4/stamp-alias $(VENV)/
 	$(VENV)-clients-4/bin/python -m pytest $(WORKERS:loadfile=load) tests/clients -k trainer $(ARGS)
 	$(VENV)-clients/bin/python -m pytest $(WORKERS) $(MODEL_TESTS) $(ARGS)
 
-# On a machine with a GPU (docs/devices.md). With a kit nothing is built or fetched, and the system's Python serves.
+# On a machine with a GPU (docs/gpu_tests.md). With a kit nothing is built or fetched, and the system's Python serves.
 ifdef KIT
 gpu:
 	$(PYTHON) tests/gpu/run_stages.py --kit $(KIT) $(ARGS)

@@ -40,7 +40,6 @@ def main() -> None:
         torch.save(dict(model.state_dict()), args.save_weights)
         return
 
-    # README begin
     tessera.init_distributed()
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     engine, *_ = tessera.initialize(model=model, config=args.config)
@@ -55,7 +54,6 @@ def main() -> None:
             print(f"step {step} loss {loss.item():.6f}")
     if args.save:
         engine.save_checkpoint(args.save)
-    # README end
 
     with torch.no_grad():
         batches = text.held_out_batches(rows=8, count=4)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Union
 
 from tessera import _core
 from tessera.errors import ConfigError
+
+ConfigLike = Union[_core.Config, Mapping[str, Any], str, "os.PathLike[str]"]
+"""What load_config() takes."""
 
 
 def load_config(config: Any) -> _core.Config:

@@ -145,4 +145,5 @@ def _method(old: str, new: str) -> Callable[..., Any]:
         warn(f"{old}()", f"{new}()")
         return getattr(self, new)(*args, **kwargs)
 
+    call.__doc__ = f"{new}(), by the name that it had before."
     return call

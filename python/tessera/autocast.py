@@ -80,6 +80,7 @@ def is_autocast_initialized(model: nn.Module) -> bool:
 
 
 def has_comm_dtype(param: torch.Tensor) -> bool:
+    """Whether the configuration gave the parameter a dtype of its own to travel in."""
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
@@ -92,6 +93,7 @@ def get_comm_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def get_all_comm_dtypes(params: Iterable[torch.Tensor]) -> set[torch.dtype]:
+    """The dtypes that these parameters are reduced and gathered in."""
     return {get_comm_dtype(param) for param in params}
 
 

@@ -149,6 +149,7 @@ def shard_bytes(size: int | str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The commands inspect, export, deepspeed and universal of `tessera`; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] in ("inspect", "export"):
         return run(given, manifest_of=functools.partial(_manifest, skip=True), other_files=LOOKED_FOR)

@@ -40,6 +40,7 @@ def _usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command `tessera`; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     name = given[0] if given else ""
     command = COMMANDS.get(name)

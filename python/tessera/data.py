@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -16,6 +16,14 @@ from tessera.errors import ConfigError
 __all__ = ["Loader", "RepeatingLoader"]
 
 ROUTES = ("train", "eval", "predict")
+
+
+class Indexed(Protocol):
+    """A dataset that is no torch.utils.data.Dataset."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
 
 
 class Loader:
@@ -99,15 +107,18 @@ class Loader:
         return len(self.loader)
 
     @property
-    def dataset(self) -> Any:
+    def dataset(self) -> Dataset[Any]:
+        """What the samples are taken from."""
         return self.loader.dataset
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> Sampler[Any] | Iterable[Any]:
+        """The sampler of the loader behind it."""
         return self.loader.sampler
 
     @property
     def batch_size(self) -> int | None:
+        """Samples of a batch of this rank; None where the loader does not say."""
         return self.loader.batch_size
 
 
@@ -157,7 +168,7 @@ class RepeatingLoader:
 
 
 def make_loader(
-    dataset: Any,
+    dataset: Dataset[Any] | Indexed,
     *,
     batch_size: int,
     rank: int,
@@ -174,13 +185,14 @@ def make_loader(
         raise ConfigError(f"[data] training data must be a torch.utils.data.Dataset, got {type(dataset).__name__}")
     if route not in ROUTES:
         raise ConfigError(f"[data] route must be one of {', '.join(ROUTES)}, got {route!r}")
+    samples: Any = dataset  # torch says Dataset where it needs no more than an Indexed
     if data_sampler is None and not isinstance(dataset, IterableDataset):
         data_sampler = DistributedSampler(
-            dataset, num_replicas=world_size, rank=rank, shuffle=route == "train", drop_last=drop_last
+            samples, num_replicas=world_size, rank=rank, shuffle=route == "train", drop_last=drop_last
         )
     return Loader(
         TorchLoader(
-            dataset,
+            samples,
             batch_size=batch_size,
             sampler=data_sampler,
             pin_memory=pin_memory,

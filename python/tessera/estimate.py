@@ -7,14 +7,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
 
 from tessera import _core
 from tessera._command import run
-from tessera._config import load_config
+from tessera._config import ConfigLike, load_config
 from tessera._mesh import mesh_sizes
 from tessera.parallel import plan_for
 from tessera.units import UnitPolicy, default_unit_policy
@@ -27,7 +26,11 @@ Estimate = (
 
 
 def estimate(
-    model: nn.Module | int, config: Any, ranks: int, stage: int | None = None, policy: UnitPolicy = default_unit_policy
+    model: nn.Module | int,
+    config: ConfigLike,
+    ranks: int,
+    stage: int | None = None,
+    policy: UnitPolicy = default_unit_policy,
 ) -> Estimate:
     """`model`: a module (on the meta device it takes no memory), or a number of parameters, all of them trained.
     `ranks`: all of the job, of which the configuration makes tensor-parallel, sequence-parallel and shard groups.

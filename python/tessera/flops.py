@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -88,6 +88,7 @@ class FlopsProfiler:
         return hook
 
     def stop_profile(self) -> None:
+        """Ends counting; what was counted stays."""
         if not self.started or self._counter is None:
             return
         self._counter.__exit__(None, None, None)
@@ -97,6 +98,7 @@ class FlopsProfiler:
         self._began.clear()
 
     def reset_profile(self) -> None:
+        """Forgets what was counted."""
         self._found = []
 
     def end_profile(self) -> None:
@@ -112,21 +114,39 @@ class FlopsProfiler:
     def _root(self) -> ModuleProfile:
         return self._found[0] if self._found else ModuleProfile("", "", 0, 0)
 
-    def get_total_flops(self, as_string: bool = False) -> Any:
+    @overload
+    def get_total_flops(self, as_string: Literal[False] = ...) -> int: ...
+    @overload
+    def get_total_flops(self, as_string: bool) -> int | str: ...
+    def get_total_flops(self, as_string: bool = False) -> int | str:
         """Of the forwards, and what is computed again."""
         flops = int(self._root().flops * (1 + self.recompute_fwd_factor))
         return number_text(flops, "FLOPs") if as_string else flops
 
-    def get_total_macs(self, as_string: bool = False) -> Any:
+    @overload
+    def get_total_macs(self, as_string: Literal[False] = ...) -> int: ...
+    @overload
+    def get_total_macs(self, as_string: bool) -> int | str: ...
+    def get_total_macs(self, as_string: bool = False) -> int | str:
+        """Multiplications with an addition, of the forwards."""
         macs = self._root().flops // 2
         return number_text(macs, "MACs") if as_string else macs
 
-    def get_total_duration(self, as_string: bool = False) -> Any:
+    @overload
+    def get_total_duration(self, as_string: Literal[False] = ...) -> float: ...
+    @overload
+    def get_total_duration(self, as_string: bool) -> float | str: ...
+    def get_total_duration(self, as_string: bool = False) -> float | str:
         """Seconds."""
         seconds = self._root().seconds
         return f"{seconds * 1e3:.2f} ms" if as_string else seconds
 
-    def get_total_params(self, as_string: bool = False) -> Any:
+    @overload
+    def get_total_params(self, as_string: Literal[False] = ...) -> int: ...
+    @overload
+    def get_total_params(self, as_string: bool) -> int | str: ...
+    def get_total_params(self, as_string: bool = False) -> int | str:
+        """Elements of the model's parameters."""
         params = self._root().params
         return number_text(params, "") if as_string else params
 

@@ -63,6 +63,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
+    """ConfigError for options that exclude each other."""
     if options.module and options.no_python:
         raise ConfigError("[launch] --module and --no_python exclude each other")
 
@@ -139,6 +140,7 @@ def _set_level(options: argparse.Namespace) -> None:
 
 
 def exit_code(code: int) -> int:
+    """That of a shell for the return code of a process: 128 + the number of a signal."""
     return code if code >= 0 else 128 - code  # as a shell has it for a signal
 
 
@@ -150,6 +152,7 @@ def _show_last(rank: int, code: int, logs: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The command `tessera launch`; returns the exit code of the first rank that failed, else 0."""
     made = argparse.ArgumentParser("tessera launch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_options(made)
     options = made.parse_args(argv)

@@ -26,6 +26,7 @@ class LossScaler:
 
     @property
     def loss_scale(self) -> float:
+        """The factor of the next backward."""
         return self._scaler.scale()
 
     @loss_scale.setter
@@ -34,6 +35,7 @@ class LossScaler:
 
     @property
     def cur_scale(self) -> float:
+        """The same as loss_scale, by the name of other scalers."""
         return self.loss_scale
 
     @cur_scale.setter
@@ -56,6 +58,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
+        """Whether it moves by itself, by overflows and good steps."""
         return self._scaler.dynamic()
 
     dynamic_loss_scale = dynamic
@@ -67,27 +70,34 @@ class LossScaler:
 
     @property
     def scale_window(self) -> int:
+        """Good steps in a row before a dynamic scale grows."""
         return self._scaler.options().window
 
     @property
     def scale_factor(self) -> float:
+        """By how much a dynamic scale grows and shrinks."""
         return self._scaler.options().factor
 
     @property
     def min_scale(self) -> float:
+        """What a dynamic scale never falls below."""
         return self._scaler.options().minimum
 
     @property
     def cur_hysteresis(self) -> int:
+        """Overflows that are left before a dynamic scale shrinks."""
         return self._scaler.state().budget
 
     def get_scale(self) -> float:
+        """loss_scale, as torch's GradScaler calls it."""
         return self.loss_scale
 
     def is_enabled(self) -> bool:
+        """needed, as torch's GradScaler calls it."""
         return self.needed
 
     def state_dict(self) -> dict[str, Any]:
+        """The scale and its counters, as plain numbers."""
         state = self._scaler.state()
         return {"loss_scale": state.scale} | {name: getattr(state, name) for name in _COUNTERS}
 

@@ -81,9 +81,11 @@ class Schedule:
         return self._options.total_num_steps
 
     def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is, as plain numbers."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what state_dict() gave; the optimizer's groups change with the next step()."""
         self.last_batch_iteration = state_dict["last_batch_iteration"]
         self._last_lr = self.get_lr()
 

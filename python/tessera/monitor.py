@@ -23,9 +23,15 @@ Event = tuple[str, float, int]
 
 
 class Writer(Protocol):
-    def write(self, events: Iterable[Event]) -> None: ...
+    """What engine.monitor.writers takes: an object with these two methods, called on rank 0."""
 
-    def close(self) -> None: ...
+    def write(self, events: Iterable[Event]) -> None:
+        """Takes events (name, value, x)."""
+        ...
+
+    def close(self) -> None:
+        """Called when the engine ends."""
+        ...
 
 
 class _File:
@@ -151,6 +157,7 @@ class Monitor:
         self.writers: dict[str, Writer] = {name: WRITERS[name][0](tree[name]) for name in wanted if rank == 0}
 
     def write_events(self, events: Iterable[Event]) -> None:
+        """Gives (name, value, x) to every writer; x counts samples."""
         events = list(events)
         for writer in self.writers.values():
             writer.write(events)

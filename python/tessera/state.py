@@ -35,6 +35,7 @@ __all__ = [
 
 
 def get_full_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    """The master, or the parameter itself where it is its own master."""
     return _get_full(engine, param, _core.Quantity.Master)
 
 
@@ -58,23 +59,28 @@ def set_full_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tensor
 
 
 def set_full_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
+    """The gradient that step() will use, the same value on all ranks."""
     engine.core.set_full(_joined(engine, param), _core.Quantity.Gradient, value)
 
 
 def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
+    """Sets what get_full_optimizer_state() gives; ConfigError for a parameter that is not optimized."""
     number = _optimized(engine, _joined(engine, param))
     _states(engine).set_full(number, key, value)
 
 
 def get_local_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the master."""
     return _get_local(engine, param, _core.Quantity.Master)
 
 
 def get_local_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient, once it is reduced."""
     return _get_local(engine, param, _core.Quantity.Gradient)
 
 
 def get_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
+    """This rank's part of what get_full_optimizer_state() gives."""
     number = _number(engine, param)
     return _states(engine).get_local(number, key) if number in engine.trained_numbers() else None
 
@@ -92,10 +98,12 @@ def set_local_fp32_param(engine: Engine, param: torch.Tensor, value: torch.Tenso
 
 
 def set_local_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> None:
+    """Sets this rank's part of the gradient."""
     _set_local(engine, param, _core.Quantity.Gradient, value)
 
 
 def set_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
+    """Sets this rank's part of a state; ConfigError for a parameter that is not optimized."""
     number = _optimized(engine, _number(engine, param))
     _states(engine).set_local(number, key, value)
 

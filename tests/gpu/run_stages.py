@@ -3,7 +3,7 @@ installed Tessera without a checkout `python -m tessera.gpu`, which has the stag
 
 Stages in time boxes, the most telling first, each a process of its own; a failed one stops no other. results.json,
 page.md and logs.tar.gz are renewed after each, so that a run that is cut has told most. Names choose stages,
-NAME=SECONDS with another box; `rest` is what earlier calls left out. docs/devices.md says more."""
+NAME=SECONDS with another box; `rest` is what earlier calls left out. docs/gpu_tests.md says more."""
 
 from __future__ import annotations
 

@@ -278,13 +278,9 @@ def marked(path: Path, comment: str) -> str:
     return textwrap.dedent(body.rsplit("\n", 1)[0]).strip()
 
 
-@pytest.mark.parametrize(
-    ("language", "path", "comment"),
-    [("python", TRAIN_PY, "#"), ("cpp", ROOT / "examples" / "cpp" / "train_gpt.cpp", "//")],
-)
-def test_readme_shows_the_examples(language, path, comment):
-    blocks = re.findall(rf"```{language}\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S)
-    assert marked(path, comment) in [block.strip() for block in blocks]
+def test_readme_shows_the_example():
+    blocks = re.findall(r"```cpp\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S)
+    assert marked(ROOT / "examples" / "cpp" / "train_gpt.cpp", "//") in [block.strip() for block in blocks]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

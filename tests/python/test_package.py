@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
+import os
+import pkgutil
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -67,6 +75,61 @@ def test_public_names_have_types_and_docs() -> None:
         for name, member in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_") and member.__module__.startswith("tessera"):
                 assert "return" in member.__annotations__, f"{cls.__name__}.{name}"
+
+
+# Modules without an underscore that sub-packages have for each other.
+INSIDE = re.compile(r"tessera\.(.*\.)?engines|tessera\.engine\.(front|program)")
+
+
+def public_modules() -> list[ModuleType]:
+    names = [found.name for found in pkgutil.walk_packages(tessera.__path__, "tessera.")]
+    return [tessera, *(importlib.import_module(n) for n in names if "._" not in n and not INSIDE.fullmatch(n))]
+
+
+def public_members(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Functions and classes of `__all__`, and what the classes of Python have without an underscore."""
+    for name in getattr(module, "__all__", []):
+        found = getattr(module, name)
+        if inspect.isfunction(found) or inspect.isclass(found):
+            yield f"{module.__name__}.{name}", found
+        if inspect.isclass(found) and re.match(r"tessera(?!\._core)", found.__module__):
+            for member, value in vars(found).items():
+                if not member.startswith("_") and (callable(value) or isinstance(value, (property, classmethod))):
+                    yield f"{found.__module__}.{found.__name__}.{member}", getattr(found, member)
+
+
+def test_public_members_have_docstrings() -> None:
+    modules = public_modules()
+    members = dict(member for module in modules for member in public_members(module))
+    assert [module.__name__ for module in modules if not module.__doc__] == []
+    compiled = {"tessera.Config", "tessera.Group", "tessera.Mesh", "tessera.estimate.Estimate"}  # theirs are in headers
+    assert {name for name, member in members.items() if not inspect.getdoc(member)} == compiled
+    assert len(members) > 300
+
+
+CHECKPOINT = """
+engine.save_checkpoint("run", client_state={"epoch": 1})
+path, client_state = engine.load_checkpoint("run")
+if path is not None and client_state is not None:
+    print(path.upper(), client_state["epoch"], engine.global_grad_norm(), engine.global_steps + 1, engine.get_lr()[0])
+engine.save_16bit_model("out", max_shard_size="5GB")
+engine.destroy()
+"""
+
+
+def test_a_program_of_a_user_passes_mypy_strict(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed (requirements/lint.txt)")
+    root = Path(__file__).parents[2]
+    loop = re.search(r"```python\n(.*?)\n```", (root / "README.md").read_text(), re.S)
+    assert loop is not None
+    (tmp_path / "program.py").write_text(loop[1] + CHECKPOINT)
+    place = Path(tessera.__file__).parents[1]
+    path = {} if place.name == "site-packages" else {"MYPYPATH": str(place)}
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", "program.py"]
+    command += ["--cache-dir", str(root / ".mypy_cache" / "program")]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_stub_matches_the_compiled_module() -> None:

@@ -24,6 +24,19 @@ def test_links(page):
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", CODE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", tracked("*.md"), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_into_pages(page):
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", CODE.sub("", page.read_text()))
+    targets = [((page.parent / name) if name else page, anchor) for name, anchor in links]
+    assert [f"{to.name}#{at}" for to, at in targets if to.suffix == ".md" and at not in anchors(to)] == []
+
+
 def test_environment_variables_are_documented():
     page = (ROOT / "docs" / "environment.md").read_text()
     read = set()
@@ -43,6 +56,17 @@ def test_messages_of_the_page_of_errors_are_in_the_sources():
     said = re.sub(r'"\s*f?"', "", sources)  # literals that follow one another
     parts = [part.strip() for row in rows for part in row.split("...")]
     assert len(rows) > 15 and [part for part in parts if part not in said] == []
+
+
+def test_former_names_are_in_the_list_of_changes():
+    page = (ROOT / "CHANGELOG.md").read_text()
+    source = (ROOT / "python" / "tessera" / "_former.py").read_text()
+    names = re.findall(r'"(\w+)": (?:"\w+"|None)', source)
+    for path in tracked("python/tessera/*.py"):
+        names += re.findall(r"@former_methods\((\w+)=", path.read_text())
+    version = re.search(r'TESSERA_VERSION "(.*)"', (ROOT / "tessera" / "base" / "version.h").read_text())
+    assert len(names) >= 14 and [name for name in names if name not in page] == []
+    assert version and f"## {version[1]}" in page
 
 
 def test_pages_are_in_the_index():

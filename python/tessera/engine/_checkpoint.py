@@ -25,7 +25,7 @@ class Checkpoints:
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
-        tag: Any = None,
+        tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -60,7 +60,7 @@ class Checkpoints:
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
-        tag: Any = None,
+        tag: str | int | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,

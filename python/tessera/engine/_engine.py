@@ -12,13 +12,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
+from torch.utils.data import Dataset
 
 from tessera import _core, distributed
-from tessera._config import load_config
+from tessera._config import ConfigLike, load_config
 from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
 from tessera._former import former_methods
 from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
+from tessera.data import Indexed
 from tessera.engine import _build
 from tessera.engine._accumulation import Accumulation
 from tessera.engine._checkpoint import Checkpoints
@@ -111,12 +114,12 @@ class Engine(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        config: Any,
+        config: ConfigLike,
         *,
         optimizer: Any = None,
-        model_parameters: Any = None,
+        model_parameters: ParamsT | None = None,
         lr_scheduler: Any = None,
-        training_data: Any = None,
+        training_data: Dataset[Any] | Indexed | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         group: Any = None,
         unit_policy: UnitPolicy | None = None,
@@ -355,7 +358,9 @@ class Engine(nn.Module):
 
     # ---------------------------------------------------------------- compiler
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None) -> None:
+    def compile(
+        self, backend: str | Callable[..., Any] = "inductor", compile_kwargs: dict[str, Any] | None = None
+    ) -> None:
         """torch.compile of the module in place, with `compile_kwargs`; once. Stage 3: unit by unit. docs/compile.md"""
         if not self.is_compiled:
             self._partition.hide_from_compiler(self.module)
@@ -363,6 +368,7 @@ class Engine(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
+        """Whether compile() was called."""
         return self.module._compiled_call_impl is not None
 
     def _not_served(self, call: str, instead: str) -> NoReturn:

@@ -43,14 +43,17 @@ class Info:
     # ---- progress
     @property
     def micro_steps(self) -> int:
+        """Calls of step() so far."""
         return self._engine.core.micro_steps()
 
     @property
     def global_steps(self) -> int:
+        """Optimizer steps so far, skipped ones too."""
         return self._engine.core.global_steps()
 
     @property
     def skipped_steps(self) -> int:
+        """Optimizer steps without an update: inf or NaN in a gradient."""
         return self._engine.core.skipped_steps()
 
     def was_step_applied(self) -> bool:
@@ -68,9 +71,11 @@ class Info:
         return self.train_micro_batch_size_per_gpu() * self.gradient_accumulation_steps() * ranks
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward of a data-parallel rank."""
         return self._engine.core.options().micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an optimizer step."""
         return self._engine.core.options().gradient_accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -149,6 +154,7 @@ class Info:
 
     # ---- optimizer
     def get_lr(self) -> list[Any]:
+        """The rate of each param group; empty without an optimizer."""
         base = self._engine.basic_optimizer
         return [] if base is None else [group.get("lr", 0.0) for group in base.param_groups]
 

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import ParamsT
+from torch.utils.data import Dataset
 
 from tessera import distributed
-from tessera._config import load_config
+from tessera._config import ConfigLike, load_config
 from tessera._former import of_initialize, takes_former
+from tessera.data import Indexed
 from tessera.engine._engine import Engine
 from tessera.errors import ConfigError
 from tessera.units import UnitPolicy
@@ -20,11 +23,11 @@ from tessera.zero.engines import suspended
 @takes_former(of_initialize)
 def initialize(
     model: nn.Module | None = None,
-    config: Any = None,
+    config: ConfigLike | None = None,
     *,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
+    model_parameters: ParamsT | None = None,
+    training_data: Dataset[Any] | Indexed | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     group: Any = None,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch.utils.data import Dataset, Sampler
+
 from tessera import _core
-from tessera.data import Loader, make_loader
+from tessera.data import Indexed, Loader, make_loader
 from tessera.engine._ranks import Ranks
 
 
@@ -30,11 +32,11 @@ class Loaders:
 
     def data_loader(
         self,
-        dataset: Any,
+        dataset: Dataset[Any] | Indexed,
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = False,
-        data_sampler: Any = None,
+        data_sampler: Sampler[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Loader:

@@ -71,4 +71,5 @@ class Moving:
         self._core.finish_update()
 
     def reload_states(self, non_blocking: bool = False) -> None:
+        """Brings back what offload_states() took away; nothing to do where nothing is. Local; done on return."""
         self._core.reload_states()

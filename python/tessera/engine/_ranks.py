@@ -53,10 +53,12 @@ class Ranks:
 
     @property
     def global_rank(self) -> int:
+        """This process's number among all of the job."""
         return self._world[0]
 
     @property
     def dp_world_size(self) -> int:
+        """How many ranks have batches of their own."""
         return self._batch_size
 
     @property
@@ -81,12 +83,15 @@ class Ranks:
 
     @property
     def dp_rank(self) -> int:
+        """Which of the batches this rank has."""
         return self._batch_rank
 
     @property
     def sp_rank(self) -> int:
+        """Which part of the sequence this rank has."""
         return self.mesh.rank(_core.Axis.Sp)
 
     @property
     def tp_rank(self) -> int:
+        """Which slice of the model this rank has."""
         return self.mesh.rank(_core.Axis.Tp)

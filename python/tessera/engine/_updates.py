@@ -55,6 +55,8 @@ class Updates:
         return {name: view for name, view in views.items() if view is not None}
 
     def load_masters(self, masters: dict[str, torch.Tensor]) -> None:
+        """Takes this rank's parts of the masters, as masters() gave them. ConfigError for other names. Collective: the
+        parameters are refreshed on all ranks."""
         numbers = self._named()
         if numbers.keys() != masters.keys():
             names = ", ".join(sorted(numbers.keys() ^ masters.keys()))

@@ -163,6 +163,7 @@ class ActorGroup:
         return Pending(self, "address", [self._actors[0].address.remote()])
 
     def begin_objects(self, master: tuple[str, int], rendezvous: Rendezvous | None) -> Pending:
+        """Builds the object of every rank, and waits for none; a Program calls it once all groups have actors."""
         make = (self.kind, self.args, self.kwargs)
         places = [Place(self.name, rank, self.ranks, self.timeout, rendezvous) for rank in range(self.ranks)]
         refs = [a.build.remote(p, master, self.backend, make) for a, p in zip(self._actors, places, strict=True)]
@@ -178,10 +179,12 @@ class ActorGroup:
             )
 
     def check_stopped(self) -> None:
+        """UsageError while the group runs."""
         if self._actors:
             raise UsageError(f"[hybrid] group '{self.name}' runs already; call stop() first")
 
     def check_runs(self) -> None:
+        """UsageError unless the group runs."""
         if not self._actors:
             raise UsageError(f"[hybrid] group '{self.name}' does not run; call start() first")
 

@@ -33,6 +33,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """How many ranks the side has."""
         return self.batch * self.sequence * self.replicas
 
     @property

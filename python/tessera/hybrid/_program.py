@@ -61,6 +61,7 @@ class Program:
             group.stop()
 
     def group(self, name: str) -> ActorGroup:
+        """The group of that name; KeyError without one."""
         return self._groups[name]
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:

@@ -263,6 +263,7 @@ class FusedAdam(AdamW):
 
     @property
     def adam_w_mode(self) -> bool:
+        """Whether weight decay is decoupled (AdamW)."""
         return bool(self.defaults["decoupled_weight_decay"])
 
 

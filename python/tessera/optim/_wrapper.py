@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from tessera._loans import loss_of
 from tessera.errors import UsageError
@@ -45,14 +46,17 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer behind it: what is written to them counts."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        """That of the optimizer behind it; what ranks share is in parts there (tessera.state)."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Hyper-parameters of groups that do not say their own."""
         return self.optimizer.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -89,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, on all ranks alike. Its parameters are trained from the next step on; not of the model: by the
-        values of rank 0. A group that is refused is not added. See docs/training.md."""
+        values of rank 0. A group that is refused is not added. See docs/freezing_and_lora.md."""
         self._live_engine().add_param_group(param_group)
 
     @property
@@ -112,6 +116,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves by itself."""
         return self.loss_scaler.dynamic
 
     def override_loss_scale(self, loss_scale: float) -> None:
@@ -122,22 +127,22 @@ class Optimizer(torch.optim.Optimizer):
         """Direct backwards need engine.scale()."""
         return self.loss_scaler.needed
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return self.optimizer.register_step_pre_hook(hook)
 
-    def register_step_post_hook(self, hook: Any) -> Any:
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return self.optimizer.register_step_post_hook(hook)
 
-    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
-    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_state_dict_post_hook(hook, prepend)
 
-    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
 
-    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from tessera import _core, _mesh
-from tessera._config import load_config
+from tessera._config import ConfigLike, load_config
 from tessera._device import group_device
 from tessera.errors import ConfigError
 from tessera.parallel._apply import Cutter, plan_of
@@ -49,13 +49,13 @@ __all__ = [
 ]
 
 
-def plan_for(model: nn.Module, config: Any) -> ParallelPlan:
+def plan_for(model: nn.Module, config: ConfigLike) -> ParallelPlan:
     """How tensor_parallel of `config` would cut `model`; nothing is changed. Local."""
     loaded = load_config(config)
     return make_plan(model, loaded, max(1, loaded.tensor_parallel.autotp_size))
 
 
-def shard_model(model: nn.Module, config: Any, *, group: Any = None) -> ParallelPlan:
+def shard_model(model: nn.Module, config: ConfigLike, *, group: Any = None) -> ParallelPlan:
     """Cuts `model` in place as `config` says, as tessera.initialize would; that takes the model as it is now.
 
     Parameters of the meta device only change their sizes; load_slices() fills them. Else the first rank's values hold.

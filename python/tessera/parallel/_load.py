@@ -75,7 +75,7 @@ def load_slices(
         raise ConfigError(
             f"[load_slices] no file has, nor is it known how to compute, the buffers {', '.join(empty)} of the meta "
             "device: give them values before, or build the model with only its parameters on the meta device, as "
-            "docs/tensor_parallel.md shows"
+            "docs/tensor_parallel_weights.md shows"
         )
     return [*missing, *empty]
 

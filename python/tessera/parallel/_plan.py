@@ -56,6 +56,7 @@ class ParallelPlan:
         return name in self.skipped
 
     def add_notes(self, path: str, attention: Attention, found: Follow) -> None:
+        """Notes what an attention that is cut by heads has on this rank."""
         heads = [end - begin for begin, end in attention.mine]
         self.note(path, f"{attention.heads} heads are {heads} by rank")
         for name in sorted({name for _, name, _ in found.attributes}):
@@ -66,6 +67,7 @@ class ParallelPlan:
             self.note(path, "biases that come in for all heads are sliced")
 
     def note(self, path: str, text: str) -> None:
+        """Adds a line to what the plan prints, once, with the first module that it is about."""
         self.notes.setdefault(text, path)
 
 

@@ -103,10 +103,12 @@ class PipelineEngine(Engine):
 
     @property
     def stage_id(self) -> int:
+        """The number of this rank's stage, from 0."""
         return self._grid.stage
 
     @property
     def num_stages(self) -> int:
+        """How many stages the model is dealt out to."""
         return self._grid.stages
 
     @property
@@ -115,9 +117,11 @@ class PipelineEngine(Engine):
         return self.gradient_accumulation_steps()
 
     def is_first_stage(self) -> bool:
+        """Whether this rank's stage takes the inputs."""
         return self._grid.stage == 0
 
     def is_last_stage(self) -> bool:
+        """Whether this rank's stage computes the loss."""
         return self._grid.stage == self._grid.stages - 1
 
     def _shape(self, micro_batches: int) -> _core.PipelineShape:

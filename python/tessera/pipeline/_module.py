@@ -29,9 +29,11 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
+        """The name of its class or function."""
         return getattr(self.typename, "__name__", type(self.typename).__name__)
 
     def build(self, log: bool = False) -> nn.Module:
+        """Makes the layer. `log` is not read."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:

@@ -31,6 +31,7 @@ class SequenceParallelGroups:
         return self
 
     def core(self, name: str = "sequence") -> _core.Group:
+        """The group of that name, as tessera's."""
         return self._core[name]
 
     def rank(self, name: str = "sequence") -> int:
@@ -38,6 +39,7 @@ class SequenceParallelGroups:
         return self._core[name].rank
 
     def size(self, name: str = "sequence") -> int:
+        """How many ranks a group has."""
         return self._core[name].size
 
     def mesh(self, slices: int = 1) -> _core.Mesh:

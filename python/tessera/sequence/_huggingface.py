@@ -136,6 +136,7 @@ class TransformersAttention:
         return groups
 
     def active(self, module: nn.Module) -> bool:
+        """Whether a module shares its sequence now: always in training, in eval mode unless disable_in_eval."""
         return module.training or not self.disable_in_eval
 
     def serves(self, module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tessera import _core, distributed
-from tessera._config import load_config
+from tessera._config import ConfigLike, load_config
 from tessera._device import checked_device, group_device, move
 from tessera._former import of_zero_init, takes_former
 from tessera._mesh import core_mesh, mesh_sizes
@@ -194,7 +194,7 @@ class Init:
     def __init__(
         self,
         module: nn.Module | None = None,
-        config: Any = None,
+        config: ConfigLike | None = None,
         *,
         dtype: torch.dtype | None = None,
         group: Any = None,

@@ -164,6 +164,8 @@ def hooks_of(param: torch.Tensor) -> Hooks | None:
 
 
 class ParamStatus(enum.Enum):
+    """Where the values of a partitioned parameter are."""
+
     AVAILABLE = 1  # whole
     NOT_AVAILABLE = 2  # partitioned
     INFLIGHT = 3  # being gathered

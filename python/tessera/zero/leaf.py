@@ -66,6 +66,7 @@ def set_leaf_module(module: nn.Module, flag: bool) -> None:
 
 
 def is_leaf_module(module: nn.Module) -> bool:
+    """Whether the module was set as a leaf."""
     return bool(getattr(module, LEAF_MARK, False))
 
 
@@ -91,6 +92,7 @@ def unset_leaf_modules(
 
 
 def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The leaf modules of a model."""
     return [module for module in model.modules() if is_leaf_module(module)]
 
 
