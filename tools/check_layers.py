@@ -60,7 +60,7 @@ PYTHON_ORDER = (
     "_blobs _command _config _mesh _nested _version autocast data distributed launch loss_scale lr_schedules monitor"
     " recompute units",
     "_device",
-    "_deepspeed optim parallel sequence zero",
+    "optim parallel sequence zero",
     "checkpoints estimate",
     "engine",
     "hybrid pipeline state",
@@ -79,7 +79,6 @@ PRIVATE = re.compile(r"_(?!_|core)")  # names of this form; _core, the compiled 
 # What tests name of the package's private modules, the alias's too. Nothing is added: a test goes through what users
 # call, or is one of the C++ that is bound.
 PRIVATE_IN_TESTS = {
-    "tests/python/_deepspeed/test_pt.py": {"tessera._deepspeed"},  # its reader, with files that lie
     "tests/python/hybrid/conftest.py": {"tessera.hybrid._object_store"},
     "tests/python/parallel/test_classes.py": {"tessera.parallel._classes"},  # its names
     "tests/python/test_device.py": {"tessera._device"},  # of cards that no machine of the tests has

@@ -1,14 +1,15 @@
 #include "tessera/engine/checkpoint.h"
+#include "tessera/checkpoint/deepspeed/save.h"
 #include "tessera/checkpoint/export.h"
 #include "tessera/engine/export.h"
 #include "tessera/engine/saved_run.h"
 #include "tessera/engine/together.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 
 #include "bindings.h"
 #include "tessera/base/error.h"
-#include "tessera/io/lock.h"
 
 namespace tessera::python {
 
@@ -21,6 +22,19 @@ namespace {
 using Tensors = std::vector<std::tuple<std::string, std::string, at::Tensor>>;  // name, kind, values
 using States = std::vector<std::tuple<int, std::string, at::Tensor>>;           // parameter, kind, values
 
+// Without the interpreter's lock; what the core warns of is a warning of Python's.
+template <class F>
+std::string with_warnings(const F& f) {
+  torch::PyWarningHandler handler;
+  try {
+    const py::gil_scoped_release release;
+    return f();
+  } catch (...) {
+    handler.set_in_exception();
+    throw;
+  }
+}
+
 std::string save(Engine& engine, const std::string& dir, const engine::SaveOptions& options, std::string run,
                  std::map<std::string, std::string> blobs, const Tensors& tensors, const States& states,
                  std::map<std::string, std::vector<std::string>> aliases) {
@@ -29,26 +43,10 @@ std::string save(Engine& engine, const std::string& dir, const engine::SaveOptio
     part.tensors.push_back({name, kind, tensor});
   for (const auto& [param, kind, values] : states)
     part.states.push_back({param, kind, values});
-  return engine.checkpoints().save(dir, options, std::move(part));
-}
-
-// A function of the package as the core calls it: with the interpreter's lock, its errors those of the core.
-checkpoint::OtherLayout layout_of(const std::optional<py::function>& manifest, std::string names) {
-  checkpoint::OtherLayout result{{}, std::move(names)};
-  if (!manifest) return result;
-  result.manifest = [f = *manifest](const std::string& folder) {
-    const py::gil_scoped_acquire lock;
-    try {
-      return f(folder).cast<std::string>();
-    } catch (py::error_already_set& e) {
-      const std::string text = py::str(e.value());
-      const py::module_ errors = py::module_::import("tessera.errors");
-      if (e.matches(errors.attr("IoError"))) throw IoError({__func__, __FILE__, __LINE__}, text);
-      if (e.matches(errors.attr("ConfigError"))) C10_THROW_ERROR(ValueError, text);
-      C10_THROW_ERROR(Error, e.what());
-    }
-  };
-  return result;
+  const auto run_it = [&] { return engine.checkpoints().save(dir, options, std::move(part)); };
+  if (options.deepspeed) return with_warnings(run_it);
+  const py::gil_scoped_release release;
+  return run_it();
 }
 
 }  // namespace
@@ -57,14 +55,16 @@ void bind_checkpoint(py::module_& m) {
   using checkpoint::Reader;
   py::class_<engine::SaveOptions>(m, "SaveOptions")
       .def(py::init([](std::string tag, bool latest, bool frozen, bool asynchronous, int keep_last,
-                       const std::string& tags) {
+                       const std::string& tags, std::optional<std::pair<int, int64_t>> deepspeed) {
              const auto rule = tags == "fail"   ? engine::SaveOptions::Tags::Fail
                                : tags == "warn" ? engine::SaveOptions::Tags::Warn
                                                 : engine::SaveOptions::Tags::Ignore;
-             return engine::SaveOptions{std::move(tag), latest, frozen, asynchronous, keep_last, rule};
+             engine::SaveOptions options{std::move(tag), latest, frozen, asynchronous, keep_last, rule, {}};
+             if (deepspeed) options.deepspeed = {deepspeed->first, deepspeed->second};
+             return options;
            }),
            py::arg("tag"), py::arg("latest"), py::arg("frozen"), py::arg("asynchronous"), py::arg("keep_last"),
-           py::arg("tags"));
+           py::arg("tags"), py::arg("deepspeed"));
 
   py::class_<checkpoint::ParamRecord>(m, "CheckpointParam")
       .def_readonly("name", &checkpoint::ParamRecord::name)
@@ -191,15 +191,17 @@ void bind_checkpoint(py::module_& m) {
         return engine::export_weights(engine, all, folder, name, max_shard_bytes);
       },
       py::arg("engine"), py::arg("tensors"), py::arg("folder"), py::arg("name"), py::arg("max_shard_bytes"), NoGil());
+  using checkpoint::Objects;
+  py::enum_<Objects>(m, "Objects")
+      .value("Inert", Objects::Inert)
+      .value("Refused", Objects::Refused)
+      .value("Kept", Objects::Kept);
   m.def(
       "read_checkpoint",
-      [](const std::string& dir, const std::string& tag, const std::optional<py::function>& manifest,
-         const std::string& names) {
-        const checkpoint::OtherLayout other = layout_of(manifest, names);
-        const py::gil_scoped_release release;
-        return checkpoint::open(dir, tag, other);
+      [](const std::string& dir, const std::string& tag, bool optimizer, Objects objects) {
+        return checkpoint::open(dir, tag, {{}, {}, optimizer, objects});
       },
-      py::arg("dir"), py::arg("tag") = "", py::arg("manifest") = py::none(), py::arg("names") = "");
+      py::arg("dir"), py::arg("tag") = "", py::arg("optimizer") = false, py::arg("objects") = Objects::Inert, NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   using checkpoint::WeightReader;
   py::class_<WeightReader>(m, "WeightReader")
@@ -224,10 +226,8 @@ void bind_checkpoint(py::module_& m) {
             return reader.read(name, slice);
           },
           py::arg("name"), py::arg("dim"), py::arg("ranges"), NoGil());
-  // The text of a manifest (checkpoint/manifest.h) that is a JSON object.
-  m.def("sealed_manifest", &checkpoint::sealed, py::arg("json"));
   m.def("save_checkpoint", &save, py::arg("engine"), py::arg("dir"), py::arg("options"), py::arg("run"),
-        py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"), NoGil());
+        py::arg("blobs"), py::arg("tensors"), py::arg("states"), py::arg("aliases"));
   m.def(
       "span_checkpoints",
       [](Engine& engine, const comm::GroupPtr& group, std::vector<int> copies) {
@@ -241,26 +241,34 @@ void bind_checkpoint(py::module_& m) {
         return engine.checkpoints().exchange(text, error);
       },
       py::arg("engine"), py::arg("text"), py::arg("error"), NoGil());
-  // See io/lock.h; it lets go with its last reference.
-  py::class_<io::Lock>(m, "FileLock")
-      .def_static("wait", &io::Lock::wait, py::arg("path"), NoGil())
-      .def_static("take_left", &io::Lock::take_left, py::arg("path"))
-      .def("remove", &io::Lock::remove);
-  m.def("put_in_place", &checkpoint::put_in_place, py::arg("source"), py::arg("folder"));
+  m.def(
+      "to_deepspeed",
+      [](const std::string& dir, const std::string& out, const std::string& tag, int stage, int64_t ranks,
+         Objects objects) {
+        return with_warnings([&] { return checkpoint::to_deepspeed(dir, out, tag, {stage, ranks}, objects); });
+      },
+      py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("stage"), py::arg("ranks"), py::arg("objects"));
+  m.def(
+      "to_universal",
+      [](const std::string& dir, const std::string& out, const std::string& tag, Objects objects) {
+        return with_warnings([&] { return checkpoint::to_universal(dir, out, tag, objects); });
+      },
+      py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("objects"));
+  m.def("is_deepspeeds_key", &checkpoint::deepspeed::is_own_key, py::arg("key"));
+  m.def("put_script", &checkpoint::deepspeed::put_script, py::arg("dir"), py::arg("part"));
   m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"), py::arg("file") = "latest");
   m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));
   m.def("wait_for_checkpoint", [](Engine& engine) { engine.checkpoints().wait(); }, py::arg("engine"), NoGil());
   m.def(
       "open_checkpoint",
       [](Engine& engine, const std::string& dir, const std::string& tag, bool strict, bool optimizer, bool run,
-         bool from_master, const std::string& latest, const std::optional<py::function>& manifest,
-         const std::string& names) {
-        const engine::Foreign other{layout_of(manifest, names), latest};
-        const py::gil_scoped_release release;
-        return engine.checkpoints().open(dir, tag, {strict, optimizer, run, from_master}, other);
+         bool from_master, const std::string& latest, Objects objects,
+         std::optional<checkpoint::DeepSpeedHints::Groups> groups) {
+        return engine.checkpoints().open(dir, tag, {strict, optimizer, run, from_master},
+                                         {latest, objects, std::move(groups)});
       },
       py::arg("engine"), py::arg("dir"), py::arg("tag"), py::arg("strict"), py::arg("optimizer"), py::arg("run"),
-      py::arg("from_master"), py::arg("latest") = "latest", py::arg("manifest") = py::none(), py::arg("names") = "",
+      py::arg("from_master"), py::arg("latest"), py::arg("objects"), py::arg("groups"), NoGil(),
       py::keep_alive<0, 1>());
 }
 

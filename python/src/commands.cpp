@@ -42,15 +42,14 @@ void bind_commands(py::module_& m) {
   });
   m.def(
       "run_command",
-      [](const std::vector<std::string>& arguments, std::function<std::string(const std::string&)> manifest_of,
-         std::string other_files, std::function<ModelSizes(const std::string&, const Config&)> sizes_of,
+      [](const std::vector<std::string>& arguments,
+         std::function<ModelSizes(const std::string&, const Config&)> sizes_of,
          std::vector<std::pair<std::string, std::string>> facts) {
         const py::gil_scoped_release unlocked;
-        auto result = commands::run(
-            arguments, {{std::move(manifest_of), std::move(other_files)}, std::move(sizes_of), std::move(facts)});
+        auto result = commands::run(arguments, {std::move(sizes_of), std::move(facts)});
         return std::tuple(result.code, std::move(result.output), std::move(result.errors));
       },
-      py::arg("arguments"), py::arg("manifest_of"), py::arg("other_files"), py::arg("sizes_of"), py::arg("facts"));
+      py::arg("arguments"), py::arg("sizes_of"), py::arg("facts"));
 }
 
 }  // namespace tessera::python

@@ -8,27 +8,20 @@ from collections.abc import Callable, Sequence
 from tessera import _core
 
 
-def _no_manifest(folder: str) -> str:
-    return ""
-
-
 def _no_sizes(model: str, config: _core.Config) -> _core.ModelSizes:
     raise AssertionError(f"no sizes of {model}")
 
 
 def run(
     arguments: Sequence[str],
-    manifest_of: Callable[[str], str] = _no_manifest,
-    other_files: str = "",
     sizes_of: Callable[[str, _core.Config], _core.ModelSizes] = _no_sizes,
     facts: Sequence[tuple[str, str]] = (),
 ) -> int:
     """The exit code of the command that `arguments` begin with: 0, 1 for an error, 2 for a line that cannot be read.
-    `manifest_of`: of a checkpoint's folder, as JSON, where it is another program's, else empty; `other_files`: what
-    that looks for; `sizes_of`: of a model's name;
-    `facts`: of the report. What a hook raises for a wrong argument, a file or a limit is such an error, too."""
+    `sizes_of`: of a model's name; `facts`: of the report. What a hook raises for a wrong argument, a file or a limit is
+    such an error, too."""
     try:
-        code, output, errors = _core.run_command(list(arguments), manifest_of, other_files, sizes_of, list(facts))
+        code, output, errors = _core.run_command(list(arguments), sizes_of, list(facts))
     except (ValueError, OSError, NotImplementedError) as error:
         code, output, errors = 1, "", f"{error}\n"
     sys.stdout.write(output)

@@ -1,7 +1,7 @@
 """Types of the compiled module, continued: checkpoints and weight files without an engine. At run time these names are
 in `tessera._core` only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, overload
 
 import torch
@@ -36,9 +36,17 @@ class ExportTensor:
 
 def list_export(reader: CheckpointReader, dtype: torch.dtype | None, frozen: bool) -> list[ExportTensor]: ...
 def read_export(reader: CheckpointReader, tensor: ExportTensor) -> torch.Tensor: ...
-def read_checkpoint(
-    dir: str, tag: str = "", manifest: Callable[[str], str] | None = None, names: str = ""
-) -> CheckpointReader: ...
+
+class Objects:
+    Inert: Final[Objects]
+    Refused: Final[Objects]
+    Kept: Final[Objects]
+
+def read_checkpoint(dir: str, tag: str = "", optimizer: bool = False, objects: Objects = ...) -> CheckpointReader: ...
+def to_deepspeed(dir: str, out: str, tag: str, stage: int, ranks: int, objects: Objects) -> str: ...
+def to_universal(dir: str, out: str, tag: str, objects: Objects) -> str: ...
+def is_deepspeeds_key(key: str) -> bool: ...
+def put_script(dir: str, part: str) -> None: ...
 
 class WeightReader:
     @overload

@@ -27,11 +27,7 @@ COMMANDS: dict[str, Callable[[Sequence[str] | None], int]] = {
 
 
 # Of those that are Python's alone; the others say it themselves.
-_SUMMARIES = {
-    "launch": "Starts the ranks of this host.",
-    "deepspeed": "A checkpoint as DeepSpeed would have written it.",
-    "universal": "A checkpoint in DeepSpeed's universal layout.",
-}
+_SUMMARIES = {"launch": "Starts the ranks of this host."}
 
 
 def _usage() -> str:

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/deepspeed/read.h"
 #include "tessera/checkpoint/numbering.h"
 #include "tessera/checkpoint/writer.h"
 #include "tessera/io/crc32c.h"
@@ -297,23 +298,23 @@ std::string Reader::blob(const std::string& name) const {
   return bytes;
 }
 
-std::string manifest_text(const std::string& dir, const std::string& tag, const OtherLayout& other) {
+std::string manifest_text(const std::string& dir, const std::string& tag, const DeepSpeedHints& hints) {
   check_tag(tag);
   const std::string folder = folder_of(dir, tag), path = (std::filesystem::path(folder) / kManifestName).string();
   std::string text;
   if (std::filesystem::exists(path))
     text = io::read_text(path, kManifestLimit);
-  else if (other.manifest)
-    text = other.manifest(folder);
+  else
+    text = deepspeed::manifest_of(folder, hints);
   TESSERA_CHECK_IO(!text.empty(), "checkpoint", "there is no complete checkpoint '", tag, "' in '", dir, "': '", path,
-                   "' is missing", other.names.empty() ? "" : ", and so are " + other.names);
+                   "' is missing, and so are ", deepspeed::kLookedFor);
   return text;
 }
 
-Reader open(const std::string& dir, const std::string& given, const OtherLayout& other) {
+Reader open(const std::string& dir, const std::string& given, const DeepSpeedHints& hints) {
   const std::string tag = given.empty() ? latest_tag(dir) : given;
   TESSERA_CHECK_IO(!tag.empty(), "checkpoint", "there is no file 'latest' in '", dir, "'; name a tag");
-  const std::string text = manifest_text(dir, tag, other);
+  const std::string text = manifest_text(dir, tag, hints);
   return {folder_of(dir, tag), text};
 }
 

@@ -7,7 +7,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/checkpoint/manifest.h"
@@ -71,17 +73,27 @@ class Reader {
   std::unique_ptr<Files> files_;
 };
 
-// What another program's checkpoint is read by: its manifest, of the folder; empty where that holds none. `names`: of the files
-// that it looks for, for errors.
-struct OtherLayout {
-  std::function<std::string(const std::string& folder)> manifest = {};
-  std::string names = "";
+// Files of DeepSpeed may hold objects of classes that only Python has. Nothing ever makes one here.
+enum class Objects : uint8_t {
+  Inert,    // dicts with the name of their class under "__class__"
+  Refused,  // IoError that names it
+  Kept,     // in blobs as they came, for a program in Python that trusts the files
 };
-// The manifest of `dir`/`tag`. IoError that says what is missing, value error for what is no tag.
-std::string manifest_text(const std::string& dir, const std::string& tag, const OtherLayout& other = {});
-// A checkpoint without an engine, for reading; `tag` empty: the one that `latest` names. `dir` is what save_checkpoint() was called
-// with. Errors as of manifest_text(). Local.
-Reader open(const std::string& dir, const std::string& tag = "", const OtherLayout& other = {});
+// What files of DeepSpeed do not say, and who loads them knows.
+struct DeepSpeedHints {
+  // The optimizer's parameters by group, in order, with whether they are trained: files of stage 0 have no names.
+  using Groups = std::vector<std::vector<std::pair<std::string, bool>>>;
+  std::optional<Groups> groups = {};
+  std::optional<int64_t> accumulation = {};
+  bool optimizer = false;  // its states are needed: IoError where the files that hold them are not there
+  Objects objects = Objects::Inert;
+};
+// The manifest of `dir`/`tag`, made in memory where DeepSpeed saved that. IoError that says what is missing, value error for what
+// is no tag.
+std::string manifest_text(const std::string& dir, const std::string& tag, const DeepSpeedHints& hints = {});
+// A checkpoint without an engine, for reading, DeepSpeed's too; `tag` empty: the one that `latest` names. `dir` is what
+// save_checkpoint() was called with. Errors as of manifest_text(). Local.
+Reader open(const std::string& dir, const std::string& tag = "", const DeepSpeedHints& hints = {});
 // Tags of the complete checkpoints of this library in `dir`, the newest first; none where there is no such folder. Local.
 std::vector<std::string> tags(const std::string& dir);
 // What save_checkpoint() was given of the program's own, Python's client_state too. IoError for what is no plain data.

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/deepspeed/save.h"
 #include "tessera/checkpoint/export.h"
 #include "tessera/checkpoint/reader.h"
 #include "tessera/commands/table.h"
@@ -24,8 +25,8 @@ using nlohmann::ordered_json;
 
 constexpr double kMega = 1e6;
 
-Reader open(const Arguments& given, const FrontEnd& front) {
-  return checkpoint::open(given.text("dir"), given.text("--tag"), front.other);
+Reader open(const Arguments& given) {
+  return checkpoint::open(given.text("dir"), given.text("--tag"));
 }
 
 // 1234567 as 1,234,567.
@@ -99,15 +100,15 @@ std::string describe(const Reader& reader) {
          ", " + megabytes(bytes) + " MB\nalso: " + (blobs.empty() ? "nothing" : blobs) + "\n";
 }
 
-void inspect(const Arguments& given, const FrontEnd& front, Result& result) {
-  const Reader reader = open(given, front);
+void inspect(const Arguments& given, const FrontEnd&, Result& result) {
+  const Reader reader = open(given);
   result.output = describe(reader);
   if (!given.has("--verify")) return;
   reader.verify_all();
   result.output += "every byte is as it was written\n";
 }
 
-void write_weights(const Arguments& given, const FrontEnd& front, Result& result) {
+void write_weights(const Arguments& given, const FrontEnd&, Result& result) {
   constexpr std::array<std::optional<at::ScalarType>, 4> kDtypes{at::kFloat, at::kBFloat16, at::kHalf, std::nullopt};
   constexpr std::array<const char*, 2> kNames{"model.safetensors", "pytorch_model.bin"};
   const checkpoint::ExportOptions options{
@@ -115,9 +116,26 @@ void write_weights(const Arguments& given, const FrontEnd& front, Result& result
       .max_shard_bytes = shard_bytes(given.text("--max-shard-size")),
       .frozen = !given.has("--exclude-frozen")};
   const char* name = kNames.at(given.choice("--format", {"safetensors", "bin"}));
-  const Reader reader = open(given, front);
+  const Reader reader = open(given);
   for (const std::string& file : checkpoint::export_weights(reader, given.text("out"), name, options))
     result.output += file + "\n";
+}
+
+checkpoint::Objects objects_of(const Arguments& given) {
+  return given.has("--trusted") ? checkpoint::Objects::Kept : checkpoint::Objects::Refused;
+}
+
+void write_deepspeed(const Arguments& given, const FrontEnd&, Result& result) {
+  const checkpoint::DeepSpeedLayout layout{static_cast<int>(given.choice("--stage", {"0", "1", "2", "3"})),
+                                           given.has("--world-size") ? given.number("--world-size", 1) : 1};
+  result.output =
+      checkpoint::to_deepspeed(given.text("dir"), given.text("out"), given.text("--tag"), layout, objects_of(given)) +
+      "\n";
+}
+
+void write_universal(const Arguments& given, const FrontEnd&, Result& result) {
+  result.output =
+      checkpoint::to_universal(given.text("dir"), given.text("out"), given.text("--tag"), objects_of(given)) + "\n";
 }
 
 }  // namespace
@@ -149,6 +167,28 @@ Command inspect_command() {
            .options = {{"--tag", "default: what its file `latest` names", "TAG"},
                        {"--verify", "read every byte and compare checksums"}}},
           inspect};
+}
+
+Command deepspeed_command() {
+  return {
+      {.command = "deepspeed",
+       .summary = "A checkpoint as DeepSpeed would have written it.",
+       .needed = {{"dir", "the folder that save_checkpoint() was called with"}, {"out", "the folder for the new one"}},
+       .options = {{"--tag", "default: what its file `latest` names", "TAG"},
+                   {"--stage", "of ZeRO, 0 to 3", "STAGE", false, "2"},
+                   {"--world-size", "how many ranks will load it", "RANKS"},
+                   {"--trusted", "write objects of any kind, as they came"}}},
+      write_deepspeed};
+}
+
+Command universal_command() {
+  return {
+      {.command = "universal",
+       .summary = "A checkpoint in DeepSpeed's universal layout.",
+       .needed = {{"dir", "the folder that save_checkpoint() was called with"}, {"out", "the folder for the new one"}},
+       .options = {{"--tag", "default: what its file `latest` names", "TAG"},
+                   {"--trusted", "write objects of any kind, as they came"}}},
+      write_universal};
 }
 
 Command export_command() {

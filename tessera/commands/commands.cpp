@@ -12,8 +12,8 @@ namespace {
 constexpr int kFailed = 1, kWrongUsage = 2;
 
 const std::vector<Command>& table() {
-  static const std::vector<Command> all{inspect_command(), export_command(), check_command(), estimate_command(),
-                                        report_command()};
+  static const std::vector<Command> all{inspect_command(), export_command(),   deepspeed_command(), universal_command(),
+                                        check_command(),   estimate_command(), report_command()};
   return all;
 }
 

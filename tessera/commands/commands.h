@@ -7,14 +7,12 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/checkpoint/reader.h"
 #include "tessera/config/estimate.h"
 
 namespace tessera::commands {
 
 // What a front end adds.
 struct FrontEnd {
-  checkpoint::OtherLayout other{};  // checkpoints that are not ours
   // Sizes of a model that is more than a number, e.g. a folder: those of one rank's slice. Empty: only numbers are known.
   std::function<config::ModelSizes(const std::string& model, const config::Config& config)> sizes_of{};
   // Lines of the report: name and JSON value, in place of ours of that name or behind the version of torch.

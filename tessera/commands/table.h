@@ -15,10 +15,12 @@ struct Command {
   void (*run)(const Arguments& arguments, const FrontEnd& front, Result& result);
 };
 
-Command inspect_command();   // checkpoints.cpp
-Command export_command();    // checkpoints.cpp
-Command check_command();     // check.cpp
-Command estimate_command();  // estimate.cpp
-Command report_command();    // report.cpp
+Command inspect_command();    // checkpoints.cpp
+Command export_command();     // checkpoints.cpp
+Command deepspeed_command();  // checkpoints.cpp
+Command universal_command();  // checkpoints.cpp
+Command check_command();      // check.cpp
+Command estimate_command();   // estimate.cpp
+Command report_command();     // report.cpp
 
 }  // namespace tessera::commands

@@ -126,7 +126,6 @@ const std::vector<Refusal>& python_only() {
       {"comet.enabled", "true", [](C c) { return c.comet.enabled; }},
       {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},
       {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
-      {"checkpoint.format", "deepspeed", [](C c) { return c.checkpoint.format == CheckpointFormat::DeepSpeed; }},
   };
   return all;
 }

@@ -348,6 +348,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   TESSERA_CHECK_VALUE(!dir.empty(), "checkpoint", "save_dir is empty; name a folder");
   TESSERA_CHECK_VALUE(options.keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
                       options.keep_last);
+  if (options.deepspeed) return save_as_deepspeed(dir, options, std::move(client));
   engine_.finish_update();
   wait();
   const c10::AutoGradMode no_grad(false);

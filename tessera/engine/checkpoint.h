@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/checkpoint/deepspeed/save.h"
 #include "tessera/checkpoint/writer.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/restore.h"
@@ -25,6 +26,8 @@ struct SaveOptions {
   int keep_last = 0;          // older checkpoints in the folder go once this one is complete; 0: all stay
   // Ranks that name different tags: rank 0's holds.
   enum class Tags { Ignore, Warn, Fail } tags = Tags::Ignore;
+  // In DeepSpeed's files, as that many ranks have them, in place of ours; not in the background.
+  std::optional<checkpoint::DeepSpeedLayout> deepspeed = {};
 };
 
 // A tensor of the front end's, all of it; the first rank writes it, as the value of all. A "buffer" that is another one on
@@ -48,10 +51,16 @@ struct ClientPart {
   std::map<std::string, std::vector<std::string>> aliases;  // other names of a parameter
 };
 
-// Where a load finds what this library did not write. `manifest` is called on one rank.
-struct Foreign : checkpoint::OtherLayout {
+// How a load finds what DeepSpeed wrote.
+struct Foreign {
   std::string latest = "latest";  // the file in the folder that names the newest tag; another name: it must be there
+  checkpoint::Objects objects = checkpoint::Objects::Inert;
+  // As in checkpoint::DeepSpeedHints; none: the engine's parameters in their order.
+  std::optional<checkpoint::DeepSpeedHints::Groups> groups = {};
 };
+
+// The parameters of an engine by group, in their order.
+checkpoint::DeepSpeedHints::Groups names_by_group(Engine& engine);
 
 // Note [Checkpoints of several engines]
 //   Engines that are parts of one program, each on other ranks, save into one folder: span() tells the Checkpointer of each
@@ -89,6 +98,7 @@ class Checkpointer {
 
  private:
   struct Job;
+  std::string save_as_deepspeed(const std::string& dir, const SaveOptions& options, ClientPart client);
   std::vector<ClientTensor> own_buffers(const ClientPart& client);
   std::vector<checkpoint::Item> items(const SaveOptions& options, const ClientPart& client);
   checkpoint::Manifest manifest(const SaveOptions& options, const ClientPart& client);

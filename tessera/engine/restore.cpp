@@ -367,6 +367,25 @@ void Restore::apply() {
   if (options_.optimizer && missing_.empty()) states.all_written();
 }
 
+namespace {
+
+checkpoint::DeepSpeedHints hints_of(Engine& engine, const Restore::Options& options, const Foreign& foreign) {
+  checkpoint::DeepSpeedHints hints{foreign.groups, engine.options().gradient_accumulation_steps, options.optimizer,
+                                   foreign.objects};
+  if (!hints.groups && !engine.groups().empty()) hints.groups = names_by_group(engine);
+  return hints;
+}
+
+}  // namespace
+
+checkpoint::DeepSpeedHints::Groups names_by_group(Engine& engine) {
+  checkpoint::DeepSpeedHints::Groups groups(engine.groups().size());
+  for (const ParamSpec& param : engine.params())
+    if (const int group = std::max(param.group, param.joins); group >= 0)
+      groups[group].emplace_back(param.name, param.group >= 0);
+  return groups;
+}
+
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
                                           const Restore::Options& options, const Foreign& foreign) {
   engine_.finish_update();
@@ -378,7 +397,7 @@ std::optional<Restore> Checkpointer::open(const std::string& dir, const std::str
     TESSERA_CHECK_VALUE(!tag.empty() || foreign.latest == Foreign().latest, "checkpoint", "there is no file '",
                         foreign.latest, "' in '", dir, "' that says which checkpoint to load");
     if (tag.empty()) return "";
-    const std::string text = checkpoint::manifest_text(dir, tag, foreign);
+    const std::string text = checkpoint::manifest_text(dir, tag, hints_of(engine_, options, foreign));
     return Json{{"tag", tag}, {"manifest", text}}.dump();
   });
   if (first[0].empty()) return std::nullopt;

@@ -322,6 +322,14 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
   std::map<std::string, State> numbers;
   for (const auto& [name, file] : found.reader().manifest().blobs)
     if (name.starts_with("optimizer-")) add_numbers(found.reader().blob(name), "'" + name + "'", numbers);
+  // Of flat groups of DeepSpeed's, which have one number for all their parameters.
+  std::map<std::string, int64_t> steps;
+  for (const auto& param : found.reader().manifest().params)
+    if (param.step > 0) {
+      steps[param.name] = param.step;
+      for (const std::string& alias : param.aliases)
+        steps[alias] = param.step;
+    }
   std::map<const void*, State> states;
   for (const Target& target : targets_) {
     if (target.tensor.numel() == 0) continue;
@@ -331,9 +339,23 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
       if (part.defined())
         state[kind] = part.to(target.tensor.device()).as_strided(target.tensor.sizes(), target.tensor.strides());
     }
+    const auto saved_step = steps.find(core.params()[target.param].name);
+    if (!state.empty() && saved_step != steps.end()) state.emplace("step", saved_step->second);
     if (!state.empty()) states.emplace(target.tensor.unsafeGetTensorImpl(), std::move(state));
   }
   return archive_of(states);
+}
+
+checkpoint::DeepSpeedHints::Groups ClientOptimizer::names(const engine::Engine& core) const {
+  std::unordered_map<const void*, const engine::ParamSpec*> known;
+  for (const engine::ParamSpec& spec : core.params())
+    known.emplace(spec.tensor.unsafeGetTensorImpl(), &spec);
+  checkpoint::DeepSpeedHints::Groups groups(originals_.size());
+  for (size_t number = 0; number < originals_.size(); ++number)
+    for (const at::Tensor& param : originals_[number])
+      if (const auto found = known.find(param.unsafeGetTensorImpl()); found != known.end())
+        groups[number].emplace_back(found->second->name, found->second->group >= 0);
+  return groups;
 }
 
 std::string ClientOptimizer::present() const {

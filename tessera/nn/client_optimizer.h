@@ -56,6 +56,8 @@ class ClientOptimizer {
   c10::IValue numbers(const engine::Engine& core) const;
   // What load() takes. IoError where a state cannot be read, or does not fit. try_load() leaves the `present` state. Local.
   std::string saved(const engine::Engine& core, const engine::Restore& found) const;
+  // Its parameters by group, in their order, with whether they are trained.
+  checkpoint::DeepSpeedHints::Groups names(const engine::Engine& core) const;
   std::string present() const;
   void load(const std::string& archive);
   void try_load(const std::string& archive, const std::string& present);

@@ -13,6 +13,7 @@
 #include "tessera/checkpoint/torch_file.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
+#include "tessera/config/value.h"
 #include "tessera/engine/build.h"
 #include "tessera/engine/export.h"
 #include "tessera/nn/cut_layers.h"
@@ -151,6 +152,10 @@ void Session::read_checkpoint_section(const Config& config) {
   save_options_.tags = section.tag_validation == config::TagValidation::Fail   ? Tags::Fail
                        : section.tag_validation == config::TagValidation::Warn ? Tags::Warn
                                                                                : Tags::Ignore;
+  if (section.format == config::CheckpointFormat::DeepSpeed) {
+    save_options_.deepspeed = {static_cast<int>(config.zero_optimization.stage), 1};
+    config_text_ = config::Value(config.to_dict()).text();
+  }
   if (section.load_universal) load_from_.latest = "latest_universal";
   loads_masters_ = config.zero_optimization.load_from_fp32_weights;
   keeps_random_ = section.random_state;
@@ -351,11 +356,28 @@ void Session::check_contents(const char* call) {
 std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options,
                                      const ClientValues& client) {
   check_contents("save_checkpoint");
-  engine::ClientPart part;
-  live().checkpoints().on_all([&] { part = client_part(client); });
   engine::SaveOptions chosen = options.value_or(save_options_);
+  if (save_options_.deepspeed)
+    chosen.deepspeed = {save_options_.deepspeed->stage, live().mesh().size(comm::kBatchAxes)};
+  engine::ClientPart part;
+  live().checkpoints().on_all([&] {
+    for (const auto& [name, value] : client)
+      TESSERA_CHECK_VALUE(!chosen.deepspeed || !checkpoint::deepspeed::is_own_key(name), "engine.save_checkpoint",
+                          "the program's values have a key that is DeepSpeed's own: ", name);
+    part = client_part(client);
+  });
   if (chosen.tags == engine::SaveOptions::Tags::Ignore) chosen.tags = save_options_.tags;
   return live().checkpoints().save(dir, chosen, std::move(part));
+}
+
+// By group of the optimizer.
+std::vector<std::vector<std::string>> Session::trained_names() const {
+  const auto groups = client_ != nullptr ? client_->names(*core_) : engine::names_by_group(*core_);
+  std::vector<std::vector<std::string>> names(groups.size());
+  for (size_t number = 0; number < groups.size(); ++number)
+    for (const auto& [name, is_trained] : groups[number])
+      if (is_trained) names[number].push_back(name);
+  return names;
 }
 
 engine::ClientPart Session::client_part(const ClientValues& client) const {
@@ -373,6 +395,8 @@ engine::ClientPart Session::client_part(const ClientValues& client) const {
   }
   if (keeps_random_)
     part.blobs["random-" + place] = checkpoint::to_torch_file(random_states(device()), "the random generators");
+  if (place == "0" && save_options_.deepspeed)
+    part.blobs["python"] = checkpoint::deepspeed::run_blob(config_text_, trained_names());
   if (place == "0") part.blobs["client_state"] = checkpoint::to_torch_file(dict_of(client), "client_state");
   return part;
 }
@@ -396,7 +420,9 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   check_contents("load_checkpoint");
   engine::Restore::Options options = given;
   options.from_master = options.from_master && loads_masters_;
-  std::optional<engine::Restore> found = live().checkpoints().open(dir, tag, options, load_from_);
+  engine::Foreign from = load_from_;
+  if (client_ != nullptr) from.groups = client_->names(*core_);
+  std::optional<engine::Restore> found = live().checkpoints().open(dir, tag, options, from);
   if (!found) return {};
   Loaded loaded{found->folder(), found->tag(), found->missing(), found->unexpected()};
   const SavedValues saved(*found, live().checkpoints().place());

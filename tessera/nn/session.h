@@ -228,6 +228,7 @@ class Session {
   engine::ClientPart client_part(const ClientValues& client) const;
   void check_contents(const char* call);
   void read_checkpoint_section(const Config& config);
+  std::vector<std::vector<std::string>> trained_names() const;
   void warn(const std::vector<std::string>& warnings) const;
   void report_step();
   void warn_of_step();
@@ -251,6 +252,7 @@ class Session {
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
   engine::SaveOptions save_options_;
+  std::string config_text_;  // where DeepSpeed's files are written, which have it
   engine::Foreign load_from_;
   bool loads_masters_ = true;
   bool keeps_random_ = false;

@@ -14,7 +14,6 @@ import torch
 
 from tessera import _core
 from tessera._blobs import Saved, check_taken, count_of, of_kind
-from tessera._deepspeed import LOOKED_FOR, Hints, manifest_of
 from tessera._random import put_random_states, try_random_states
 from tessera.data import Loader
 from tessera.engine._on_all import on_all
@@ -76,8 +75,8 @@ def load(run: Run, request: LoadRequest, load_weights: Callable[..., None]) -> t
         run=not request.module_only,
         from_master=run._settings.zero_optimization.load_from_fp32_weights,
         latest="latest_universal" if run._settings.checkpoint.load_universal else "latest",
-        manifest=lambda found: manifest_of(found, _hints(run, optimizer), request.trusted),
-        names=LOOKED_FOR,
+        objects=_core.Objects.Kept if request.trusted else _core.Objects.Refused,
+        groups=run._updates.group_names or None,
     )
     if restore is None:
         warnings.warn(
@@ -146,10 +145,6 @@ def _put(
         run.training_dataloader.load_state_dict(found.loader)
     if found.random is not None:
         put_random_states(found.random)
-
-
-def _hints(run: Run, optimizer: bool) -> Hints:
-    return Hints(run._updates.group_names or None, run.core.options().gradient_accumulation_steps, optimizer)
 
 
 def _check_random_states(states: dict[str, Any], name: str) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from tessera import _core
 from tessera._blobs import pickled
-from tessera._deepspeed import OWN_KEYS, save_as_deepspeed
 from tessera._random import random_states
 from tessera.engine._on_all import on_all
 from tessera.engine._optimizer_parts import client_states
@@ -50,11 +49,12 @@ def save(run: Run, request: SaveRequest) -> None:
         run._contents.check(run.module, "save_checkpoint")
         options = _core.SaveOptions(
             tag="" if request.tag is None else str(request.tag),
-            latest=request.latest and not as_deepspeed,
+            latest=request.latest,
             frozen=not request.exclude_frozen,
             asynchronous=asynchronous,
-            keep_last=0 if as_deepspeed else keep_last,
+            keep_last=keep_last,
             tags=config.checkpoint.tag_validation,
+            deepspeed=(config.zero_optimization.stage, run._ranks.dp_world_size) if as_deepspeed else None,
         )
         if isinstance(run._updates.runner, NativeRunner):
             run._updates.runner.publish_groups()
@@ -73,15 +73,8 @@ def save(run: Run, request: SaveRequest) -> None:
         assert request.folder is not None  # _check()
         folder = os.fspath(request.folder)
 
-    def write(folder: str) -> str:
-        aliases = _aliases(run, names)
-        return _core.save_checkpoint(run.core, folder, options, json.dumps(values), blobs, buffers, states, aliases)
-
-    if as_deepspeed:
-        stage = config.zero_optimization.stage
-        save_as_deepspeed(run.core, folder, write, stage, run._ranks.dp_world_size, request.latest, keep_last)
-    else:
-        write(folder)
+    aliases = _aliases(run, names)
+    _core.save_checkpoint(run.core, folder, options, json.dumps(values), blobs, buffers, states, aliases)
 
 
 def _given(value: Any, configured: Any) -> Any:
@@ -98,9 +91,9 @@ def _check(request: SaveRequest, as_deepspeed: bool, asynchronous: bool) -> None
         raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
     if as_deepspeed and asynchronous:
         raise ConfigError('[engine.save_checkpoint] checkpoint.format "deepspeed" cannot be written asynchronously')
-    if as_deepspeed and not OWN_KEYS.isdisjoint(client_state):
-        own = ", ".join(sorted(OWN_KEYS & client_state.keys()))
-        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own}")
+    if as_deepspeed and (own := [k for k in client_state if isinstance(k, str) and _core.is_deepspeeds_key(k)]):
+        own_keys = ", ".join(sorted(own))
+        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own_keys}")
 
 
 def _aliases(run: Run, names: dict[int, str]) -> dict[str, list[str]]:

@@ -9,11 +9,12 @@ import torch
 
 from tessera import _core
 from tessera._config import load_config, text_of
-from tessera._deepspeed import put_script
 from tessera._mesh import RankOrder, core_group
 from tessera.optim.engines import Optimizer
 
 __all__ = ["Front", "RankOrder", "core_group", "engine_behind", "load_config", "put_script", "text_of"]
+
+put_script = _core.put_script  # zero_to_fp32.py
 
 
 def engine_behind(given: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import sys
 import types
@@ -281,22 +282,31 @@ def test_a_folder_of_neither_says_what_was_looked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["write", "finish"])  # finish: when the new one is in its place
-def test_a_failed_save_leaves_one_that_is_whole(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_one_that_is_whole(when: str, tmp_path: Path) -> None:
     known = saved(tmp_path)
     listed = sorted(os.listdir(tmp_path))
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError("the disk is full")
+    largest = max(path.stat().st_size for path in (tmp_path / TAG).iterdir())
+    script = tmp_path / "zero_to_fp32.py"
 
     def body(engine: Any, rank: int) -> None:
         run(engine, rank, 1)
-        with pytest.raises(IoError, match="the disk is full"):
+        with pytest.raises(IoError, match=r"File too large|zero_to_fp32\.py' cannot be put in place"):
             engine.save_checkpoint(tmp_path, TAG)
         run(engine, rank, 1)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync" if when == "write" else "replace", fail)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if when == "write":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, before[1]))
+    else:
+        script.unlink()
+        (script / "in the way").mkdir(parents=True)
+    try:
         engines(make(Tied, seed=4), 2, config(2, bf16=True, **FORMAT), body)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        if when == "finish":
+            shutil.rmtree(script)
+            listed.remove(script.name)
     assert {*listed} <= {*os.listdir(tmp_path)} and not (tmp_path / ".tessera-saving" / TAG).exists()
     now = loaded(tmp_path)
     assert same_bits(now, known) if when == "write" else now.keys() == known.keys()

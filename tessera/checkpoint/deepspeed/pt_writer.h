@@ -1,0 +1,16 @@
+// Files that torch.load opens, written without having their tensors in memory: data.pkl first, then every storage in pieces as they
+// come.
+#pragma once
+
+#include <string>
+
+#include "tessera/checkpoint/deepspeed/pickle_writer.h"
+
+namespace tessera::checkpoint::deepspeed {
+
+// Through to the disk. Unfit for what cannot be written.
+void write_pt(const std::string& path, const Value& value, Style style);
+// In memory.
+std::string pt_bytes(const Value& value, Style style);
+
+}  // namespace tessera::checkpoint::deepspeed
