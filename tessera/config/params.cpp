@@ -347,8 +347,9 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
 
 std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& optimizer, Report& report) {
   const auto kind = kind_of(optimizer);
-  const optim::Type* const type =
-      optim::find_torch_type(!kind ? optimizer.type : kind->defaults.decoupled ? "AdamW" : "Adam");
+  const optim::Type* const type = optim::find_torch_type(!kind                      ? optimizer.type
+                                                         : kind->defaults.decoupled ? "AdamW"
+                                                                                    : "Adam");
   if (type == nullptr) return std::nullopt;
   optim::OptimizerOptions options{.rule = type->rule, .defaults = type->defaults, .type = type};
   Reader in("optimizer.params", optimizer.params, report);

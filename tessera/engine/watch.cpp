@@ -40,11 +40,9 @@ std::string call_line(const comm::CallTime& call, bool with_label) {
 
 using Kinds = std::vector<std::pair<const char*, int64_t>>;
 Kinds kinds_of(const Engine::Memory& memory) {
-  return {{"params", memory.params},   {"grads", memory.grads},
-          {"master", memory.master},   {"states", memory.states},
-          {"buckets", memory.buckets}, {"peak_buckets", memory.peak_buckets},
-          {"shared", memory.shared},   {"host", memory.host},
-          {"disk", memory.disk}};
+  return {{"params", memory.params}, {"grads", memory.grads},     {"master", memory.master},
+          {"states", memory.states}, {"buckets", memory.buckets}, {"peak_buckets", memory.peak_buckets},
+          {"shared", memory.shared}, {"host", memory.host},       {"disk", memory.disk}};
 }
 
 // What a schedule is for; 0: not known.

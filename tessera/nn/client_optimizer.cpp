@@ -80,8 +80,7 @@ void add_numbers(const std::string& blob, const std::string& what,
 ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
                                  std::vector<engine::ParamSpec>& specs)
     : optimizer_(std::move(optimizer)) {
-  TESSERA_CHECK_BUILT(dynamic_cast<torch::optim::LBFGS*>(optimizer_.get()) == nullptr, "initialize",
-                      kNeedsClosure);
+  TESSERA_CHECK_BUILT(dynamic_cast<torch::optim::LBFGS*>(optimizer_.get()) == nullptr, "initialize", kNeedsClosure);
   TESSERA_CHECK_VALUE(optimizer_->state().empty(), "initialize", class_of(*optimizer_),
                       " has states already; give an engine a new one, and load_checkpoint() its states");
   std::unordered_map<const void*, engine::ParamSpec*> known;

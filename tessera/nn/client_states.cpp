@@ -32,8 +32,8 @@ void ClientStates::refuse(Kind kind, const std::string& key, const State& state)
   std::string there;
   for (const auto& item : state)
     there += (there.empty() ? "; there are " : ", ") + item.first;
-  TESSERA_CHECK_VALUE(kind != Kind::Unknown, "state", optimizer_.name(), " has no state '", key,
-                      "' of this parameter", there);
+  TESSERA_CHECK_VALUE(kind != Kind::Unknown, "state", optimizer_.name(), " has no state '", key, "' of this parameter",
+                      there);
   TESSERA_CHECK_VALUE(kind != Kind::Other, "state", optimizer_.name(), "'s state '", key,
                       "' is not one value for each element: read the optimizer's own");
 }

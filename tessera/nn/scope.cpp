@@ -101,7 +101,8 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
   std::unordered_set<std::string> holders;
   const auto parts = module.named_modules();
   for (const auto& item : parts)
-    if (const auto* holder = dynamic_cast<const ScopeHolder*>(item.value().get()); holder && holder->scope().module >= 0)
+    if (const auto* holder = dynamic_cast<const ScopeHolder*>(item.value().get());
+        holder && holder->scope().module >= 0)
       holders.insert(item.key());
   const auto called = [](const std::string& path) { return path.empty() ? "the model" : path; };
   std::string text;
@@ -111,7 +112,8 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
       own += elements[param.unsafeGetTensorImpl()];
     if (own == 0) continue;
     const auto with = runs_with(holders, item.key());
-    text += c10::str(text.empty() ? "" : "\n", called(item.key()), " (", item.value()->name(), "), ", own, " elements: ");
+    text +=
+        c10::str(text.empty() ? "" : "\n", called(item.key()), " (", item.value()->name(), "), ", own, " elements: ");
     if (!with)
       text += "for the whole forward, as neither it nor a module around it says when it runs: tessera::nn::unit() does";
     else

@@ -426,7 +426,8 @@ at::Tensor tiled(const Tiled& tiles, int64_t join, const std::function<std::vect
     const TileRegion region(plan->around);
     first = records ? plan->first().output.detach() : plan->plain(0);
   }
-  TESSERA_CHECK_VALUE(first.dim() > 0 || weights, "tiled", "the function returns a scalar, of which no weights are given");
+  TESSERA_CHECK_VALUE(first.dim() > 0 || weights, "tiled",
+                      "the function returns a scalar, of which no weights are given");
   const TileWeights factors = first.dim() == 0 ? TileWeights(weights()) : std::nullopt;
   if (!records) {
     const TileRegion region(plan->around);
@@ -457,8 +458,7 @@ at::Tensor tiled_with_gradients(const Tiled& tiles, const std::vector<double>& w
     }
   }
   const TileTensors inputs = plan.tensors_and_params();
-  return HandedOver::apply(at::TensorList(inputs), total.to(dtype),
-                           std::make_shared<TileTensors>(gradients->values()));
+  return HandedOver::apply(at::TensorList(inputs), total.to(dtype), std::make_shared<TileTensors>(gradients->values()));
 }
 
 at::Tensor tiled_mlp(const std::function<at::Tensor(const at::Tensor&)>& layer, const at::Tensor& x, int64_t tiles) {
@@ -483,9 +483,8 @@ at::Tensor tiled_loss(const TileLoss& loss, const at::Tensor& x, const at::Tenso
   if (mask.defined()) valid = valid.defined() ? valid & (mask != 0) : mask != 0;
   const auto weights = [&] { return tile_factors(tile_ranges(x.size(1), tiles), reduction, valid); };
   const TileAround around(given);
-  const bool fp16 = x.scalar_type() == at::kHalf || std::ranges::any_of(around.autocast, [](const auto& each) {
-                      return each.second == at::kHalf;
-                    });
+  const bool fp16 = x.scalar_type() == at::kHalf ||
+                    std::ranges::any_of(around.autocast, [](const auto& each) { return each.second == at::kHalf; });
   if (fp16 || !at::GradMode::is_enabled()) return tiled(all, 0, weights);
   return tiled_with_gradients(all, weights());
 }

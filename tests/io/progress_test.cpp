@@ -67,8 +67,7 @@ TEST(ProgressLine, IsWrittenOverOnATerminalAndOneMoreElsewhere) {
       line.say("a warning");
       line.show("three");
     }
-    EXPECT_EQ(text, in_place ? "\r\x1b[Kone\r\x1b[Ktwo\na warning\n\r\x1b[Kthree\n"
-                             : "one\ntwo\na warning\nthree\n");
+    EXPECT_EQ(text, in_place ? "\r\x1b[Kone\r\x1b[Ktwo\na warning\n\r\x1b[Kthree\n" : "one\ntwo\na warning\nthree\n");
   }
   std::string cut;
   ProgressLine wide(true, [&](const std::string& more) { cut += more; }, std::chrono::hours(1));

@@ -83,20 +83,19 @@ std::vector<Case> cases() {
                                     (decoupled ? "true" : "false"));
   };
   const auto rmsprop = RMSpropOptions(0.01).weight_decay(0.1).momentum(0.5).centered(true).alpha(0.9);
-  return {{"groups", adamw, kAdamW},
-          {"Adam with amsgrad",
-           [](auto& m) { return of_torch<Adam>(m, AdamOptions(0.01).weight_decay(0.1).amsgrad(true)); },
-           amsgrad(false)},
-          {"AdamW with amsgrad",
-           [](auto& m) { return of_torch<AdamW>(m, AdamWOptions(0.01).weight_decay(0.1).amsgrad(true)); },
-           amsgrad(true)},
-          {"configured RMSprop", [rmsprop](auto& m) { return of_torch<RMSprop>(m, rmsprop); },
-           optimizer_of("RMSprop", R"(, "momentum": 0.5, "centered": true, "alpha": 0.9)")},
-          {"Lamb", [](auto& m) { return of_whole(m, "Lamb"); }, optimizer_of("Lamb")},
-          {"Muon", [](auto& m) { return of_whole(m, "Muon"); }, optimizer_of("muon")},
-          {"AdamW", adamw},
-          {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }},
-          {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }}};
+  return {
+      {"groups", adamw, kAdamW},
+      {"Adam with amsgrad",
+       [](auto& m) { return of_torch<Adam>(m, AdamOptions(0.01).weight_decay(0.1).amsgrad(true)); }, amsgrad(false)},
+      {"AdamW with amsgrad",
+       [](auto& m) { return of_torch<AdamW>(m, AdamWOptions(0.01).weight_decay(0.1).amsgrad(true)); }, amsgrad(true)},
+      {"configured RMSprop", [rmsprop](auto& m) { return of_torch<RMSprop>(m, rmsprop); },
+       optimizer_of("RMSprop", R"(, "momentum": 0.5, "centered": true, "alpha": 0.9)")},
+      {"Lamb", [](auto& m) { return of_whole(m, "Lamb"); }, optimizer_of("Lamb")},
+      {"Muon", [](auto& m) { return of_whole(m, "Muon"); }, optimizer_of("muon")},
+      {"AdamW", adamw},
+      {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }},
+      {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }}};
 }
 
 double factor(int64_t updates) {
@@ -295,10 +294,11 @@ TEST(Recipe, TypesThatCppHasNotAreNamed) {
     initialize(net(), config_of_stage(0, optimizer_of(type)), comm::Mesh());
   };
   for (const char* type : {"NAdam", "RAdam", "Adadelta", "rmsprop"})
-    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { build(type); }),
-               std::string(type) +
-                   " does in Python only); set optimizer.type to one of Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, and "
-                   "of torch::optim RMSprop, and Adam and AdamW with amsgrad");
+    EXPECT_HAS(
+        testing::error_of<c10::ValueError>([&] { build(type); }),
+        std::string(type) +
+            " does in Python only); set optimizer.type to one of Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, and "
+            "of torch::optim RMSprop, and Adam and AdamW with amsgrad");
   EXPECT_HAS(testing::error_of<c10::NotImplementedError>([&] { build("LBFGS"); }), "needs a closure");
 }
 

@@ -185,11 +185,12 @@ TEST(Scope, UnitsOfPlainModulesAreGatheredOneAtATime) {
     region.close();
     const std::string text = engine.units_text();
     if (stage < 3) {
-      EXPECT_EQ(text, c10::str("every rank has all parameters whole: zero_optimization.stage ", stage,
-                               " partitions none"));
+      EXPECT_EQ(text,
+                c10::str("every rank has all parameters whole: zero_optimization.stage ", stage, " partitions none"));
       return;
     }
-    EXPECT_HAS(text, "blocks.0.linear (torch::nn::LinearImpl), 42 elements: while blocks.0 runs, which it is a part of");
+    EXPECT_HAS(text,
+               "blocks.0.linear (torch::nn::LinearImpl), 42 elements: while blocks.0 runs, which it is a part of");
     EXPECT_HAS(text, "any (torch::nn::LinearImpl), 42 elements: while it runs\n");
     EXPECT_HAS(text, "up (torch::nn::LinearImpl), 42 elements: while it runs\n");
     EXPECT_HAS(text, "pair.0 (torch::nn::LinearImpl), 42 elements: while pair runs, which it is a part of\n");

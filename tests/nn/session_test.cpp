@@ -310,10 +310,14 @@ TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
       names.insert(name);
       found[{name.substr(name.rfind('/') + 1), step}] = value;
     }
-    const std::map<Point, double> expected{{{"train_loss", batch}, 0.5},     {{"lr", batch}, 0.5},
-                                           {{"grad_norm", batch}, 0},        {{"skipped_steps", batch}, 0},
-                                           {{"train_loss", 2 * batch}, 2.5}, {{"lr", 2 * batch}, 0.5},
-                                           {{"grad_norm", 2 * batch}, 0},    {{"skipped_steps", 2 * batch}, 0},
+    const std::map<Point, double> expected{{{"train_loss", batch}, 0.5},
+                                           {{"lr", batch}, 0.5},
+                                           {{"grad_norm", batch}, 0},
+                                           {{"skipped_steps", batch}, 0},
+                                           {{"train_loss", 2 * batch}, 2.5},
+                                           {{"lr", 2 * batch}, 0.5},
+                                           {{"grad_norm", 2 * batch}, 0},
+                                           {{"skipped_steps", 2 * batch}, 0},
                                            {{"mine", 3}, 7}};
     for (const auto& [point, value] : expected)
       EXPECT_EQ(found.at(point), value) << point.first << ", " << ranks;

@@ -136,15 +136,15 @@ TEST(Tiles, WhatCannotBeCutIsRefused) {
   EXPECT_HAS(error_of<c10::ValueError>([&] { tiled_mlp(layer, at::ones({3}), 2); }), "[tiled_mlp] x must be");
   EXPECT_HAS(error_of<c10::ValueError>([&] { tiled_mlp(layer, x, 0); }), "1 tile at least, got 0");
   const at::Tensor outside = net.up->weight * 2;
-  EXPECT_HAS(error_of<c10::ValueError>([&] {
-               tiled_mlp([&](const at::Tensor& t) { return at::linear(t, outside); }, x, 2);
-             }),
-             "computed outside of it and requires gradients (by MulBackward0)");
+  EXPECT_HAS(
+      error_of<c10::ValueError>([&] { tiled_mlp([&](const at::Tensor& t) { return at::linear(t, outside); }, x, 2); }),
+      "computed outside of it and requires gradients (by MulBackward0)");
   const auto loss = [&](const auto& a, const auto& b, const auto& c) { return net.loss(a, b, c); };
   EXPECT_HAS(error_of<c10::ValueError>([&] { tiled_loss(loss, x, y.narrow(1, 0, 3), 2); }),
              "all begin with [batch, sequence]");
-  EXPECT_HAS(error_of<c10::ValueError>([&] { tiled_loss([](const auto& a, auto&, auto&) { return a.sum(2); }, x, y, 2); }),
-             "the function must return a scalar");
+  EXPECT_HAS(
+      error_of<c10::ValueError>([&] { tiled_loss([](const auto& a, auto&, auto&) { return a.sum(2); }, x, y, 2); }),
+      "the function must return a scalar");
 }
 
 }  // namespace
