@@ -98,7 +98,7 @@ using UnitOf = torch::nn::ModuleHolder<Unit<typename Holder::ContainedType>>;
 
 // A shallow copy of `module` as a unit: register, call and keep what is returned, in the place of `module`. Its class is copyable,
 // and hands out no `this` where it is built. Of a class whose forward() is a template or has overloads the signature says which:
-// unit<at::Tensor(at::Tensor)>(module).
+// unit_as<at::Tensor(at::Tensor)>(module).
 template <class M>
 torch::nn::ModuleHolder<Unit<M>> unit(const torch::nn::ModuleHolder<M>& module) {
   static_cast<void>(module->name());  // the copy keeps the name of the class
@@ -109,8 +109,7 @@ torch::nn::ModuleHolder<Unit<M>> unit(const std::shared_ptr<M>& module) {
   return unit(torch::nn::ModuleHolder<M>(module));
 }
 template <class Signature, class M>
-  requires std::is_function_v<Signature>
-torch::nn::ModuleHolder<Unit<M, Signature>> unit(const torch::nn::ModuleHolder<M>& module) {
+torch::nn::ModuleHolder<Unit<M, Signature>> unit_as(const torch::nn::ModuleHolder<M>& module) {
   static_cast<void>(module->name());
   return torch::nn::ModuleHolder<Unit<M, Signature>>(std::make_shared<Unit<M, Signature>>(*module));
 }

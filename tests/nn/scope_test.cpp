@@ -115,7 +115,7 @@ struct UnitNet : torch::nn::Module {
     any = torch::nn::AnyModule(unit(torch::nn::Linear(6, 6)));
     register_module("any", any.ptr());
     up = register_module("up", unit(torch::nn::Linear(6, 6)));
-    pair = register_module("pair", unit<at::Tensor(at::Tensor)>(two_layers()));
+    pair = register_module("pair", unit_as<at::Tensor(at::Tensor)>(two_layers()));
     head = register_module("head", torch::nn::Linear(6, 2));
     fill(*this);
   }
