@@ -13,7 +13,7 @@ Generators::Generators(at::Device device) : all_{at::detail::getDefaultCPUGenera
 
 std::vector<at::Tensor> Generators::states() const {
   std::vector<at::Tensor> states;
-  for (const at::Generator& generator : all_) {
+  for (at::Generator generator : all_) {
     const std::scoped_lock lock(generator.mutex());
     states.push_back(generator.get_state());
   }
