@@ -246,8 +246,7 @@ TEST(Pipeline, MetricsAreThoseOfTheWholeModel) {
         norms.push_back(engine.core().global_grad_norm().value_or(-1));
       }
     });
-    if (stages > 1) EXPECT_EQ(seen["Train/Samples/train_loss"], losses);
-    EXPECT_EQ(seen["Train/Samples/train_loss"].size(), 2U);
+    EXPECT_EQ(seen["Train/Samples/train_loss"], losses);
     EXPECT_EQ(seen["Train/Samples/grad_norm"], norms);
     EXPECT_EQ(seen["Train/Samples/lr"], std::vector<double>({0.01, 0.01}));
   }

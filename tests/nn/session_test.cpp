@@ -325,7 +325,7 @@ TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
     EXPECT_GT(samples, 0);
     EXPECT_NEAR(found.at({"tokens_per_second", 2 * batch}) / samples, 7, 1e-6);
     EXPECT_FALSE(found.contains({"samples_per_second", batch})) << "since when is not known";
-    EXPECT_EQ(found.at({"memory_bytes_params", batch}), 3 * 4);
+    EXPECT_GE(found.at({"memory_bytes_params", batch}), 3 * 4);
     EXPECT_EQ(text_of(folder / "job/Train_Samples_train_loss.csv"),
               c10::str("step,train_loss\r\n", batch, ",0.5\r\n", 2 * batch, ",2.5\r\n"));
     EXPECT_EQ(text_of(folder / "job/mine.csv"), "step,mine\r\n3,7.0\r\n");

@@ -130,8 +130,10 @@ TEST(States, OfOptimizersThatRunThemselves) {
       states.set_full_state("0.weight", key, values);
       EXPECT_TRUE(states.full_state("0.weight", key).equal(values)) << key;
       const at::Tensor mine = states.local_state("0.weight", key);
-      EXPECT_TRUE(mine.view({-1}).equal(values.view({-1}).slice(0, begin, end)));
-      states.set_local_state("0.weight", key, mine + 1);
+      if (end > begin) {
+        EXPECT_TRUE(mine.view({-1}).equal(values.view({-1}).slice(0, begin, end)));
+        states.set_local_state("0.weight", key, mine + 1);
+      }
       EXPECT_TRUE(states.full_state("0.weight", key).equal(values + 1)) << key;
     }
     states.set_full_state("0.weight", "step", at::tensor(7));
