@@ -190,6 +190,10 @@ THREE = (
 )
 
 
+# Of torch's attention; where it does not, ranks without a head are refused.
+COMPUTES_WITHOUT_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 @pytest.mark.parametrize(("name", "tp"), [(name, 4) for name in FOUR] + [(name, 3) for name in THREE])
 def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
     try:
@@ -197,7 +201,7 @@ def test_more_ranks_and_uneven_heads(name: str, tp: int) -> None:
     except ConfigError as error:
         if "ends the process where there is no head" not in str(error):
             raise
-        assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+        assert not COMPUTES_WITHOUT_HEADS
         pytest.skip(str(error))
 
 
@@ -232,7 +236,8 @@ def test_code_that_needs_a_head_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         return model
 
     monkeypatch.setitem(MODELS, "opt", (unknown, *rest))
-    with pytest.raises(
-        ConfigError, match=r"no outputs of \S+_proj, and the model's code cannot compute without a head"
-    ):
+    fault = r"no outputs of \S+_proj, and the model's code cannot compute without a head"
+    if not COMPUTES_WITHOUT_HEADS:
+        fault = "has none of 4 heads, and the attention of torch .* ends the process"
+    with pytest.raises(ConfigError, match=fault):
         compare("opt", 5)
