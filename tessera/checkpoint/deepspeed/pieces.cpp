@@ -81,6 +81,7 @@ Held whole(const TensorRef& tensor) {
 }
 
 Held sharded(const std::vector<const TensorRef*>& parts, int64_t at, int64_t numel) {
+  if (parts.empty()) unfit("parts of no rank");
   const auto world = static_cast<int64_t>(parts.size());
   const int64_t part = (numel + world - 1) / world;
   Held held{parts[0]->dtype(), {}, {}};

@@ -156,7 +156,11 @@ std::string repeated(const std::string& text, int64_t times) {
 
 // A storage of `numel` floats in record `key`.
 std::string storage(char key = '0', char numel = 16) {
-  return "(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0"s + key + "X\x03\0\0\0cpuK"s + numel + "tQ";
+  std::string text = "(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0"s;
+  text += key;
+  text += "X\x03\0\0\0cpuK"s;
+  text += numel;
+  return text + "tQ";
 }
 const std::string kTensor = "\x80\x02"s + "ctorch._utils\n_rebuild_tensor_v2\n(";
 
