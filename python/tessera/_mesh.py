@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Union
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tessera import _core
 from tessera.errors import ConfigError
+
+OneGroup = Union["dist.ProcessGroup", _core.Group]
+"""Ranks, as core_group() takes them."""
+Ranks = OneGroup | DeviceMesh | _core.Mesh
+"""Ranks, as core_mesh() takes them."""
 
 
 def core_group(group: Any = None) -> _core.Group:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 from torch.utils.data import Dataset
 
-from tessera import _core, distributed
+from tessera import _core, _mesh, distributed
 from tessera._config import ConfigLike, load_config
 from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
@@ -121,7 +121,7 @@ class Engine(nn.Module):
         lr_scheduler: Any = None,
         training_data: Dataset[Any] | Indexed | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        group: Any = None,
+        group: _mesh.Ranks | SequenceParallelGroups | None = None,
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
         tensor_parallel: int | None = None,

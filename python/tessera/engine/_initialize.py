@@ -10,12 +10,13 @@ from torch import nn
 from torch.optim.optimizer import ParamsT
 from torch.utils.data import Dataset
 
-from tessera import distributed
+from tessera import _mesh, distributed
 from tessera._config import ConfigLike, load_config
 from tessera._former import of_initialize, takes_former
 from tessera.data import Indexed
 from tessera.engine._engine import Engine
 from tessera.errors import ConfigError
+from tessera.sequence import SequenceParallelGroups
 from tessera.units import UnitPolicy
 from tessera.zero.engines import suspended
 
@@ -30,7 +31,7 @@ def initialize(
     training_data: Dataset[Any] | Indexed | None = None,
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    group: Any = None,
+    group: _mesh.Ranks | SequenceParallelGroups | None = None,
     sequence_parallel: int | None = None,
     tensor_parallel: int | None = None,
     unit_policy: UnitPolicy | None = None,

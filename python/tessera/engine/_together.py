@@ -19,7 +19,7 @@ from tessera.errors import ConfigError, UsageError
 
 
 def step_together(
-    engines: Engine | Iterable[Engine], group: Any = None, *, copies: Iterable[nn.Parameter] = ()
+    engines: Engine | Iterable[Engine], group: _mesh.OneGroup | None = None, *, copies: Iterable[nn.Parameter] = ()
 ) -> float | None:
     """step() of every engine; at an accumulation boundary all clip by the norm of all their gradients, and a gradient
     that is not finite in one of them skips the step of all, so that loss scales move alike. Returns the norm, None

@@ -55,7 +55,7 @@ def plan_for(model: nn.Module, config: ConfigLike) -> ParallelPlan:
     return make_plan(model, loaded, max(1, loaded.tensor_parallel.autotp_size))
 
 
-def shard_model(model: nn.Module, config: ConfigLike, *, group: Any = None) -> ParallelPlan:
+def shard_model(model: nn.Module, config: ConfigLike, *, group: _mesh.OneGroup | None = None) -> ParallelPlan:
     """Cuts `model` in place as `config` says, as tessera.initialize would; that takes the model as it is now.
 
     Parameters of the meta device only change their sizes; load_slices() fills them. Else the first rank's values hold.

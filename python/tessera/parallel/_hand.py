@@ -20,7 +20,7 @@ _HAND = "by hand"  # ModuleCut.rule of them
 
 
 def column_linear(
-    module: nn.Module, group: Any, *, gather: bool = False, kv_heads: int = 0, name: str = ""
+    module: nn.Module, group: _mesh.OneGroup | None, *, gather: bool = False, kv_heads: int = 0, name: str = ""
 ) -> nn.Module:
     """`module`, a linear layer, keeps this rank's outputs and is a ColumnLinear from now on; with `gather` its forward
     returns all of them. `group`: the ranks that share it, as in tessera.parallel.shard_model(). Its outputs are dealt
@@ -33,7 +33,7 @@ def column_linear(
     return _become(module, _modules._Column, cut)
 
 
-def row_linear(module: nn.Module, group: Any, *, kv_heads: int = 0, name: str = "") -> nn.Module:
+def row_linear(module: nn.Module, group: _mesh.OneGroup | None, *, kv_heads: int = 0, name: str = "") -> nn.Module:
     """As column_linear(): `module` keeps this rank's inputs and is a RowLinear; its forward returns the sum over the
     ranks, to which the bias is added once."""
     cut = _cut(module, group, 1, kv_heads, name)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tessera import _core
-from tessera._mesh import core_group
+from tessera._mesh import OneGroup, core_group
 from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
 
 
-def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Tensor, group: Any) -> torch.Tensor:
+def vocab_sequence_parallel_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, group: OneGroup | None
+) -> torch.Tensor:
     """The loss of every token of the sequence, on every rank of `group`: logits [sequence / ranks, batch, vocabulary]
     and target [sequence / ranks, batch] of this rank to losses [sequence, batch]. Collective; the backward is not, each
     rank takes its part of the gradient."""
@@ -25,7 +25,7 @@ def vocab_sequence_parallel_cross_entropy(logits: torch.Tensor, target: torch.Te
     return _core.sequence_cross_entropy(logits, target, core_group(group))
 
 
-def mean_over_sequence(loss: torch.Tensor, labels: torch.Tensor, group: Any) -> torch.Tensor:
+def mean_over_sequence(loss: torch.Tensor, labels: torch.Tensor, group: OneGroup | None) -> torch.Tensor:
     """The mean over all tokens of the sequence, on every rank of `group`: `loss` is this rank's mean over its tokens,
     those whose label is not -100 (NaN where it has none). To call backward() on, on every rank of the group: gradients
     that the engine (or any other average over ranks) makes of it are those of one rank with the whole sequence.

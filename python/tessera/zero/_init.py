@@ -27,7 +27,7 @@ from tessera import _core, distributed
 from tessera._config import ConfigLike, load_config
 from tessera._device import checked_device, group_device, move
 from tessera._former import of_zero_init, takes_former
-from tessera._mesh import core_mesh, mesh_sizes
+from tessera._mesh import Ranks, core_mesh, mesh_sizes
 from tessera.errors import ConfigError
 from tessera.zero._owners import Home, holder_of, set_home
 
@@ -197,7 +197,7 @@ class Init:
         config: ConfigLike | None = None,
         *,
         dtype: torch.dtype | None = None,
-        group: Any = None,
+        group: Ranks | None = None,
         remote_device: str | None = None,
         pin_memory: bool = False,
         tensor_overrides: bool = True,
