@@ -172,7 +172,9 @@ TEST(Scope, UnitsOfPlainModulesAreGatheredOneAtATime) {
     int calls = 0;
     net->blocks->ptr<Unit<PlainBlockImpl>>(1)->seen = [&] {
       ++calls;
-      if (stage == 3 && ranks > 1) EXPECT_EQ(gathered(engine.core()), 2 + 2) << "its own, and the head's";
+      if (stage == 3 && ranks > 1) {
+        EXPECT_EQ(gathered(engine.core()), 2 + 2) << "its own, and the head's";
+      }
     };
     for (int step = 0; step < 3; ++step) {
       engine.forward(x).backward();

@@ -37,7 +37,7 @@ TEST(OptimizerOptions, OfType) {
   const OptimizerOptions amsgrad{
       .rule = Rule::External, .defaults = {.amsgrad = true}, .type = find_torch_type("AdamW")};
   EXPECT_EQ(state_count(amsgrad), 3);
-  OptimizerOptions rmsprop{.rule = Rule::External, .type = find_torch_type("RMSprop")};
+  OptimizerOptions rmsprop{.rule = Rule::External, .defaults = {}, .type = find_torch_type("RMSprop")};
   EXPECT_EQ(state_count(rmsprop), 1);
   rmsprop.defaults.momentum = 0.9;
   rmsprop.defaults.centered = true;

@@ -31,6 +31,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of all parameters that have a gradient; returns what `closure` gave, or None."""
         loss = loss_of(closure)
         groups = [self.options(group) for group in self.param_groups]
         numbers, params, states, names = [], [], [], []

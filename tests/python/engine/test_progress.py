@@ -30,11 +30,11 @@ for _ in range(4):
 """
 
 
-def run_program(program: str, folder: Path, terminal: int | None = None) -> None:
+def run_program(program: str, folder: Path, terminal: str | None = None) -> None:
     for descriptor, name in ((1, "out"), (2, "errors")):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), descriptor)
     if terminal is not None:
-        os.dup2(terminal, 2)
+        os.dup2(os.open(terminal, os.O_RDWR), 2)
     sys.stderr = sys.__stderr__  # pytest's own, where it is forked
     exec(program, {})
 
@@ -71,14 +71,15 @@ def test_on_a_terminal_there_is_one_line(tmp_path: Path) -> None:
     program = program.replace("    engine.step()", "    engine.backward(loss)\n    engine.step()\n    time.sleep(0.15)")
     program = f"import os, time\nimport tessera.monitor\nos.chdir({str(tmp_path)!r})\n{program}\nengine.destroy()\n"
     ours, theirs = os.openpty()
-    process = PROCESSES.Process(target=run_program, args=(program, tmp_path, theirs))
+    process = PROCESSES.Process(target=run_program, args=(program, tmp_path, os.ttyname(theirs)))
     process.start()
+    process.join(60)
     os.close(theirs)
     text = b""
-    with contextlib.suppress(OSError):  # the other end is closed
+    with contextlib.suppress(OSError):  # nobody has the other end any more
         while part := os.read(ours, 4096):
             text += part
-    process.join(60)
+    os.close(ours)
     assert process.exitcode == 0, text
     *before, last = [line for line in text.decode().split("\r\x1b[K") if "step=" in line]
     assert len(before) == 3 and not any("\n" in line for line in before)
