@@ -164,6 +164,10 @@ def put_states(run: Run, states: dict[int, dict[str, Any]]) -> None:
             runner.base.state[target] = states[number]
         else:
             runner.base.state.pop(target, None)
+    # C++ counts steps in numbers, torch's classes in tensors: each knows how it takes another's.
+    counts = any(isinstance(state.get("step"), int) for state in states.values())
+    if counts and type(runner.base).__module__.startswith("torch.optim."):
+        runner.base.__setstate__({"state": runner.base.state, "param_groups": runner.base.param_groups})
 
 
 # ---------------------------------------------------------------- param groups
