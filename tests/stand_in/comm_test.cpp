@@ -3,10 +3,6 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <chrono>
-#include <thread>
-
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include "tests/comm/c10d/gloo_threads.h"
@@ -86,30 +82,6 @@ TEST(DeviceComm, SiblingsNeedNoCommonOrder) {
     at::Tensor here = at::ones({4});
     one->all_reduce(here, comm::ReduceOp::Sum).wait();
     EXPECT_EQ(here.sum().item<float>(), 8);
-    group->barrier();
-  });
-}
-
-// A sibling ends while the other rank is elsewhere, and has launched nothing.
-TEST(DeviceComm, TheEndWaitsForNoReleasedCollective) {
-  std::atomic<bool> is_over = false;
-  run_staged_threads(2, [&](int rank, const TorchGroup& torch) {
-    const c10::Device device = stand_in_of(rank);
-    const auto group = comm::c10d_group(nullptr, *torch);
-    {
-      auto sibling = group->sibling(device);
-      if (rank == 0) {
-        const at::TensorOptions options(device);
-        sibling->all_reduce(at::ones({1000}, options), comm::ReduceOp::Sum).release();
-        sibling->all_gather(at::empty({2000}, options), at::ones({1000}, options)).release();
-        sibling.reset();
-        is_over = true;
-      }
-      const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-      while (!is_over && std::chrono::steady_clock::now() < until)
-        std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      EXPECT_TRUE(is_over);
-    }
     group->barrier();
   });
 }

@@ -110,12 +110,10 @@ class C10dWork final : public Pending::Work {
   }
 
   void release(std::unique_ptr<Work> self) override {
-    const bool on_device = !held_.front().is_cpu();
-    if (on_device && own_ == nullptr) return Work::release(std::move(self));
+    if (!held_.front().is_cpu()) return Work::release(std::move(self));
     core_->calls().done(call_.instance, call_.number);
     held_.push_back(std::move(buffer_));
-    C10dCore::Left left{std::move(held_), std::move(transfers_)};
-    on_device ? own_->keep(std::move(left)) : core_->keep(std::move(left));
+    core_->keep({std::move(held_), std::move(transfers_)});
   }
 
  private:

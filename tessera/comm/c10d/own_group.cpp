@@ -106,11 +106,6 @@ void OwnGroup::mark_end() {
   end_->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
-void OwnGroup::keep(C10dCore::Left left) {
-  const std::scoped_lock lock(mutex_);
-  left_.push_back(std::move(left));
-}
-
 bool OwnGroup::ended() {
   const std::scoped_lock lock(mutex_);
   return !end_ || end_->query();
@@ -133,7 +128,6 @@ OwnGroup::~OwnGroup() {
   });
   if (!core_->failed()) attempt([&] { await_others(); });
   attempt([&] { backend_->abort(); });
-  attempt([&] { left_.clear(); });
 }
 
 }  // namespace tessera::comm

@@ -7,9 +7,8 @@
 //   such tensors has communicators of its own, split off the group's.
 //   They are made and connected where sibling() is called, which all ranks do at the same place. At the first call they
 //   would be made in the order of first calls, which is what differs: connecting waits for the other ranks.
-//   A sibling ends without the other ranks' help: they may be anywhere. It waits for the last collective that somebody has waited
-//   for, counts itself as ended, and gives ranks that still read its memory a moment, before the communicator is aborted. That
-//   ends collectives that were released, too: until then they keep their memory.
+//   A sibling ends without the other ranks' help: they may be anywhere. It waits for its own last collective, tells the
+//   others, and gives those that still read its memory a moment, before the communicator is aborted.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -17,7 +16,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <vector>
 
 #include "tessera/comm/c10d/core.h"
 
@@ -36,10 +34,8 @@ class OwnGroup {
 
   c10d::ProcessGroup& group() { return *group_; }
   c10::Device device() const { return device_; }
-  // The current stream waits for all collectives so far that are not kept here.
+  // The current stream waits for all collectives so far.
   void mark_end();
-  // Of a collective that was released. Local; does not wait.
-  void keep(C10dCore::Left left);
 
  private:
   void split();
@@ -54,7 +50,6 @@ class OwnGroup {
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::mutex mutex_;
   std::optional<c10::Event> end_;  // a device's
-  std::vector<C10dCore::Left> left_;
 };
 
 }  // namespace tessera::comm
