@@ -6,11 +6,7 @@ execute_process(COMMAND ${CMAKE_COMMAND} --install ${BUILD} --prefix ${made} --c
   OUTPUT_QUIET COMMAND_ERROR_IS_FATAL ANY)
 file(GLOB_RECURSE files ${made}/*)
 foreach(file IN LISTS files)
-  if(file MATCHES "[.]so|/bin/")  # where it looks for torch; texts of its errors name sources
-    file(READ_ELF ${file} RUNPATH lines CAPTURE_ERROR none)
-  else()
-    file(STRINGS ${file} lines REGEX "/")
-  endif()
+  file(STRINGS ${file} lines REGEX "/")  # also of libraries: where they look for torch, texts of their errors
   foreach(folder IN LISTS FOLDERS)
     string(FIND "${lines}" "${folder}/" at)
     if(NOT at LESS 0)

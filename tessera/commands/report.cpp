@@ -97,7 +97,7 @@ std::string text_of(const ordered_json& value) {
   if (!value.is_structured()) return value.dump();
   if (value.is_object() && value.contains("folder"))
     return text_of(value["folder"]) +
-           (value["free_gb"].is_null() ? ": none" : " " + text_of(value["free_gb"]) + " GB free");
+           (value["free_gb"].is_null() ? ": none" : std::string(" ").append(text_of(value["free_gb"])) + " GB free");
   std::string text;
   for (const auto& [key, item] : value.items())
     text += (text.empty()        ? ""
