@@ -8,4 +8,5 @@
 #include "tessera/parallel/functions.h"
 #include "tessera/parallel/layers.h"
 #include "tessera/parallel/plan.h"
+#include "tessera/parallel/tiles.h"
 #include "tessera/parallel/vocabulary.h"

@@ -15,6 +15,7 @@
 #include "tessera/parallel/layers.h"
 #include "tessera/parallel/plan.h"
 #include "tessera/parallel/sizes.h"
+#include "tessera/parallel/tiles.h"
 #include "tessera/parallel/vocabulary.h"
 
 namespace tessera::python {
@@ -316,6 +317,29 @@ void bind_plan(py::module_& m) {
   m.def("preset_rules", &preset_rules, py::arg("name"), py::arg("facts"), py::arg("matcher"));
 }
 
+// Functions of Python take the GIL for their calls, which autograd may make on any thread.
+void bind_tiles(py::module_& m) {
+  using parallel::Tiled;
+  using parallel::TileFunction;
+  m.def(
+      "tiled",
+      [](TileFunction f, std::vector<at::Tensor> tensors, std::vector<bool> cut, int64_t dim, int64_t count,
+         int64_t join, const std::function<std::vector<double>()>& weights) {
+        return parallel::tiled(Tiled{std::move(f), std::move(tensors), std::move(cut), dim, count}, join, weights);
+      },
+      py::arg("f"), py::arg("tensors"), py::arg("cut"), py::arg("dim"), py::arg("count"), py::arg("join"),
+      py::arg("weights"), NoGil());
+  m.def(
+      "tiled_with_gradients",
+      [](TileFunction f, std::vector<at::Tensor> tensors, std::vector<bool> cut, int64_t dim, int64_t count,
+         const std::vector<double>& weights) {
+        return parallel::tiled_with_gradients(Tiled{std::move(f), std::move(tensors), std::move(cut), dim, count},
+                                              weights);
+      },
+      py::arg("f"), py::arg("tensors"), py::arg("cut"), py::arg("dim"), py::arg("count"), py::arg("weights"), NoGil());
+  m.def("tile_ranges", &parallel::tile_ranges, py::arg("length"), py::arg("count"));
+}
+
 }  // namespace
 
 void bind_parallel(py::module_& m) {
@@ -326,6 +350,7 @@ void bind_parallel(py::module_& m) {
   bind_cost(m);
   bind_plan_input(m);
   bind_plan(m);
+  bind_tiles(m);
 }
 
 }  // namespace tessera::python

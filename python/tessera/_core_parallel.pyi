@@ -9,6 +9,24 @@ import torch
 
 from tessera._core import Axis, Config, Group
 
+def tiled(
+    f: Callable[[list[torch.Tensor]], torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    cut: Sequence[bool],
+    dim: int,
+    count: int,
+    join: int,
+    weights: Callable[[], list[float]],
+) -> torch.Tensor: ...
+def tiled_with_gradients(
+    f: Callable[[list[torch.Tensor]], torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    cut: Sequence[bool],
+    dim: int,
+    count: int,
+    weights: Sequence[float],
+) -> torch.Tensor: ...
+def tile_ranges(length: int, count: int) -> list[tuple[int, int]]: ...
 def part_sizes(total: int, parts: int, heads: int = ..., grain: int = ...) -> list[int]: ...
 def heads_for(name: str, total: int, kv_heads: int) -> int: ...
 

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <memory>
 #include <utility>
@@ -32,6 +33,12 @@ auto weak(const P& node) {
   } else {
     return c10::weak_intrusive_ptr<typename P::element_type>(node);
   }
+}
+
+// The leaf whose gradient `node` accumulates; undefined for other nodes.
+inline at::Tensor leaf_of(const torch::autograd::Node& node) {
+  const auto* const accumulates = dynamic_cast<const torch::autograd::AccumulateGrad*>(&node);
+  return accumulates != nullptr ? at::Tensor(accumulates->variable) : at::Tensor();
 }
 
 }  // namespace tessera::compat

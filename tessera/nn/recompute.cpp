@@ -1,7 +1,5 @@
 #include "tessera/nn/recompute.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -10,10 +8,10 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
 #include "tessera/amp/autocast.h"
+#include "tessera/base/generators.h"
 #include "tessera/parallel/held.h"
 
 namespace tessera::nn {
@@ -23,31 +21,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Tensors = std::vector<at::Tensor>;
 using Call = std::function<Tensors(const Tensors&)>;
-
-// The CPU's generator and the device's: what dropout draws from.
-class Generators {
- public:
-  explicit Generators(at::Device device) : all_{at::detail::getDefaultCPUGenerator()} {
-    if (!device.is_cpu()) all_.push_back(at::globalContext().defaultGenerator(device));
-  }
-  Tensors states() {
-    Tensors states;
-    for (at::Generator& generator : all_) {
-      const std::scoped_lock lock(generator.mutex());
-      states.push_back(generator.get_state());
-    }
-    return states;
-  }
-  void set(const Tensors& states) {
-    for (size_t i = 0; i < all_.size(); ++i) {
-      const std::scoped_lock lock(all_[i].mutex());
-      all_[i].set_state(states[i]);
-    }
-  }
-
- private:
-  std::vector<at::Generator> all_;
-};
 
 at::Device device_of(at::TensorList tensors) {
   for (const at::Tensor& t : tensors)

@@ -1,33 +1,55 @@
-"""Layers and losses that run over a long sequence a tile at a time: Note [Tiles]."""
+"""Layers and losses that run over a long sequence a tile at a time: Note [Tiles] in tessera/parallel/tiles.h."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tessera import _core
 from tessera.errors import ConfigError
-from tessera.sequence._tiles import HandedOver, Recomputed, Tiles, combine
 
 IGNORED = -100  # labels of tokens that do not count
 
 
-def _joined_or_reduced(tiles: Tiles, dim: int, weights: Callable[[], list[float]]) -> torch.Tensor:
-    """Outputs of one element are reduced, others are joined along `dim`."""
-    if not torch.is_grad_enabled():
-        with tiles.around.region():
-            outputs = (tiles.plain(number) for number in range(len(tiles.ranges)))
-            first = next(outputs)
-            return combine(tiles, first, outputs, dim, weights() if first.dim() == 0 else None)[0]
-    with tiles.around.region():
-        first = tiles.first()[1].detach()
-    factors = weights() if first.dim() == 0 else None
-    output: torch.Tensor = Recomputed.apply(tiles, first, dim, factors, *tiles.tensors, *tiles.params)
-    return output
+def _of_one_tensor(fn: Callable[[list[torch.Tensor]], Any]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    def call(pieces: list[torch.Tensor]) -> torch.Tensor:
+        output = fn(pieces)
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(f"[tiled] the function must return one tensor, got {type(output).__name__}")
+        return output
+
+    return call
 
 
-def _factors(tiles: Tiles, reduction: str | None, valid: torch.Tensor | None) -> list[float]:
+@dataclass
+class _Tiles:
+    """`fn` of the tensors, of which those in `cut` are given a tile of `dim` at a time."""
+
+    fn: Callable[[list[torch.Tensor]], Any]
+    tensors: list[torch.Tensor]
+    cut: list[bool]
+    dim: int
+    count: int
+
+    def __post_init__(self) -> None:
+        length = next(t.size(self.dim) for t, cut in zip(self.tensors, self.cut, strict=True) if cut)
+        self.ranges = _core.tile_ranges(length, self.count)
+
+    def run(self, join: int, weights: Callable[[], list[float]]) -> torch.Tensor:
+        """Outputs of one element are reduced, others are joined along `join`."""
+        return _core.tiled(_of_one_tensor(self.fn), self.tensors, self.cut, self.dim, self.count, join, weights)
+
+    def run_with_gradients(self, weights: list[float]) -> torch.Tensor:
+        """The weighted sum of the tiles' losses, whose gradients are computed now."""
+        return _core.tiled_with_gradients(
+            _of_one_tensor(self.fn), self.tensors, self.cut, self.dim, self.count, weights
+        )
+
+
+def _factors(tiles: _Tiles, reduction: str | None, valid: torch.Tensor | None) -> list[float]:
     """What each tile's loss counts for: 1 in a sum, its share of the tokens (those that are `valid`) in a mean."""
     if reduction == "sum":
         return [1.0] * len(tiles.ranges)
@@ -39,6 +61,12 @@ def _factors(tiles: Tiles, reduction: str | None, valid: torch.Tensor | None) ->
         parts = [valid.narrow(tiles.dim, begin, length).sum() for begin, length in tiles.ranges]
         counts = [float(count) for count in torch.stack(parts).tolist()]
     return [count / max(sum(counts), 1.0) for count in counts]
+
+
+def _in_fp16(tensors: list[torch.Tensor]) -> bool:
+    kinds = {"cpu", *(t.device.type for t in tensors)}
+    autocast = [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
+    return torch.float16 in (tensors[0].dtype, *autocast)
 
 
 def _check_reduction(reduction: str | None) -> None:
@@ -79,7 +107,7 @@ def sequence_tiled_compute(
     names = [*tensors, *passed]
     others = {name: v for name, v in (kwargs_to_shard | kwargs_to_pass).items() if name not in names}
     labels = next((t for name, t in tensors.items() if name.endswith("labels") and not t.is_floating_point()), None)
-    tiles = Tiles(
+    tiles = _Tiles(
         lambda pieces: fn(**dict(zip(names, pieces, strict=True)), **others),
         [*tensors.values(), *passed.values()],
         [True] * len(tensors) + [False] * len(passed),
@@ -87,7 +115,7 @@ def sequence_tiled_compute(
         shards,
     )
     valid = None if labels is None else labels != IGNORED
-    return _joined_or_reduced(tiles, output_unshard_dimension, lambda: _factors(tiles, output_reduction, valid))
+    return tiles.run(output_unshard_dimension, lambda: _factors(tiles, output_reduction, valid))
 
 
 class SequenceTiledCompute:
@@ -136,8 +164,8 @@ class TiledMLP:
         if x.dim() < 2:
             raise ConfigError(f"[TiledMLP] x must be [..., sequence, hidden], got the sizes {list(x.shape)}")
         dim = x.dim() - 2
-        tiles = Tiles(lambda pieces: fn(self, pieces[0]), [x], [True], dim, shards)
-        return _joined_or_reduced(tiles, dim, lambda: _factors(tiles, None, None))
+        tiles = _Tiles(lambda pieces: fn(self, pieces[0]), [x], [True], dim, shards)
+        return tiles.run(dim, lambda: _factors(tiles, None, None))
 
 
 class TiledFusedLogitsLoss:
@@ -173,36 +201,10 @@ class TiledFusedLogitsLoss:
                     "[batch, sequence]"
                 )
         given = [x, y] if mask is None else [x, y, mask]
-        tiles = Tiles(lambda pieces: fn(self, *pieces), given, [True] * len(given), 1, shards)
+        tiles = _Tiles(lambda pieces: fn(self, *pieces), given, [True] * len(given), 1, shards)
         valid = None if y.is_floating_point() else (y != IGNORED).flatten(2).any(2) if y.dim() > 2 else y != IGNORED
         if mask is not None:
             valid = mask != 0 if valid is None else valid & (mask != 0)
-        fp16 = torch.float16 in (x.dtype, *tiles.around.autocast.values())
-        if fp16 or not torch.is_grad_enabled():
-            return _joined_or_reduced(tiles, 0, lambda: _factors(tiles, output_reduction, valid))
-        return _with_gradients(tiles, _factors(tiles, output_reduction, valid))
-
-
-def _with_gradients(tiles: Tiles, factors: list[float]) -> torch.Tensor:
-    """The weighted sum of the tiles' losses, whose gradients are computed now."""
-    total, gradients = None, None
-    with tiles.around.region():
-        for number, weight in enumerate(factors):
-            leaves, loss = tiles.first() if number == 0 else tiles.graph(number)
-            if loss.dim() != 0:
-                raise ConfigError(
-                    f"[TiledFusedLogitsLoss] the function must return a scalar, got the sizes {list(loss.shape)}"
-                )
-            gradients = gradients or tiles.grad_sums()
-            if total is None:
-                total = torch.zeros_like(
-                    loss, dtype=torch.promote_types(loss.dtype, torch.float32), requires_grad=False
-                )
-            if weight != 0:
-                total += loss.detach() * weight
-            gradients.add(number, leaves, loss, torch.full_like(loss, weight, requires_grad=False), weight != 0)
-            result_dtype = loss.dtype
-            del leaves, loss
-    assert total is not None and gradients is not None
-    output: torch.Tensor = HandedOver.apply(total.to(result_dtype), gradients.values(), *tiles.tensors, *tiles.params)
-    return output
+        if _in_fp16(given) or not torch.is_grad_enabled():
+            return tiles.run(0, lambda: _factors(tiles, output_reduction, valid))
+        return tiles.run_with_gradients(_factors(tiles, output_reduction, valid))
