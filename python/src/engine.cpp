@@ -289,6 +289,7 @@ void bind_counters(EngineClass& c) {
       .def("mesh", &Engine::mesh, py::return_value_policy::copy)  // it outlives the engine's end
       .def("memory", &Engine::memory)
       .def("keep_losses", &Engine::keep_losses)
+      .def("set_loss", &Engine::set_loss, py::arg("loss"))
       // {phase: (seconds, how often)}
       .def("phases", [](Engine& e) {
         std::map<std::string, std::pair<double, int64_t>> found;

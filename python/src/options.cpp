@@ -14,7 +14,7 @@ void bind_options(py::module_& m) {
       .def_readonly("param", &PrecisionPolicy::param)
       .def_readonly("grad", &PrecisionPolicy::grad)
       .def("master_is_param", &PrecisionPolicy::master_is_param)
-      .def("bytes_per_parameter", &PrecisionPolicy::bytes_per_parameter);
+      .def("bytes_per_parameter", [](const PrecisionPolicy& policy) { return policy.bytes_per_parameter(); });
   py::class_<amp::AutocastOptions>(m, "AutocastOptions")
       .def_readonly("enabled", &amp::AutocastOptions::enabled)
       .def_readonly("dtype", &amp::AutocastOptions::dtype);

@@ -64,14 +64,25 @@ void bind_watch(py::module_& m) {
       .def_property_readonly("step_seconds", &seconds_of)
       .def(
           "stepped",
-          [](Watch& watch, engine::Engine& core, const std::vector<double>& rates) {
-            const Watch::Report report = watch.stepped(core, rates);
+          [](Watch& watch, engine::Engine& core, const std::vector<double>& rates, const std::string& more) {
+            const Watch::Report report = watch.stepped(core, rates, more);
             std::vector<Event> events;
             for (const io::Metric& metric : report.metrics)
               events.emplace_back(metric.name, metric.value, metric.step);
-            return std::pair(std::move(events), report.lines);
+            return std::tuple(std::move(events), report.lines, report.progress);
           },
-          py::arg("core"), py::arg("rates"));
+          py::arg("core"), py::arg("rates"), py::arg("more"))
+      .def("attach", &Watch::attach, py::arg("core"), py::arg("speaks"))
+      .def("listen", &Watch::listen, py::arg("core"))
+      .def("wants_rates", &Watch::wants_rates, py::arg("core"))
+      .def("expect", &Watch::expect, py::arg("steps"), py::arg("tokens_per_sample"))
+      .def("count_flops", &Watch::count_flops, py::arg("core"), py::arg("per_sample"), py::arg("peak"))
+      .def_property(
+          "in_place", [](Watch& watch) { return watch.line().in_place(); },
+          [](Watch& watch, bool in_place) { watch.line().set_in_place(in_place); })
+      .def(
+          "show", [](Watch& watch, const std::string& text) { watch.line().show(text); }, py::arg("text"))
+      .def("end_line", [](Watch& watch) { watch.line().end(); });
   m.def("memory_text", [](const engine::Engine& core) { return engine::text_of(core.memory()); }, py::arg("core"));
   m.def(
       "call_rows",

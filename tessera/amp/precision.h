@@ -38,11 +38,11 @@ struct PrecisionPolicy {
   }
   // Nothing beside the weight has more than 16 bits.
   bool states_are_narrow() const { return master != Master::Fp32 && at::elementSize(state) == 2; }
-  // Of weight, gradient, master and two states together, in bytes.
-  int64_t bytes_per_parameter() const {
+  // Of weight, gradient, master and so many states together, in bytes.
+  int64_t bytes_per_parameter(int64_t states = 2) const {
     const auto size = [](at::ScalarType dtype) { return static_cast<int64_t>(at::elementSize(dtype)); };
     const int64_t extra = master == Master::Fp32 ? 4 : (master == Master::Split ? 2 : 0);
-    return size(param) + size(grad) + extra + 2 * size(state);
+    return size(param) + size(grad) + extra + states * size(state);
   }
 
   static PrecisionPolicy fp32() { return {}; }

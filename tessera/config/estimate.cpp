@@ -14,7 +14,6 @@ namespace tessera::config {
 namespace {
 
 constexpr int64_t kTile = 1 << 22;  // elements of an update on the host, of which three are under way
-constexpr int64_t kNarrow = 6;      // bytes a parameter of a residual and two moments of 16 bits
 
 int64_t largest_two(std::vector<int64_t> units) {
   std::sort(units.begin(), units.end(), std::greater<>());
@@ -40,7 +39,18 @@ int64_t part_of(int64_t count, double share) {
 // Bytes of one element.
 struct Widths {
   int64_t param, grad, states;
+  bool narrow;  // nothing of the states has more than 16 bits
 };
+
+Widths widths_of(const Config& config) {
+  const auto mode = precision(config);
+  const auto size = [](at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); };
+  auto optimizer = native_optimizer(config);
+  if (!optimizer) optimizer = torch_optimizer(config);
+  const int64_t states = optimizer ? optim::state_count(*optimizer) : 2;
+  return {size(mode.param), size(mode.grad), mode.bytes_per_parameter(states) - size(mode.param) - size(mode.grad),
+          mode.states_are_narrow()};
+}
 
 // With offload_optimizer. `own`: elements that this rank updates; `most`: of the two largest units.
 void put_states_away(Estimate& found, const Config& config, int64_t own, int64_t most, const Widths& widths) {
@@ -49,7 +59,7 @@ void put_states_away(Estimate& found, const Config& config, int64_t own, int64_t
   const bool on_disk = offload.device == OffloadDevice::Nvme;
   const int64_t away = part_of(own, offload.ratio.value_or(1));
   // The device updates states of 16 bits and a share of others; gradients stay with it where one backward makes them.
-  const double through = widths.states <= kNarrow ? 1 : config.tessera.device_share.value_or(0);
+  const double through = widths.narrow ? 1 : config.tessera.device_share.value_or(0);
   const int64_t leave = accumulates(config) ? away : away - part_of(away, through);
   // Two buckets of a unit's gradients go through, and the rest stays. Stage 1 adds up on the device instead.
   if (reduced_at_once(config)) found.grads = std::min(found.grads, (own - leave + most) * widths.grad);
@@ -88,16 +98,13 @@ Config with_stage(const Config& config, int64_t stage) {
 }
 
 Estimate estimate(const ModelSizes& sizes, const Config& config, int ranks) {
-  const auto precision_mode = precision(config);
   const shard::StagePlacements& places = placements(config);
   const ZeroOptimization& zero = config.zero_optimization;
   const comm::MeshShape mesh =
       comm::mesh_shape(ranks, static_cast<int>(zero.mics_shard_size), static_cast<int>(config.sequence_parallel_size),
                        static_cast<int>(tensor_parallel_ranks(config)));
   const int64_t sharing = mesh.size(comm::kStateAxes), most = largest_two(sizes.units);
-  Widths widths{static_cast<int64_t>(c10::elementSize(precision_mode.param)),
-                static_cast<int64_t>(c10::elementSize(precision_mode.grad)), 0};
-  widths.states = precision_mode.bytes_per_parameter() - widths.param - widths.grad;
+  const Widths widths = widths_of(config);
   const auto share = [&](int64_t count, bool sharded) { return sharded ? (count + sharing - 1) / sharing : count; };
   const bool slices = sharing > 1 || zero.offload_param.device != OffloadDevice::None;  // offload: for one rank, too
   Estimate found{

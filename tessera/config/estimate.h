@@ -20,7 +20,7 @@ struct Estimate {
   int64_t stage = 0;
   int64_t params = 0;
   int64_t grads = 0;     // at the end of a backward; none while a forward runs
-  int64_t states = 0;    // masters and moments
+  int64_t states = 0;    // masters and what the optimizer keeps; of one that is not known two values an element
   int64_t gathered = 0;  // stage 3: the two largest units, whole: one that runs and one that is fetched
   int64_t host = 0, disk = 0;
 

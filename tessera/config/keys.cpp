@@ -229,7 +229,9 @@ std::vector<Key> later_rows() {
       {FIELD(tensor_parallel.replace_with_kernel_inject), "replace modules by fused ones", any(), {"kernel_inject"}},
       {FIELD(data_parallel_size), "ranks of the data-parallel axis; 0: from the world size", at_least(0)},
       {FIELD(sequence_parallel_size), "ranks of the sequence-parallel axis", at_least(1)},
-      {FIELD(steps_per_print), "optimizer steps between two progress lines; unset or infinite: never",
+      {FIELD(steps_per_print),
+       "shows where the training is: on a terminal in one line, else by a line every so many optimizer steps; unset or "
+       "infinite: not",
        Limits{.min = 1, .inf_unsets = true}},
       {FIELD(wall_clock_breakdown),
        "log the time of forward, backward, reduce, gather and step; device work is waited for"},

@@ -1,5 +1,7 @@
 #include "tessera/config/params.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -339,6 +341,24 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   if (options->rule == optim::Rule::Sgd) check_sgd(in, group);
   if (options->rule == optim::Rule::Lamb) check_lamb(in, group);
   in.ignored({"foreach", "fused", "capturable", "set_grad_none", "max_grad_norm", "fp32_optimizer_states"});
+  in.finish();
+  return options;
+}
+
+std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& optimizer, Report& report) {
+  const auto kind = kind_of(optimizer);
+  const optim::Type* const type = optim::find_torch_type(!kind                      ? optimizer.type
+                                                         : kind->defaults.decoupled ? "AdamW"
+                                                                                    : "Adam");
+  if (type == nullptr) return std::nullopt;
+  optim::OptimizerOptions options{.rule = type->rule, .defaults = type->defaults, .type = type};
+  Reader in("optimizer.params", optimizer.params, report);
+  read_fields(in, *type, options.defaults);
+  bool maximize = false;
+  in.flag("maximize", maximize);
+  if (maximize) in.refuse("maximize", c10::str("torch::optim::", type->name, " of C++ has it not; leave it out"));
+  if (kind) in.ignored({"adam_w_mode", "torch_adam"});
+  in.ignored({"foreach", "fused", "capturable", "differentiable", "max_grad_norm", "fp32_optimizer_states"});
   in.finish();
   return options;
 }

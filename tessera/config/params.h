@@ -19,6 +19,9 @@ std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer);
 // torch_adam); the parameters of the latter are not looked at, except max_grad_norm.
 std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer, Report& report);
 
+// Of what read_optimizer() leaves to torch.optim, what torch::optim has in C++, too; empty for the rest.
+std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& optimizer, Report& report);
+
 // Empty for no type and for a type of torch.optim.lr_scheduler.
 std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report);
 

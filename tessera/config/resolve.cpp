@@ -114,6 +114,14 @@ std::optional<optim::OptimizerOptions> native_optimizer(const Config& config) {
   return options;
 }
 
+std::optional<optim::OptimizerOptions> torch_optimizer(const Config& config) {
+  Report report;
+  if (read_optimizer(config.optimizer, report)) return std::nullopt;
+  auto options = read_torch_optimizer(config.optimizer, report);
+  report.raise();
+  return options;
+}
+
 std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config) {
   return kind_of(config.optimizer);
 }

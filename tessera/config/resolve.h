@@ -37,6 +37,10 @@ zero::Options zero_options(const Config& config);
 // none, or a class of torch.optim (also Adam with torch_adam and amsgrad).
 std::optional<optim::OptimizerOptions> native_optimizer(const Config& config);
 
+// The configured optimizer where it is none of the table and torch::optim has it in C++, too: RMSprop, Adam and AdamW with
+// torch_adam and amsgrad. Empty for others. For the C++ front end.
+std::optional<optim::OptimizerOptions> torch_optimizer(const Config& config);
+
 // Rule and defaults of optimizer.type and adam_w_mode, whatever the other parameters ask for; empty as above, but not for
 // Adam. For who builds the optimizer itself.
 std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config);

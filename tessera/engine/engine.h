@@ -231,6 +231,8 @@ class Engine {
   // The mean of those since the last call; empty where there is none, and where reading one would wait for a device longer than
   // step() has waited. Local.
   std::optional<double> take_loss();
+  // Takes the place of what is kept: of a batch that several engines train, whose loss is not this one's. Local.
+  void set_loss(double loss);
 
   // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw. Waits for a
   // checkpoint in the background, and throws its error at the end.

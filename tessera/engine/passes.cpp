@@ -1,6 +1,7 @@
 #include "tessera/engine/engine.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -113,6 +114,10 @@ std::optional<double> Engine::take_loss() {
   for (const at::Tensor& loss : losses)
     sum += loss.item<double>();
   return sum / static_cast<double>(losses.size());
+}
+
+void Engine::set_loss(double loss) {
+  if (impl_->keeps_losses) impl_->losses = {at::scalar_tensor(loss, at::kDouble)};
 }
 
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {

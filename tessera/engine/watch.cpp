@@ -4,9 +4,11 @@
 #include <cmath>
 #include <cstdio>
 #include <utility>
+#include <variant>
 
 #include "tessera/base/error.h"
 #include "tessera/comm/mesh.h"
+#include "tessera/config/resolve.h"
 
 namespace tessera::engine {
 namespace {
@@ -36,6 +38,27 @@ std::string call_line(const comm::CallTime& call, bool with_label) {
          (with_label ? " | " + call.label : "");
 }
 
+using Kinds = std::vector<std::pair<const char*, int64_t>>;
+Kinds kinds_of(const Engine::Memory& memory) {
+  return {{"params", memory.params}, {"grads", memory.grads},     {"master", memory.master},
+          {"states", memory.states}, {"buckets", memory.buckets}, {"peak_buckets", memory.peak_buckets},
+          {"shared", memory.shared}, {"host", memory.host},       {"disk", memory.disk}};
+}
+
+// What a schedule is for; 0: not known.
+int64_t total_steps_of(const config::Config& config) {
+  const auto schedule = config::native_schedule(config);
+  if (!schedule) return 0;
+  return std::visit(
+      [](const auto& options) -> int64_t {
+        if constexpr (requires { options.total_num_steps; })
+          return options.total_num_steps;
+        else
+          return 0;
+      },
+      *schedule);
+}
+
 }  // namespace
 
 Watch::Watch(const config::Config& config)
@@ -43,28 +66,116 @@ Watch::Watch(const config::Config& config)
       scales_(config.fp16.enabled),
       shows_calls_(config.comms_logger.verbose),
       shows_labels_(config.comms_logger.debug) {
+  every_ = config.steps_per_print.value_or(0);
+  expected_steps_ = total_steps_of(config);
   const config::CommsLogger& section = config.comms_logger;
   if (section.enabled)
     calls_ = std::make_shared<comm::CallRecord>(section.prof_all ? std::vector<std::string>() : section.prof_ops);
 }
 
-Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates) {
+void Watch::attach(Engine& engine, bool speaks) {
+  speaks_ = speaks && every_ > 0;
+  if (speaks_) engine.keep_losses();
+  first_step_ = engine.global_steps();
+}
+
+void Watch::listen(Engine& engine) {
+  listens_ = true;
+  engine.keep_losses();
+}
+
+void Watch::expect(int64_t steps, double tokens_per_sample) {
+  TESSERA_CHECK_VALUE(steps >= 0 && std::isfinite(tokens_per_sample) && tokens_per_sample >= 0, "engine.expect",
+                      "numbers of steps and of a sample's tokens must be >= 0, got ", steps, " and ",
+                      tokens_per_sample);
+  if (steps > 0) expected_steps_ = steps;
+  tokens_ = tokens_per_sample;
+}
+
+std::optional<std::pair<double, double>> Watch::Laps::next(int64_t samples_now) {
+  const auto now = std::chrono::steady_clock::now();
+  const auto before = std::exchange(at, now);
+  const auto done = static_cast<double>(samples_now - std::exchange(samples, samples_now));
+  if (!before) return {};
+  const double seconds = std::chrono::duration<double>(now - *before).count();
+  if (!(seconds > 0) || done < 0) return {};
+  return std::pair(done, seconds);
+}
+
+Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates, const std::string& more) {
   Report report;
-  const int64_t step = engine.global_samples();
   if (times_) {
     take_times(engine);
     report.lines.push_back(times_line(*step_seconds_));
   }
-  if (const std::optional<double> loss = engine.take_loss())
-    report.metrics.push_back({"Train/Samples/train_loss", *loss, step});
-  if (!rates.empty()) report.metrics.push_back({"Train/Samples/lr", rates[0], step});
-  if (scales_) report.metrics.push_back({"Train/Samples/loss_scale", engine.scaling().scaler().scale(), step});
-  if (times_) add_times(step, report.metrics);
-  if (flops_ > 0) add_flops(engine, report.metrics);
+  loss_ = engine.take_loss();
+  if (listens_) add_numbers(engine, rates, report.metrics);
+  if (says_progress(engine)) report.progress = progress_of(engine, rates, more);
+  if (!lines_.at) lines_.next(engine.global_samples());
   if (calls_ != nullptr && shows_calls_)
     for (const comm::CallTime& call : calls_->take_calls())
       report.lines.push_back(call_line(call, shows_labels_));
   return report;
+}
+
+void Watch::add_numbers(Engine& engine, const std::vector<double>& rates, std::vector<io::Metric>& metrics) {
+  const int64_t samples = engine.global_samples();
+  const auto add = [&](const std::string& name, double value) {
+    metrics.push_back({"Train/Samples/" + name, value, samples});
+  };
+  if (loss_) add("train_loss", *loss_);
+  if (!rates.empty()) add("lr", rates[0]);
+  if (scales_) add("loss_scale", engine.scaling().scaler().scale());
+  if (times_) add_times(samples, metrics);
+  add_norm(engine, metrics);
+  add("skipped_steps", static_cast<double>(engine.skipped_steps()));
+  add_speeds(engine, metrics);
+  for (const auto& [kind, bytes] : kinds_of(engine.memory()))
+    if (bytes > 0) add(std::string("memory_bytes_") + kind, static_cast<double>(bytes));
+}
+
+// Where an update has not waited for its norm, asking would.
+void Watch::add_norm(const Engine& engine, std::vector<io::Metric>& metrics) const {
+  const bool waits = engine.options().zero.update_in_backward && !engine.params().empty() &&
+                     !engine.params().front().tensor.device().is_cpu();
+  if (waits || !engine.was_step_applied()) return;
+  if (const std::optional<double> norm = engine.global_grad_norm())
+    metrics.push_back({"Train/Samples/grad_norm", *norm, engine.global_samples()});
+}
+
+bool Watch::says_progress(const Engine& engine) const {
+  return speaks_ && line_->wants(engine.global_steps() % every_ == 0);
+}
+
+std::string Watch::progress_of(const Engine& engine, const std::vector<double>& rates, const std::string& more) {
+  const int64_t step = engine.global_steps(), total = expected_steps_;
+  std::string text = "step=" + std::to_string(step);
+  if (total > 0) text += "/" + std::to_string(total);
+  if (total > 0 && line_->in_place()) {
+    const auto filled = static_cast<size_t>(std::clamp<int64_t>(10 * step / total, 0, 10));
+    text += " [" + std::string(filled, '#') + std::string(10 - filled, '.') + "]";
+  }
+  text += ", skipped=" + std::to_string(engine.skipped_steps()) + ", lr=[";
+  for (size_t i = 0; i < rates.size(); ++i)
+    text += (i > 0 ? ", " : "") + io::shortest(rates[i]);
+  text += "]" + (more.empty() ? "" : ", " + more);
+  if (loss_) text += formatted(", loss=%.5g", *loss_);
+  if (const auto lap = lines_.next(engine.global_samples())) {
+    const double speed = lap->first / lap->second;
+    text += formatted(", samples/s=%.4g", speed);
+    if (tokens_ > 0) text += formatted(", tokens/s=%.4g", speed * tokens_);
+  }
+  const Engine::Memory memory = engine.memory();
+  const int64_t bytes = memory.params + memory.grads + memory.master + memory.states + memory.buckets;
+  return text + formatted(", memory=%.1f MB", static_cast<double>(bytes) / (1 << 20)) + time_left(step);
+}
+
+std::string Watch::time_left(int64_t step) const {
+  if (expected_steps_ <= step || step <= first_step_) return "";
+  const double passed = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun_).count();
+  const double a_step = passed / static_cast<double>(step - first_step_);
+  const auto left = static_cast<long>(a_step * static_cast<double>(expected_steps_ - step));
+  return formatted(", left=%ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
 }
 
 void Watch::count_flops(const Engine& engine, double per_sample, std::optional<double> peak) {
@@ -73,19 +184,24 @@ void Watch::count_flops(const Engine& engine, double per_sample, std::optional<d
                       peak.value_or(1));
   flops_ = per_sample;
   peak_ = peak;
-  updated_ = std::chrono::steady_clock::now();
-  samples_ = engine.global_samples();
+  updates_.next(engine.global_samples());
 }
 
-void Watch::add_flops(const Engine& engine, std::vector<io::Metric>& metrics) {
-  const auto now = std::chrono::steady_clock::now();
-  const double seconds = std::chrono::duration<double>(now - std::exchange(updated_, now)).count();
+// By the time since the update before.
+void Watch::add_speeds(const Engine& engine, std::vector<io::Metric>& metrics) {
   const int64_t samples = engine.global_samples();
-  const auto done = static_cast<double>(samples - std::exchange(samples_, samples));
-  if (!(seconds > 0)) return;
-  const double rate = flops_ * done / seconds / engine.mesh().size(comm::kAxes);
-  metrics.push_back({"Train/Samples/tflops", rate * 1e-12, samples});
-  if (peak_) metrics.push_back({"Train/Samples/mfu", rate / *peak_, samples});
+  const auto lap = updates_.next(samples);
+  if (!lap) return;
+  const double speed = lap->first / lap->second;
+  const auto add = [&](const char* name, double value) {
+    metrics.push_back({std::string("Train/Samples/") + name, value, samples});
+  };
+  add("samples_per_second", speed);
+  if (tokens_ > 0) add("tokens_per_second", speed * tokens_);
+  if (flops_ <= 0) return;
+  const double rate = flops_ * speed / engine.mesh().size(comm::kAxes);
+  add("tflops", rate * 1e-12);
+  if (peak_) add("mfu", rate / *peak_);
 }
 
 void Watch::take_times(Engine& engine) {
@@ -121,17 +237,11 @@ std::vector<std::unique_ptr<io::MetricWriter>> metric_writers(const config::Conf
 
 std::string text_of(const Engine::Memory& memory) {
   std::string text;
-  const auto add = [&](const char* kind, int64_t bytes) {
-    text +=
-        (text.empty() ? "" : " | ") + std::string(kind) + formatted(": %.1f", static_cast<double>(bytes) / (1 << 20));
-  };
-  add("params", memory.params);
-  add("grads", memory.grads);
-  add("master", memory.master);
-  add("states", memory.states);
-  add("buckets", memory.buckets);
-  add("peak_buckets", memory.peak_buckets);
-  add("shared", memory.shared);
+  for (const auto& [kind, bytes] : kinds_of(memory)) {
+    const std::string name = kind;
+    if (name == "host" || name == "disk") continue;  // of the others
+    text += (text.empty() ? "" : " | ") + name + formatted(": %.1f", static_cast<double>(bytes) / (1 << 20));
+  }
   return text;
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/base/phases.h"
@@ -13,6 +14,7 @@
 #include "tessera/config/config.h"
 #include "tessera/engine/engine.h"
 #include "tessera/io/metrics.h"
+#include "tessera/io/progress.h"
 
 namespace tessera::engine {
 
@@ -24,13 +26,26 @@ class Watch {
   // Where collectives are noted that a timed mesh makes; null without comms_logger.enabled.
   const std::shared_ptr<comm::CallRecord>& calls() const { return calls_; }
 
+  // The engine is there. `speaks`: this rank shows the progress line of steps_per_print. Local.
+  void attach(Engine& engine, bool speaks);
+  // Somebody takes metrics from here on. Local.
+  void listen(Engine& engine);
+  // What only the program knows; 0: not known. Steps of the whole run (else the schedule's total_num_steps), tokens of a sample.
+  // Value error for a negative number.
+  void expect(int64_t steps, double tokens_per_sample = 0);
+
   struct Report {
-    std::vector<io::Metric>
-        metrics;  // over samples: Train/Samples/train_loss where losses are kept, lr, loss_scale, times
+    std::vector<io::Metric> metrics;  // over samples, named in docs/training.md; none unless somebody listens
     std::vector<std::string> lines;
+    std::string progress = {};  // for line(); empty where none is due
   };
-  // After every optimizer step, also a skipped one. `rates`: those of the next step. Local.
-  Report stepped(Engine& engine, const std::vector<double>& rates);
+  // After a step: stepped() wants rates.
+  bool wants_rates(const Engine& engine) const { return listens_ || says_progress(engine); }
+  // After every optimizer step, also a skipped one. `rates`: those of the next step. `more`: what the front end has to say of groups.
+  // No step waits for a device for it: what is not known yet is left out. Local.
+  Report stepped(Engine& engine, const std::vector<double>& rates, const std::string& more = "");
+  // Where lines go.
+  io::ProgressLine& line() { return *line_; }
   // From here on Train/Samples/tflops, of each rank, is among the numbers: `per_sample` operations for every sample of an update, by
   // the time from one update to the next. `peak`: what a device can do in a second; with it also Train/Samples/mfu, their quotient.
   // Value error for a number that is not > 0.
@@ -43,7 +58,19 @@ class Watch {
  private:
   void take_times(Engine& engine);
   void add_times(int64_t step, std::vector<io::Metric>& metrics) const;
-  void add_flops(const Engine& engine, std::vector<io::Metric>& metrics);
+  void add_numbers(Engine& engine, const std::vector<double>& rates, std::vector<io::Metric>& metrics);
+  void add_norm(const Engine& engine, std::vector<io::Metric>& metrics) const;
+  void add_speeds(const Engine& engine, std::vector<io::Metric>& metrics);
+  bool says_progress(const Engine& engine) const;
+  std::string progress_of(const Engine& engine, const std::vector<double>& rates, const std::string& more);
+  std::string time_left(int64_t step) const;
+
+  // Samples since it was asked last, and in how many seconds; none the first time.
+  struct Laps {
+    std::optional<std::chrono::steady_clock::time_point> at = {};
+    int64_t samples = 0;
+    std::optional<std::pair<double, double>> next(int64_t samples_now);
+  };
 
   bool times_, scales_, shows_calls_, shows_labels_;
   std::shared_ptr<comm::CallRecord> calls_;
@@ -51,8 +78,14 @@ class Watch {
   std::optional<Seconds> step_seconds_;
   double flops_ = 0;  // of a sample; 0: not counted
   std::optional<double> peak_;
-  std::chrono::steady_clock::time_point updated_;  // when, and how many samples there were
-  int64_t samples_ = 0;
+  int64_t every_ = 0, expected_steps_ = 0;  // 0: no progress line; not known
+  double tokens_ = 0;                       // of a sample; 0: not known
+  bool speaks_ = false, listens_ = false;
+  std::optional<double> loss_;  // of the last update
+  Laps updates_, lines_;
+  int64_t first_step_ = 0;  // that this run has begun with
+  std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
+  std::unique_ptr<io::ProgressLine> line_ = std::make_unique<io::ProgressLine>();
 };
 
 // The writers that the sections tensorboard and csv_monitor switch on; IoError where their folders cannot be made.

@@ -21,6 +21,7 @@
 #include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/torch_file.h"
 #include "tessera/engine/whole_shards.h"
+#include "tessera/nn/torch_optimizer.h"
 
 namespace tessera::nn {
 namespace {
@@ -79,8 +80,7 @@ void add_numbers(const std::string& blob, const std::string& what,
 ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
                                  std::vector<engine::ParamSpec>& specs)
     : optimizer_(std::move(optimizer)) {
-  TESSERA_CHECK_BUILT(dynamic_cast<torch::optim::LBFGS*>(optimizer_.get()) == nullptr, "initialize",
-                      "torch::optim::LBFGS needs a closure, which engine.step() does not take");
+  TESSERA_CHECK_BUILT(dynamic_cast<torch::optim::LBFGS*>(optimizer_.get()) == nullptr, "initialize", kNeedsClosure);
   TESSERA_CHECK_VALUE(optimizer_->state().empty(), "initialize", class_of(*optimizer_),
                       " has states already; give an engine a new one, and load_checkpoint() its states");
   std::unordered_map<const void*, engine::ParamSpec*> known;
@@ -103,15 +103,20 @@ ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimi
   }
 }
 
-ClientOptimizer::ClientOptimizer(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
+ClientOptimizer::ClientOptimizer(const optim::Type& type, const std::vector<optim::GroupOptions>& groups,
                                  const std::vector<engine::ParamSpec>& specs)
-    : originals_(groups.size()) {
+    : type_(&type), groups_(groups), originals_(groups.size()) {
+  const optim::Rule rule = type.rule;
   for (const engine::ParamSpec& spec : specs) {
     const int number = std::max(spec.group, spec.joins);
     TESSERA_CHECK_VALUE(rule != optim::Rule::Muon || number < 0 || !groups[number].use_muon || spec.tensor.dim() >= 2,
                         "initialize", "Muon updates matrices, and '", spec.name, "' has ", spec.tensor.dim(),
                         " dimensions: put it into a group whose use_muon is false");
     if (spec.group >= 0) originals_[spec.group].push_back(spec.tensor);
+  }
+  if (rule == optim::Rule::External) {
+    optimizer_ = torch_optimizer(type, groups, originals_);
+    return;
   }
   auto made = std::make_shared<WholeOptimizer>(rule, groups, originals_);
   whole_ = made.get();
@@ -136,11 +141,10 @@ void ClientOptimizer::check_cut(const std::string& stage, bool is_cut, bool allo
 
 std::string ClientOptimizer::description() const {
   std::ostringstream text;
-  if (whole_ != nullptr) {
-    const optim::Type& type = optim::type_of(whole_->rule());
-    text << type.name;
-    for (size_t number = 0; number < originals_.size(); ++number)
-      text << " (" << optim::text_of(type, whole_->group(number)) << ")";
+  if (type_ != nullptr) {
+    text << type_->name;
+    for (const optim::GroupOptions& group : groups_)
+      text << " (" << optim::text_of(*type_, group) << ")";
     return text.str();
   }
   text << class_of(*optimizer_);
@@ -150,12 +154,16 @@ std::string ClientOptimizer::description() const {
 }
 
 std::vector<optim::GroupOptions> ClientOptimizer::groups() const {
-  std::vector<optim::GroupOptions> groups;
-  for (size_t number = 0; number < optimizer_->param_groups().size(); ++number) {
-    groups.push_back(whole_ != nullptr ? whole_->group(number) : optim::GroupOptions());
-    groups.back().lr = rate_of(optimizer_->param_groups()[number]);
-  }
+  std::vector<optim::GroupOptions> groups(optimizer_->param_groups().size());
+  for (size_t number = 0; number < groups.size(); ++number)
+    groups[number].lr = rate_of(optimizer_->param_groups()[number]);
   return groups;
+}
+
+bool ClientOptimizer::has_betas() const {
+  return type_ != nullptr && std::ranges::any_of(type_->fields, [](const optim::Field& field) {
+           return std::holds_alternative<optim::Field::Betas>(field.where);
+         });
 }
 
 void ClientOptimizer::add_target(engine::Engine& core, int param, const at::Tensor& tensor,
@@ -180,7 +188,7 @@ void ClientOptimizer::take(engine::Engine& core, bool on_params) {
     if (core.params()[i].group >= 0)
       numbers.emplace(core.params()[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
   core.checkpoints().on_all([&] {
-    if (whole_ != nullptr) whole_->use(engine::shards_of(core, optim::type_of(whole_->rule()).name), {});
+    if (whole_ != nullptr) whole_->use(engine::shards_of(core, type_->name), {});
     for (auto& group : optimizer_->param_groups()) {
       std::vector<at::Tensor> taken;
       for (const at::Tensor& param : group.params())
@@ -210,23 +218,30 @@ void ClientOptimizer::release() {
 void ClientOptimizer::publish(engine::Engine& core) {
   std::vector<std::string> terms;
   for (size_t number = 0; number < originals_.size(); ++number) {
-    if (whole_ == nullptr) {
+    if (type_ == nullptr) {
       core.groups()[number].lr = rate_of(optimizer_->param_groups()[number]);
       continue;
     }
-    const optim::Type& type = optim::type_of(whole_->rule());
-    whole_->group(number) = core.groups()[number];
-    terms.push_back(optim::text_of(type, core.groups()[number]) + " in param group " + std::to_string(number));
+    groups_[number] = core.groups()[number];
+    put_group(number);
+    terms.push_back(optim::text_of(*type_, groups_[number]) + " in param group " + std::to_string(number));
   }
-  if (whole_ != nullptr) core.set_client_terms(terms);
+  if (type_ != nullptr) core.set_client_terms(terms);
 }
 
 void ClientOptimizer::keep_options(engine::Engine& core) const {
-  for (size_t number = 0; number < originals_.size() && whole_ != nullptr; ++number) {
+  for (size_t number = 0; number < groups_.size(); ++number) {
     const double rate = core.groups()[number].lr;
-    core.groups()[number] = whole_->group(number);
+    core.groups()[number] = groups_[number];
     core.groups()[number].lr = rate;
   }
+}
+
+void ClientOptimizer::put_group(size_t number) {
+  if (whole_ != nullptr)
+    whole_->group(number) = groups_[number];
+  else
+    optimizer_->param_groups()[number].set_options(torch_options(*type_, groups_[number]));
 }
 
 void ClientOptimizer::set_rate(size_t group, double rate) {
@@ -234,7 +249,7 @@ void ClientOptimizer::set_rate(size_t group, double rate) {
 }
 
 void ClientOptimizer::run(engine::Engine& core) {
-  if (whole_ != nullptr) take_joined(core);
+  if (type_ != nullptr) take_joined(core);
   for (const Target& target : targets_)
     target.tensor.mutable_grad() = core.states().local_view(target.param, engine::Quantity::Gradient);
   optimizer_->step();
@@ -336,12 +351,36 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
   return archive_of(states);
 }
 
-std::string ClientOptimizer::present() const {
+std::map<const void*, ClientOptimizer::State> ClientOptimizer::all_states() const {
   std::map<const void*, State> states;
   for (const Target& target : targets_)
     if (State state = state_of(target.tensor); !state.empty() && target.tensor.numel() > 0)
       states.emplace(target.tensor.unsafeGetTensorImpl(), std::move(state));
-  return archive_of(states);
+  return states;
+}
+
+std::string ClientOptimizer::present() const {
+  return archive_of(all_states());
+}
+
+std::string ClientOptimizer::name() const {
+  return type_ != nullptr ? type_->name : class_of(*optimizer_);
+}
+
+at::Tensor ClientOptimizer::target(int param) const {
+  const auto found = std::ranges::find(targets_, param, &Target::param);
+  return found == targets_.end() ? at::Tensor() : found->tensor;
+}
+
+ClientOptimizer::State ClientOptimizer::state(int param) const {
+  const at::Tensor mine = target(param);
+  return mine.defined() && mine.numel() > 0 ? state_of(mine) : State();
+}
+
+void ClientOptimizer::put_state(int param, State state) {
+  auto states = all_states();
+  states[target(param).unsafeGetTensorImpl()] = std::move(state);
+  load(archive_of(states));
 }
 
 void ClientOptimizer::load(const std::string& archive) try {

@@ -1,11 +1,12 @@
 // ClientOptimizer: an optimizer of torch::optim, or of the program's own, that updates the master weights of an engine. So do those of
-// the configuration that need whole parameters (whole_optimizer.h).
+// the configuration that need whole parameters (whole_optimizer.h), or are torch's (torch_optimizer.h).
 //
 // Note [Parameters of a client's optimizer]
 //   Its groups hold the module's parameters until the engine is built. Where these are not the masters, or are cut, fp32 masters
 //   take their places: this rank's slices, 1-D; a parameter of which this rank has nothing is left out. release() puts the parameters
-//   back. So it must update element by element where states are cut: a norm of its own would be that of a slice. One of the
-//   configuration has empty slices, too, as all ranks make the same calls, and the core's groups say its hyper-parameters.
+//   back. So it must update element by element where states are cut: a norm of its own would be that of a slice. Of one of the
+//   configuration the core's groups say the hyper-parameters; one of whole parameters has empty slices, too, as all ranks make the
+//   same calls.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -21,14 +22,16 @@
 
 namespace tessera::nn {
 
+inline constexpr const char* kNeedsClosure = "torch::optim::LBFGS needs a closure, which engine.step() does not take";
+
 class ClientOptimizer {
  public:
   // Marks in `specs` the groups of what it has. Value error: none of its tensors is in `specs`, one is not, a parameter is in two
   // groups, it has states already. Not-implemented error for LBFGS, which needs a closure. Local.
   ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer, std::vector<engine::ParamSpec>& specs);
-  // One of the configuration, Lamb or Muon; `specs` have their groups. Value error for options out of their bounds, and for a vector
-  // in a group of matrices. Local.
-  ClientOptimizer(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
+  // One of the configuration, Lamb, Muon or torch's; `specs` have their groups. Value error for options out of their bounds, and for
+  // a vector in a group of matrices. Local.
+  ClientOptimizer(const optim::Type& type, const std::vector<optim::GroupOptions>& groups,
                   const std::vector<engine::ParamSpec>& specs);
   // Value error where states are cut (`stage`, and tensor parallelism where `is_cut`) and it is not known to update element by
   // element, unless `allow`.
@@ -46,9 +49,17 @@ class ClientOptimizer {
   void set_rate(size_t group, double rate);
   // Groups of the core as they were before a load, but for their rates: others are not of checkpoints.
   void keep_options(engine::Engine& core) const;
-  bool has_betas() const { return whole_ != nullptr; }
+  bool has_betas() const;
   // The update.
   void run(engine::Engine& core);
+
+  // ---- what it keeps of a parameter (client_states.h), by key; empty before its first step, and where this rank has nothing of it
+  using State = std::map<std::string, c10::IValue>;
+  std::string name() const;
+  bool has_states() const { return !optimizer_->state().empty(); }
+  State state(int param) const;
+  void put_state(int param, State state);
+  at::Tensor target(int param) const;  // what it updates; undefined where that is nothing
 
   // ---- checkpoints, with the files of Python's engines
   // Values of this rank's elements, and the others by parameter name and key: a dict of dicts.
@@ -65,14 +76,17 @@ class ClientOptimizer {
     int param;
     at::Tensor tensor;
   };
-  using State = std::map<std::string, c10::IValue>;
   void add_target(engine::Engine& core, int param, const at::Tensor& tensor, std::vector<at::Tensor>& taken);
   void take_joined(engine::Engine& core);
+  void put_group(size_t number);
   State state_of(const at::Tensor& target) const;
+  std::map<const void*, State> all_states() const;
   std::string archive_of(const std::map<const void*, State>& states) const;
 
   std::shared_ptr<torch::optim::Optimizer> optimizer_;
-  WholeOptimizer* whole_ = nullptr;                 // the same, where it is of the configuration
+  const optim::Type* type_ = nullptr;               // where it is of the configuration
+  WholeOptimizer* whole_ = nullptr;                 // the same optimizer, where it needs whole parameters
+  std::vector<optim::GroupOptions> groups_;         // of one of the configuration, as published last
   std::vector<std::vector<at::Tensor>> originals_;  // by group
   std::vector<Target> targets_;
   bool on_params_ = true;

@@ -7,13 +7,18 @@
 //   TORCH_MODULE(Block);                                // works in Sequential, ModuleList, AnyModule, holders; of
 //                                                       // those, at<BlockImpl>(i) alone does not compile: use ptr(i)
 //
-// The parameters below a Hooked module are gathered around its forward and its backward. Parameters that are below none
-// are gathered for the whole of Engine::forward. A module of another library goes into a Hooked one of yours.
+//   blocks->push_back(tessera::nn::unit(Block(width)));  // the same of a class that knows nothing of Tessera
+//
+// The parameters below a Hooked module, or a unit(), are gathered around its forward and its backward. Parameters that are below
+// none are gathered for the whole of Engine::forward.
 #pragma once
 
 #include <torch/nn/cloneable.h>
+#include <torch/nn/pimpl.h>
 
+#include <memory>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -21,6 +26,22 @@
 #include "tessera/nn/scope.h"
 
 namespace tessera::nn {
+
+// f() as one call of a module with these arguments.
+template <class R, class F, class... A>
+R run_in_scope(const ScopeHandle& scope, const F& f, const A&... arguments) {
+  ModuleScope call(scope);
+  if (call.wants_tensors()) {
+    std::vector<at::Tensor> inputs;
+    (append_tensors(arguments, inputs), ...);
+    call.note_inputs(inputs);
+  }
+  R result = f();
+  std::vector<at::Tensor> outputs;
+  if (call.wants_tensors()) append_tensors(result, outputs);
+  call.finish(outputs);
+  return result;
+}
 
 template <class D, class Signature>
 class Hooked;
@@ -31,18 +52,66 @@ class Hooked<D, R(A...)> : public torch::nn::Cloneable<D>, public ScopeHolder {
   void reset() override {}
 
   R forward(A... arguments) {
-    ModuleScope call(scope());
-    if (call.wants_tensors()) {
-      std::vector<at::Tensor> inputs;
-      (append_tensors(arguments, inputs), ...);
-      call.note_inputs(inputs);
-    }
-    R result = static_cast<D*>(this)->forward_impl(std::forward<A>(arguments)...);
-    std::vector<at::Tensor> outputs;
-    if (call.wants_tensors()) append_tensors(result, outputs);
-    call.finish(outputs);
-    return result;
+    return run_in_scope<R>(
+        scope(), [&] { return static_cast<D*>(this)->forward_impl(std::forward<A>(arguments)...); }, arguments...);
   }
 };
+
+namespace detail {
+
+template <class F>
+struct SignatureOf;
+template <class C, class R, class... A>
+struct SignatureOf<R (C::*)(A...)> {
+  using Type = R(A...);
+};
+template <class C, class R, class... A>
+struct SignatureOf<R (C::*)(A...) const> {
+  using Type = R(A...);
+};
+template <class M>
+struct SignatureOfForward : SignatureOf<decltype(&M::forward)> {};
+
+template <class M, class Signature>
+class UnitOfSignature;
+
+template <class M, class R, class... A>
+class UnitOfSignature<M, R(A...)> : public M, public ScopeHolder {
+ public:
+  static_assert(!std::is_base_of_v<ScopeHolder, M>, "a Hooked module is a unit already");
+  explicit UnitOfSignature(const M& module) : M(module) {}
+
+  R forward(A... arguments) {
+    return run_in_scope<R>(scope(), [&]() -> R { return M::forward(std::forward<A>(arguments)...); }, arguments...);
+  }
+};
+
+}  // namespace detail
+
+// A module of the class M, with the same names and parameters, whose forward() the engine sees. A call of M::forward() past it,
+// as module->as<M>()->forward(x) is, gathers nothing.
+template <class M, class Signature = typename detail::SignatureOfForward<M>::Type>
+using Unit = detail::UnitOfSignature<M, Signature>;
+// For members: UnitOf<torch::nn::Linear> up{nullptr}.
+template <class Holder>
+using UnitOf = torch::nn::ModuleHolder<Unit<typename Holder::ContainedType>>;
+
+// A shallow copy of `module` as a unit: register, call and keep what is returned, in the place of `module`. Its class is copyable,
+// and hands out no `this` where it is built. Of a class whose forward() is a template or has overloads the signature says which:
+// unit_as<at::Tensor(at::Tensor)>(module).
+template <class M>
+torch::nn::ModuleHolder<Unit<M>> unit(const torch::nn::ModuleHolder<M>& module) {
+  static_cast<void>(module->name());  // the copy keeps the name of the class
+  return torch::nn::ModuleHolder<Unit<M>>(std::make_shared<Unit<M>>(*module));
+}
+template <class M>
+torch::nn::ModuleHolder<Unit<M>> unit(const std::shared_ptr<M>& module) {
+  return unit(torch::nn::ModuleHolder<M>(module));
+}
+template <class Signature, class M>
+torch::nn::ModuleHolder<Unit<M, Signature>> unit_as(const torch::nn::ModuleHolder<M>& module) {
+  static_cast<void>(module->name());
+  return torch::nn::ModuleHolder<Unit<M, Signature>>(std::make_shared<Unit<M, Signature>>(*module));
+}
 
 }  // namespace tessera::nn

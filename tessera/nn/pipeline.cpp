@@ -249,6 +249,7 @@ double Pipeline::train_batch(const BatchSource& data) {
     Batch batch(*this, read(data, micro_batches));
     module_->train();
     const auto loss = run(batch, table, shape, /*trains=*/true).loss;
+    if (loss) core().set_loss(*loss);
     try {
       ties.sum_gradients(batch);
       step_together(*this, parts_, ties.copies(batch));

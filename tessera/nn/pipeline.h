@@ -78,12 +78,21 @@ class Pipeline : private Session {
   using Session::load_checkpoint;
   using Session::save_checkpoint;
   using Session::wait_for_checkpoint;
+  // The first rank of the first stage says it, with the loss and the norm of all stages.
+  using Session::add_writer;
+  using Session::count_flops;
+  using Session::expect;
+  using Session::on_metric;
+  using Session::write_metrics;
   // Of this stage.
+  using Session::comm_summary;
   using Session::core;
   using Session::loss_scale;
   using Session::lr;
   using Session::rank;
   using Session::size;
+  using Session::states;
+  using Session::step_seconds;
 
  private:
   class Batch;  // one, of this stage

@@ -1,12 +1,15 @@
 #include "tessera/nn/scope.h"
 
+#include <c10/util/accumulate.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "tessera/base/error.h"
+#include "tessera/shard/placement.h"
 
 namespace tessera::nn {
 
@@ -71,6 +74,52 @@ ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engi
     if (!covered.contains(static_cast<int>(i))) rest.push_back(static_cast<int>(i));
   }
   return {engine, engine->modules().add(rest)};
+}
+
+namespace {
+
+// The path of the module around `path`, itself included, that says when it runs; none where there is no such one.
+std::optional<std::string> runs_with(const std::unordered_set<std::string>& holders, std::string path) {
+  while (!holders.contains(path)) {
+    if (path.empty()) return {};
+    const size_t dot = path.rfind('.');
+    path.resize(dot == std::string::npos ? 0 : dot);
+  }
+  return path;
+}
+
+}  // namespace
+
+std::string units_text(const torch::nn::Module& module, const engine::Engine& engine) {
+  const int stage = engine.options().zero.stage;
+  if (!shard::placements_of_stage(stage).shards_params())
+    return c10::str("every rank has all parameters whole: zero_optimization.stage ", stage, " partitions none");
+  std::unordered_map<const void*, int64_t> elements;
+  for (const engine::ParamSpec& spec : engine.params())
+    elements[spec.tensor.unsafeGetTensorImpl()] =
+        c10::multiply_integers(spec.cut ? spec.cut->sizes : spec.tensor.sizes().vec());
+  std::unordered_set<std::string> holders;
+  const auto parts = module.named_modules();
+  for (const auto& item : parts)
+    if (const auto* holder = dynamic_cast<const ScopeHolder*>(item.value().get());
+        holder && holder->scope().module >= 0)
+      holders.insert(item.key());
+  const auto called = [](const std::string& path) { return path.empty() ? "the model" : path; };
+  std::string text;
+  for (const auto& item : parts) {
+    int64_t own = 0;
+    for (const at::Tensor& param : item.value()->parameters(/*recurse=*/false))
+      own += elements[param.unsafeGetTensorImpl()];
+    if (own == 0) continue;
+    const auto with = runs_with(holders, item.key());
+    text +=
+        c10::str(text.empty() ? "" : "\n", called(item.key()), " (", item.value()->name(), "), ", own, " elements: ");
+    if (!with)
+      text += "for the whole forward, as neither it nor a module around it says when it runs: tessera::nn::unit() does";
+    else
+      text += *with == item.key() ? "while it runs" : "while " + called(*with) + " runs, which it is a part of";
+  }
+  return text;
 }
 
 GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int writer)

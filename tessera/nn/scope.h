@@ -56,6 +56,10 @@ class ModuleScope {
 ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
                            const std::vector<std::string>& leaves);
 
+// For reading: what is gathered together, and why, a line for each module with parameters of its own. `engine` is the one that
+// connect_scopes() was called with.
+std::string units_text(const torch::nn::Module& module, const engine::Engine& engine);
+
 // Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `writer` >= 0, for
 // writing on that rank of the data-parallel group. Collective, at the begin and at the end. Tensors that the engine does
 // not partition pass through. close() ends it and reports errors; the destructor ends it silently, and where an exception

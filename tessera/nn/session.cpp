@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -32,6 +31,17 @@ void check_axes(const Config& config, const comm::Mesh& mesh) {
   };
   check(comm::Axis::Sp, config.sequence_parallel_size, "sequence_parallel_size");
   check(comm::Axis::Tp, config.tensor_parallel.autotp_size, "tensor_parallel.autotp_size");
+}
+
+optim::OptimizerOptions configured_optimizer(const Config& config) {
+  const std::string& type = config.optimizer.type;
+  TESSERA_CHECK_BUILT(type != "LBFGS", "initialize", kNeedsClosure);
+  auto found = config::native_optimizer(config);
+  if (!found) found = config::torch_optimizer(config);
+  TESSERA_CHECK_VALUE(found, "initialize", "the configuration names no optimizer that runs in C++",
+                      type.empty() ? "" : " (" + type + " does in Python only)", "; set optimizer.type to one of ",
+                      optim::cpp_types(), ", or give Recipe::optimizer one of torch::optim, or of your own");
+  return *found;
 }
 
 }  // namespace
@@ -66,7 +76,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (watch_.calls() != nullptr) mesh = comm::timed_mesh(mesh, watch_.calls());
   gathers_for_export_ =
       !config::placements(config).shards_params() || config.zero_optimization.stage3_gather_16bit_weights_on_model_save;
-  steps_per_print_ = config.steps_per_print.value_or(0);
+  steps_per_print_ = config.steps_per_print.value_or(1);
   logs_memory_ = config.memory_breakdown;
   read_checkpoint_section(config);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
@@ -112,6 +122,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
   cast_buffers(*module_, config.data_types.buffer_dtype, is_16bit ? kept : std::vector<std::string>());
   apply_schedule();
+  watch_.attach(live(), logs_);
   if (!logs_) return;
   for (auto& writer : engine::metric_writers(config))
     add_writer(std::move(writer));
@@ -130,13 +141,10 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
     client_ = std::make_unique<ClientOptimizer>(recipe.optimizer, specs);
     groups_ = client_->groups();
   } else {
-    const auto optimizer = config::native_optimizer(config);
-    TESSERA_CHECK_VALUE(optimizer, "initialize",
-                        "the configuration names no optimizer that runs in C++; set optimizer.type to one of ",
-                        optim::native_types(), ", Lamb, Muon, or give Recipe::optimizer one of torch::optim");
-    groups_ = group_params(recipe.groups, *optimizer, whole, specs);
-    if (!optim::has_kernel(optimizer->rule))
-      client_ = std::make_unique<ClientOptimizer>(optimizer->rule, groups_, specs);
+    const optim::OptimizerOptions optimizer = configured_optimizer(config);
+    groups_ = group_params(recipe.groups, optimizer, whole, specs);
+    if (!optim::has_kernel(optimizer.rule))
+      client_ = std::make_unique<ClientOptimizer>(*optimizer.type, groups_, specs);
   }
   for (const optim::GroupOptions& group : groups_)
     base_lrs_.push_back(group.lr);
@@ -260,13 +268,13 @@ void Session::warn_of_step() {
 
 void Session::on_metric(OnMetric call) {
   if (!logs_) return;
-  live().keep_losses();
+  watch_.listen(live());
   calls_.push_back(std::move(call));
 }
 
 void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
   if (!logs_) return;
-  live().keep_losses();
+  watch_.listen(live());
   writers_.push_back(std::move(writer));
 }
 
@@ -287,14 +295,11 @@ std::vector<engine::CallRow> Session::comm_summary(bool stragglers) {
 void Session::report_step() {
   const engine::Watch::Report report = watch_.stepped(live(), lr());
   if (!logs_) return;
-  std::vector<std::string> lines = report.lines;
-  const int64_t step = live().global_steps();
-  if (steps_per_print_ > 0 && step % steps_per_print_ == 0)
-    lines.push_back(c10::str("step=", step, ", skipped=", live().skipped_steps(), ", lr=", at::ArrayRef<double>(lr())));
-  if (logs_memory_ && step % std::max<int64_t>(steps_per_print_, 1) == 0)
-    lines.push_back("memory (MB) | " + engine::text_of(live().memory()));
-  for (const std::string& line : lines)
-    std::fputs(("[tessera] " + line + "\n").c_str(), stderr);
+  for (const std::string& line : report.lines)
+    watch_.line().say("[tessera] " + line);
+  if (!report.progress.empty()) watch_.line().show("[tessera] " + report.progress);
+  if (logs_memory_ && live().global_steps() % steps_per_print_ == 0)
+    watch_.line().say("[tessera] memory (MB) | " + engine::text_of(live().memory()));
   write_metrics(report.metrics);
 }
 

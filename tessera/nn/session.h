@@ -64,7 +64,7 @@ struct Loaded {
 
 class Session {
  public:
-  // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no native optimizer, and the
+  // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no optimizer of C++, and the
   // recipe has none, or is wrong, or asks for other ranks along sp or tp than `mesh` has; not-implemented error for keys that are
   // not served. `building`: who partitioned parameters of the module before, or null.
   enum class Part : uint8_t { Whole, First, Other };
@@ -142,6 +142,9 @@ class Session {
   // How tensor_parallel has cut the module; empty where it did not, or it came cut. For reading: parallel_plan()->text().
   const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
 
+  // What stage 3 gathers together, and why: nn::units_text(). Local.
+  std::string units_text() const { return nn::units_text(*module_, live()); }
+
   // ---- accumulation
   // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
   class [[nodiscard]] Held {
@@ -180,6 +183,8 @@ class Session {
   // Among the numbers are tflops and, with the `peak` of a device, mfu: engine::Watch::count_flops(). `per_sample` in forward and
   // backward, as linear_flops(module) times the tokens of a sample.
   void count_flops(double per_sample, std::optional<double> peak = {}) { watch_.count_flops(live(), per_sample, peak); }
+  // For the progress line (steps_per_print) and metrics: Watch::expect().
+  void expect(int64_t steps, double tokens_per_sample = 0) { watch_.expect(steps, tokens_per_sample); }
   // Of the last optimizer step, by phase; empty without wall_clock_breakdown.
   const std::optional<engine::Watch::Seconds>& step_seconds() const { return watch_.step_seconds(); }
   // What this engine's collectives took on this rank, by operation and size: print engine::text_of(rows). State error without
@@ -196,7 +201,7 @@ class Session {
   at::Tensor token_mean(const at::Tensor& sum, const at::Tensor& count) const;
 
   // Masters, gradients and optimizer states, by parameter or name.
-  States states() { return {live(), *module_}; }
+  States states() { return {live(), *module_, client_.get()}; }
 
   // Everything else an engine can do: norms before a step, phases, memory.
   engine::Engine& core() { return live(); }
@@ -261,7 +266,7 @@ class Session {
   bool logs_ = false;
   bool logs_memory_ = false;
   bool checks_sequence_ = false;  // until its first update: whether anything exchanges parts of the sequence
-  int64_t steps_per_print_ = 0;   // 0: never
+  int64_t steps_per_print_ = 1;
 };
 
 }  // namespace tessera::nn

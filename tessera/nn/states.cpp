@@ -2,6 +2,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/engine/logical.h"
+#include "tessera/nn/client_states.h"
 
 namespace tessera::nn {
 
@@ -44,7 +45,9 @@ at::Tensor States::full_grad(const ParamKey& param) const {
 
 at::Tensor States::full_state(const ParamKey& param, const std::string& key) const {
   const int id = joined(param);
-  return trained(id) ? OptimizerStates(core_).get_full(id, key) : at::Tensor();
+  if (!trained(id)) return {};
+  return client_ != nullptr ? ClientStates(core_, *client_).get_full(id, key)
+                            : OptimizerStates(core_).get_full(id, key);
 }
 
 void States::set_full_param(const ParamKey& param, const at::Tensor& value) const {
@@ -57,7 +60,9 @@ void States::set_full_grad(const ParamKey& param, const at::Tensor& value) const
 }
 
 void States::set_full_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const {
-  OptimizerStates(core_).set_full(optimized(joined(param)), key, value);
+  const int id = optimized(joined(param));
+  client_ != nullptr ? ClientStates(core_, *client_).set_full(id, key, value)
+                     : OptimizerStates(core_).set_full(id, key, value);
 }
 
 std::pair<int64_t, int64_t> States::local_range(const ParamKey& param) const {
@@ -80,7 +85,9 @@ at::Tensor States::local_grad(const ParamKey& param) const {
 
 at::Tensor States::local_state(const ParamKey& param, const std::string& key) const {
   const int id = number(param);
-  return trained(id) ? OptimizerStates(core_).get_local(id, key) : at::Tensor();
+  if (!trained(id)) return {};
+  return client_ != nullptr ? ClientStates(core_, *client_).get_local(id, key)
+                            : OptimizerStates(core_).get_local(id, key);
 }
 
 void States::set_local_param(const ParamKey& param, const at::Tensor& value) const {
@@ -93,7 +100,9 @@ void States::set_local_grad(const ParamKey& param, const at::Tensor& value) cons
 }
 
 void States::set_local_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const {
-  OptimizerStates(core_).set_local(optimized(number(param)), key, value);
+  const int id = optimized(number(param));
+  client_ != nullptr ? ClientStates(core_, *client_).set_local(id, key, value)
+                     : OptimizerStates(core_).set_local(id, key, value);
 }
 
 }  // namespace tessera::nn

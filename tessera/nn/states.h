@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "tessera/engine/engine.h"
+#include "tessera/nn/client_optimizer.h"
 
 namespace tessera::nn {
 
@@ -26,12 +27,15 @@ struct ParamKey {
 // is no parameter, and for a write where there is nothing of this kind.
 class States {
  public:
-  States(engine::Engine& core, const torch::nn::Module& module) : core_(core), module_(module) {}
+  // `client`: who keeps the optimizer's states in the core's place, or null.
+  States(engine::Engine& core, const torch::nn::Module& module, ClientOptimizer* client = nullptr)
+      : core_(core), module_(module), client_(client) {}
 
   at::Tensor full_param(const ParamKey& param) const;
   at::Tensor full_grad(
       const ParamKey& param) const;  // as step() will use it, before clipping; before its reduction this rank's own
-  // `key` as in torch's optimizer state: "exp_avg", "step" (engine::OptimizerStates).
+  // `key` as in torch's optimizer state: "exp_avg", "step" (engine::OptimizerStates; ClientStates where an optimizer runs itself,
+  // which makes its states in its first step).
   at::Tensor full_state(const ParamKey& param, const std::string& key) const;
   void set_full_param(const ParamKey& param, const at::Tensor& value) const;  // the master, and the parameter itself
   void set_full_grad(const ParamKey& param, const at::Tensor& value) const;
@@ -56,6 +60,7 @@ class States {
 
   engine::Engine& core_;
   const torch::nn::Module& module_;
+  ClientOptimizer* client_;
 };
 
 }  // namespace tessera::nn

@@ -27,11 +27,11 @@ enum class Rule {
 struct GroupOptions {
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999;  // Adam, Lion, Lamb, Muon
-  double eps = 1e-8;                  // Adam, Adagrad, Lamb, Muon
+  double eps = 1e-8;                  // Adam, Adagrad, Lamb, Muon, torch's RMSprop
   double weight_decay = 0;
   bool decoupled = true;                 // Adam: true is AdamW
   bool bias_correction = true;           // Adam, Lamb
-  double momentum = 0, dampening = 0;    // SGD; momentum: Muon, too
+  double momentum = 0, dampening = 0;    // SGD; momentum: Muon and torch's RMSprop, too
   bool nesterov = false;                 // SGD, Muon
   double lr_decay = 0;                   // Adagrad
   double initial_accumulator_value = 0;  // Adagrad
@@ -40,6 +40,9 @@ struct GroupOptions {
   bool eps_inside_sqrt = false;             // Lamb
   int64_t ns_steps = 5;                     // Muon: steps of its iteration
   bool use_muon = true;                     // Muon: matrices; false: updated as by AdamW, or Adam (`decoupled`)
+  double alpha = 0.99;                      // torch's RMSprop
+  bool centered = false;                    // torch's RMSprop
+  bool amsgrad = false;                     // torch's Adam and AdamW
 };
 
 // Names of the state tensors of a rule in torch's terms, e.g. {"exp_avg", "exp_avg_sq"}. At most 2. Muon's are those of the first

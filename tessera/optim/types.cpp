@@ -4,6 +4,7 @@
 #include <cctype>
 #include <iomanip>
 #include <sstream>
+#include <string_view>
 
 #include "tessera/base/error.h"
 
@@ -96,6 +97,31 @@ const std::vector<Type>& types() {
   return all;
 }
 
+const Type* find_torch_type(const std::string& name) {
+  static const Field amsgrad{"amsgrad", &G::amsgrad};
+  static const std::vector<Type> all{
+      {"Adam", Rule::External, {.decoupled = false}, {kRate, kBetas, kEps, kDecay, amsgrad}},
+      {"AdamW", Rule::External, {.weight_decay = 0.01}, {kRate, kBetas, kEps, kDecay, amsgrad}},
+      {"RMSprop",
+       Rule::External,
+       {.lr = 1e-2},
+       {kRate, {"alpha", &G::alpha, 0}, kEps, kDecay, {"momentum", &G::momentum, 0}, {"centered", &G::centered}}}};
+  const auto found = std::ranges::find_if(all, [&](const Type& one) { return one.name == name; });
+  return found == all.end() ? nullptr : &*found;
+}
+
+std::string cpp_types() {
+  return names_of(/*with_kernels_only=*/false) + ", and of torch::optim RMSprop, and Adam and AdamW with amsgrad";
+}
+
+int state_count(const OptimizerOptions& options) {
+  const GroupOptions& group = options.others ? *options.others : options.defaults;
+  if (options.rule != Rule::External) return state_names(options.rule, {group}).count;
+  const bool has_moments = options.type == nullptr || std::string_view(options.type->name).starts_with("Adam");
+  if (has_moments) return 2 + (group.amsgrad ? 1 : 0);
+  return 1 + (group.momentum > 0 ? 1 : 0) + (group.centered ? 1 : 0);
+}
+
 const Type* find_type(const std::string& name) {
   const auto found = std::ranges::find_if(types(), [&](const Type& one) { return alike(one.name, name); });
   return found == types().end() ? nullptr : &*found;
@@ -123,7 +149,7 @@ bool is_native_type(const std::string& type) {
 OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode) {
   const Type* const found = find_type(type);
   TESSERA_CHECK_VALUE(found != nullptr, "optim", "unknown optimizer type '", type, "'; known are ", names_of(false));
-  OptimizerOptions options{found->rule, found->defaults};
+  OptimizerOptions options{.rule = found->rule, .defaults = found->defaults, .type = found};
   options.defaults.decoupled = adam_w_mode || !(alike(type, "adam") || alike(type, "muon"));
   if (found->rule == Rule::Muon) {
     options.others = options.defaults;

@@ -33,6 +33,7 @@ struct OptimizerOptions {
   Rule rule = Rule::Adam;
   GroupOptions defaults;
   std::optional<GroupOptions> others = {};  // Muon: of what is no matrix
+  const Type* type = nullptr;               // where a table has it
 };
 
 const std::vector<Type>& types();
@@ -40,6 +41,14 @@ const std::vector<Type>& types();
 const Type* find_type(const std::string& name);
 // The first of that rule.
 const Type& type_of(Rule rule);
+
+// Those of torch::optim that no rule is for, by their exact names: RMSprop, and Adam and AdamW for amsgrad. C++ programs have them by
+// Rule::External; Python takes torch.optim's.
+const Type* find_torch_type(const std::string& name);
+// All that a configuration can name in C++, for messages.
+std::string cpp_types();
+// How many values it keeps for each element beside the master; of Muon those of what is no matrix, the most.
+int state_count(const OptimizerOptions& options);
 
 // A kernel updates any range of elements; false for Lamb and Muon, which need whole parameters, and for External.
 bool has_kernel(Rule rule);

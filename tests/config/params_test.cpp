@@ -104,6 +104,32 @@ TEST(Params, LeavesOtherOptimizersToPython) {
   EXPECT_FALSE(kind_of({.type = "NAdam", .params = {}}));
 }
 
+TEST(Params, ReadsTorchsOptimizersOfCpp) {
+  const auto read = [](const std::string& type, const Params& params) {
+    Report report;
+    auto options = read_torch_optimizer({.type = type, .params = params}, report);
+    report.raise();
+    return options;
+  };
+  const auto rmsprop = read("RMSprop", {{"alpha", 0.9}, {"centered", true}, {"momentum", 0.5}, {"foreach", true}});
+  EXPECT_EQ(rmsprop->rule, optim::Rule::External);
+  EXPECT_EQ(rmsprop->defaults.lr, 0.01);
+  EXPECT_EQ(rmsprop->defaults.alpha, 0.9);
+  EXPECT_TRUE(rmsprop->defaults.centered);
+  for (const bool decoupled : {false, true}) {
+    const auto adam = read("adam", {{"torch_adam", true}, {"amsgrad", true}, {"adam_w_mode", decoupled}});
+    EXPECT_EQ(adam->type, optim::find_torch_type(decoupled ? "AdamW" : "Adam"));
+    EXPECT_EQ(adam->defaults.weight_decay, decoupled ? 0.01 : 0);
+    EXPECT_TRUE(adam->defaults.amsgrad);
+  }
+  EXPECT_FALSE(read("rmsprop", {})) << "exact, as in Python";
+  EXPECT_FALSE(read("NAdam", {}));
+  const auto error = [&](const Params& params) { return error_of([&] { read("RMSprop", params); }); };
+  EXPECT_HAS(error({{"alpa", 0.9}}), "did you mean \"alpha\"?");
+  EXPECT_HAS(error({{"momentum", -1}}), "momentum: must be a number >= 0");
+  EXPECT_HAS(error({{"maximize", true}}), "torch::optim::RMSprop of C++ has it not");
+}
+
 TEST(Params, RefusesWrongOptimizerParameters) {
   EXPECT_HAS(optimizer_error("Adam", {{"weight_decai", 0}}), "did you mean \"weight_decay\"?");
   EXPECT_HAS(optimizer_error("Adam", {{"momentum", 0.9}}), "optimizer.params.momentum: unknown parameter");

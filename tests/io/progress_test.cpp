@@ -55,5 +55,26 @@ TEST(Progress, OneLineForEachInterval) {
   EXPECT_NE(lines.all.back().find(": 3.0 of 3.0 GB"), std::string::npos) << lines.all.back();
 }
 
+TEST(ProgressLine, IsWrittenOverOnATerminalAndOneMoreElsewhere) {
+  for (const bool in_place : {false, true}) {
+    std::string text;
+    {
+      ProgressLine line(in_place, [&](const std::string& more) { text += more; }, milliseconds(0));
+      EXPECT_EQ(line.wants(false), in_place);
+      EXPECT_TRUE(line.wants(true));
+      line.show("one");
+      line.show("two");
+      line.say("a warning");
+      line.show("three");
+    }
+    EXPECT_EQ(text, in_place ? "\r\x1b[Kone\r\x1b[Ktwo\na warning\n\r\x1b[Kthree\n" : "one\ntwo\na warning\nthree\n");
+  }
+  std::string cut;
+  ProgressLine wide(true, [&](const std::string& more) { cut += more; }, std::chrono::hours(1));
+  wide.show(std::string(1000, 'x'));
+  EXPECT_LT(cut.size(), 1000U);
+  EXPECT_FALSE(wide.wants(true)) << "not so soon";
+}
+
 }  // namespace
 }  // namespace tessera::io

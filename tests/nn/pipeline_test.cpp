@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <csignal>
 #include <mutex>
 
@@ -222,9 +223,33 @@ TEST(Pipeline, OneStageTells) {
     const std::scoped_lock lock(mutex);
     lines.insert(lines.end(), kept.lines.begin(), kept.lines.end());
   });
-  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "[tessera] step=1, skipped=0, lr=[0.01]\n");
+  const std::string shown = ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(shown.starts_with("[tessera] step=1, skipped=0, lr=[0.01], loss=")) << shown;
+  EXPECT_EQ(std::ranges::count(shown, '\n'), 1);
   ASSERT_EQ(lines.size(), 1u) << ::testing::PrintToString(lines);
   EXPECT_HAS(lines[0], "data_parallel_size: has no effect");
+}
+
+// Of all stages: the loss that train_batch() returns, their common norm.
+TEST(Pipeline, MetricsAreThoseOfTheWholeModel) {
+  for (const int stages : {1, 2}) {
+    const Case c{.stages = stages, .ranks = 2, .zero = 1};
+    std::map<std::string, std::vector<double>> seen;
+    std::vector<double> losses, norms;
+    testing::run_stages(c, [&](const comm::Parts& parts) {
+      Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
+      engine.on_metric([&](const std::string& name, double value, int64_t) { seen[name].push_back(value); });
+      for (int step = 0; step < 2; ++step) {
+        const double loss = engine.train_batch(data_of(c, parts, step));
+        if (parts.everyone->rank() != 0) continue;
+        losses.push_back(loss);
+        norms.push_back(engine.core().global_grad_norm().value_or(-1));
+      }
+    });
+    EXPECT_EQ(seen["Train/Samples/train_loss"], losses);
+    EXPECT_EQ(seen["Train/Samples/grad_norm"], norms);
+    EXPECT_EQ(seen["Train/Samples/lr"], std::vector<double>({0.01, 0.01}));
+  }
 }
 
 TEST(Pipeline, EvaluatesWithoutGradients) {

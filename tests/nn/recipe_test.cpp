@@ -38,8 +38,9 @@ Config config_of_stage(int stage, const std::string& more = "") {
           "zero_optimization": {"reduce_scatter": false, "stage": )" +
       std::to_string(stage) + "}, \"checkpoint\": {\"random_state\": true}" + more + "}");
 }
-std::string optimizer_of(const std::string& type) {
-  return R"(, "optimizer": {"type": ")" + type + R"(", "params": {"lr": 0.01, "weight_decay": 0.1}})";
+std::string optimizer_of(const std::string& type, const std::string& more = "") {
+  return R"(, "zero_allow_untested_optimizer": true, "optimizer": {"type": ")" + type +
+         R"(", "params": {"lr": 0.01, "weight_decay": 0.1)" + more + "}}";
 }
 const std::string kAdamW = optimizer_of("AdamW");
 
@@ -77,12 +78,24 @@ struct Case {
 std::vector<Case> cases() {
   using namespace torch::optim;
   const auto adamw = [](auto& m) { return of_torch<AdamW>(m, AdamWOptions(0.01).weight_decay(0.1)); };
-  return {{"groups", adamw, kAdamW},
-          {"Lamb", [](auto& m) { return of_whole(m, "Lamb"); }, optimizer_of("Lamb")},
-          {"Muon", [](auto& m) { return of_whole(m, "Muon"); }, optimizer_of("muon")},
-          {"AdamW", adamw},
-          {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }},
-          {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }}};
+  const auto amsgrad = [](bool decoupled) {
+    return optimizer_of("Adam", std::string(R"(, "torch_adam": true, "amsgrad": true, "adam_w_mode": )") +
+                                    (decoupled ? "true" : "false"));
+  };
+  const auto rmsprop = RMSpropOptions(0.01).weight_decay(0.1).momentum(0.5).centered(true).alpha(0.9);
+  return {
+      {"groups", adamw, kAdamW},
+      {"Adam with amsgrad",
+       [](auto& m) { return of_torch<Adam>(m, AdamOptions(0.01).weight_decay(0.1).amsgrad(true)); }, amsgrad(false)},
+      {"AdamW with amsgrad",
+       [](auto& m) { return of_torch<AdamW>(m, AdamWOptions(0.01).weight_decay(0.1).amsgrad(true)); }, amsgrad(true)},
+      {"configured RMSprop", [rmsprop](auto& m) { return of_torch<RMSprop>(m, rmsprop); },
+       optimizer_of("RMSprop", R"(, "momentum": 0.5, "centered": true, "alpha": 0.9)")},
+      {"Lamb", [](auto& m) { return of_whole(m, "Lamb"); }, optimizer_of("Lamb")},
+      {"Muon", [](auto& m) { return of_whole(m, "Muon"); }, optimizer_of("muon")},
+      {"AdamW", adamw},
+      {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }},
+      {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }}};
 }
 
 double factor(int64_t updates) {
@@ -274,6 +287,19 @@ TEST(Recipe, OptimizersThatCannotBeRunAreRefused) {
                      return adam;
                    }),
              "has states already");
+}
+
+TEST(Recipe, TypesThatCppHasNotAreNamed) {
+  const auto build = [](const std::string& type) {
+    initialize(net(), config_of_stage(0, optimizer_of(type)), comm::Mesh());
+  };
+  for (const char* type : {"NAdam", "RAdam", "Adadelta", "rmsprop"})
+    EXPECT_HAS(
+        testing::error_of<c10::ValueError>([&] { build(type); }),
+        std::string(type) +
+            " does in Python only); set optimizer.type to one of Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, and "
+            "of torch::optim RMSprop, and Adam and AdamW with amsgrad");
+  EXPECT_HAS(testing::error_of<c10::NotImplementedError>([&] { build("LBFGS"); }), "needs a closure");
 }
 
 class Broken : public Schedule {

@@ -9,6 +9,7 @@
 
 #include "tessera/nn/engine.h"
 #include "tessera/nn/hooked.h"
+#include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
 namespace tessera::nn {
@@ -82,6 +83,122 @@ TEST(Scope, HookedBlocksAreGatheredOneAtATimeAndTrainAsPlainPyTorch) {
     region.close();
     EXPECT_EQ(gathered(engine.core()), 0);
   });
+}
+
+// Knows nothing of Tessera.
+struct PlainBlockImpl : torch::nn::Module {
+  PlainBlockImpl() { linear = register_module("linear", torch::nn::Linear(6, 6)); }
+  at::Tensor forward(const at::Tensor& x) {
+    if (seen) seen();
+    return x + torch::tanh(linear(x));
+  }
+  torch::nn::Linear linear{nullptr};
+  std::function<void()> seen;
+};
+TORCH_MODULE(PlainBlock);
+
+torch::nn::Sequential two_layers() {
+  return torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::Tanh());
+}
+void fill(torch::nn::Module& module) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  const torch::NoGradGuard no_grad;
+  for (at::Tensor& p : module.parameters())
+    p.uniform_(-0.4, 0.4, generator);
+}
+
+// Units in every container of torch, and as members, beside a layer that is none.
+struct UnitNet : torch::nn::Module {
+  UnitNet() {
+    blocks = register_module("blocks", torch::nn::Sequential(unit(PlainBlock()), unit(PlainBlock())));
+    list = register_module("list", torch::nn::ModuleList(unit(PlainBlock())));
+    any = torch::nn::AnyModule(unit(torch::nn::Linear(6, 6)));
+    register_module("any", any.ptr());
+    up = register_module("up", unit(torch::nn::Linear(6, 6)));
+    pair = register_module("pair", unit_as<at::Tensor(at::Tensor)>(two_layers()));
+    head = register_module("head", torch::nn::Linear(6, 2));
+    fill(*this);
+  }
+  at::Tensor forward(at::Tensor x) {
+    x = any.forward(blocks->forward(x));
+    return head(pair(up(list->ptr<Unit<PlainBlockImpl>>(0)->forward(x)))).square().mean();
+  }
+  torch::nn::Sequential blocks{nullptr};
+  torch::nn::ModuleList list{nullptr};
+  torch::nn::AnyModule any;
+  UnitOf<torch::nn::Linear> up{nullptr};
+  torch::nn::ModuleHolder<Unit<torch::nn::SequentialImpl, at::Tensor(at::Tensor)>> pair{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+
+// The same of torch alone.
+struct NoUnitNet : torch::nn::Module {
+  NoUnitNet() {
+    blocks = register_module("blocks", torch::nn::Sequential(PlainBlock(), PlainBlock()));
+    list = register_module("list", torch::nn::ModuleList(PlainBlock()));
+    any = register_module("any", torch::nn::Linear(6, 6));
+    up = register_module("up", torch::nn::Linear(6, 6));
+    pair = register_module("pair", two_layers());
+    head = register_module("head", torch::nn::Linear(6, 2));
+    fill(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = list->ptr<PlainBlockImpl>(0)->forward(any(blocks->forward(x)));
+    return head(pair->forward(up(y))).square().mean();
+  }
+  torch::nn::Sequential blocks{nullptr}, pair{nullptr};
+  torch::nn::ModuleList list{nullptr};
+  torch::nn::Linear any{nullptr}, up{nullptr}, head{nullptr};
+};
+
+TEST(Scope, UnitsOfPlainModulesAreGatheredOneAtATime) {
+  const at::Tensor x = torch::randn({4, 6});
+  NoUnitNet plain;
+  for (int step = 0; step < 3; ++step) {
+    plain.zero_grad();
+    plain.forward(x).backward();
+    const torch::NoGradGuard no_grad;
+    for (at::Tensor& p : plain.parameters())
+      p.sub_(p.grad(), 0.1);
+  }
+  const auto check = [&](int ranks, int stage, const comm::GroupPtr& group) {
+    auto net = std::make_shared<UnitNet>();
+    Config cfg = config(ranks);
+    cfg.zero_optimization.stage = stage;
+    auto engine = initialize(net, cfg, comm::Mesh(group));
+    const auto names = net->named_parameters(), others = plain.named_parameters();
+    EXPECT_EQ(names.keys(), others.keys());
+    EXPECT_EQ(net->blocks->ptr(0)->name(), plain.blocks->ptr(0)->name());
+    int calls = 0;
+    net->blocks->ptr<Unit<PlainBlockImpl>>(1)->seen = [&] {
+      ++calls;
+      if (stage == 3 && ranks > 1) EXPECT_EQ(gathered(engine.core()), 2 + 2) << "its own, and the head's";
+    };
+    for (int step = 0; step < 3; ++step) {
+      engine.forward(x).backward();
+      EXPECT_TRUE(engine.step());
+    }
+    EXPECT_EQ(calls, 3);
+    GatheredParameters region(engine.core(), net->parameters());
+    for (const auto& item : others)
+      EXPECT_TRUE(at::allclose(names[item.key()], item.value(), 1e-5, 1e-6)) << item.key();
+    region.close();
+    const std::string text = engine.units_text();
+    if (stage < 3) {
+      EXPECT_EQ(text,
+                c10::str("every rank has all parameters whole: zero_optimization.stage ", stage, " partitions none"));
+      return;
+    }
+    EXPECT_HAS(text,
+               "blocks.0.linear (torch::nn::LinearImpl), 42 elements: while blocks.0 runs, which it is a part of");
+    EXPECT_HAS(text, "any (torch::nn::LinearImpl), 42 elements: while it runs\n");
+    EXPECT_HAS(text, "up (torch::nn::LinearImpl), 42 elements: while it runs\n");
+    EXPECT_HAS(text, "pair.0 (torch::nn::LinearImpl), 42 elements: while pair runs, which it is a part of\n");
+    EXPECT_HAS(text, "head (torch::nn::LinearImpl), 14 elements: for the whole forward");
+  };
+  for (const int ranks : {1, 2})
+    for (int stage = 0; stage < 4; ++stage)
+      testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) { check(ranks, stage, group); });
 }
 
 struct ExpertsImpl : Hooked<ExpertsImpl, at::Tensor(at::Tensor, int)> {

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <tuple>
 
@@ -241,6 +242,7 @@ TEST(Session, OneRankTells) {
     testing::run_axes(axes, [&](int, const comm::Mesh& mesh) {
       const testing::KeptWarnings kept;
       Session s(torch::nn::Linear(2, 2).ptr(), config, mesh);
+      s.expect(10);
       for (int step = 0; step < steps; ++step)
         train_step(s);
       const std::scoped_lock lock(mutex);
@@ -256,8 +258,11 @@ TEST(Session, OneRankTells) {
     ::testing::internal::CaptureStderr();
     const bool cuts_sequence = axes.contains(Axis::Sp);  // and nothing exchanges its parts
     EXPECT_EQ(tells(axes, 1, 5).size(), cuts_sequence ? 3u : 2u);
-    EXPECT_EQ(::testing::internal::GetCapturedStderr(),
-              "[tessera] step=2, skipped=0, lr=[0.5]\n[tessera] step=4, skipped=0, lr=[0.5]\n");
+    const std::string shown = ::testing::internal::GetCapturedStderr();
+    EXPECT_EQ(std::ranges::count(shown, '\n'), 2) << shown;
+    for (const int step : {2, 4})
+      EXPECT_HAS(shown, c10::str("[tessera] step=", step, "/10, skipped=0, lr=[0.5], samples/s="));
+    EXPECT_HAS(shown, ", memory=0.0 MB, left=0:00:0");
     const auto lines = tells(axes, 3, 0);
     ASSERT_EQ(lines.size(), 3u) << ::testing::PrintToString(lines);
     EXPECT_HAS(lines[0], "data_parallel_size: has no effect in this version");
@@ -286,6 +291,7 @@ TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
                                        section + R"(, "tensorboard": )" + section + "}"),
                      comm::Mesh(group));
       engine.add_writer(io::json_metrics(folder / "lines"));
+      engine.expect(0, /*tokens_per_sample=*/7);
       engine.on_metric([&](const std::string& name, double value, int64_t step) {
         EXPECT_EQ(rank, 0);
         seen.emplace_back(name, value, step);
@@ -297,19 +303,36 @@ TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
       engine.write_metrics({{"mine", 7, 3}});
     });
     const int64_t batch = 6L * ranks;
-    const std::vector<std::tuple<std::string, double, int64_t>> expected{{"Train/Samples/train_loss", 0.5, batch},
-                                                                         {"Train/Samples/lr", 0.5, batch},
-                                                                         {"Train/Samples/train_loss", 2.5, 2 * batch},
-                                                                         {"Train/Samples/lr", 0.5, 2 * batch},
-                                                                         {"mine", 7, 3}};
-    EXPECT_EQ(seen, expected) << ranks;
+    using Point = std::pair<std::string, int64_t>;
+    std::map<Point, double> found;
+    std::set<std::string> names;
+    for (const auto& [name, value, step] : seen) {
+      names.insert(name);
+      found[{name.substr(name.rfind('/') + 1), step}] = value;
+    }
+    const std::map<Point, double> expected{{{"train_loss", batch}, 0.5},
+                                           {{"lr", batch}, 0.5},
+                                           {{"grad_norm", batch}, 0},
+                                           {{"skipped_steps", batch}, 0},
+                                           {{"train_loss", 2 * batch}, 2.5},
+                                           {{"lr", 2 * batch}, 0.5},
+                                           {{"grad_norm", 2 * batch}, 0},
+                                           {{"skipped_steps", 2 * batch}, 0},
+                                           {{"mine", 3}, 7}};
+    for (const auto& [point, value] : expected)
+      EXPECT_EQ(found.at(point), value) << point.first << ", " << ranks;
+    const double samples = found.at({"samples_per_second", 2 * batch});
+    EXPECT_GT(samples, 0);
+    EXPECT_NEAR(found.at({"tokens_per_second", 2 * batch}) / samples, 7, 1e-6);
+    EXPECT_FALSE(found.contains({"samples_per_second", batch})) << "since when is not known";
+    EXPECT_GE(found.at({"memory_bytes_params", batch}), 3 * 4);
     EXPECT_EQ(text_of(folder / "job/Train_Samples_train_loss.csv"),
               c10::str("step,train_loss\r\n", batch, ",0.5\r\n", 2 * batch, ",2.5\r\n"));
     EXPECT_EQ(text_of(folder / "job/mine.csv"), "step,mine\r\n3,7.0\r\n");
     const std::string lines = text_of(folder / "lines");
-    EXPECT_EQ(std::ranges::count(lines, '\n'), 5);
+    EXPECT_EQ(std::ranges::count(lines, '\n'), static_cast<int64_t>(seen.size()));
     std::vector<std::filesystem::path> files(std::filesystem::directory_iterator(folder / "job"), {});
-    EXPECT_EQ(files.size(), 4U);  // three of CSV, one of events
+    EXPECT_EQ(files.size(), names.size() + 1);  // a file of CSV for each, one of events
   }
 }
 

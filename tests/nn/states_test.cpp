@@ -92,13 +92,62 @@ TEST(States, KeysAreThoseOfTheOptimizer) {
   EXPECT_HAS(asked("SGD"), "there are none");
   EXPECT_HAS(asked("Lion"), "there are exp_avg, step");
   EXPECT_HAS(asked("Adagrad"), "there are sum, step");
-  const auto model = states_model();
-  const auto plain = Config::from_json(R"({"train_micro_batch_size_per_gpu": 2})");
-  auto own = initialize(model, plain, comm::Mesh(),
-                        {.optimizer = std::make_shared<torch::optim::Adam>(model->ptr(0)->parameters())});
-  EXPECT_HAS(error_of<c10::NotImplementedError>([&] { own.states().full_state("0.weight", "exp_avg"); }),
-             "are in the optimizer");
-  EXPECT_TRUE(own.states().full_param("0.weight").defined());
+}
+
+// Of those that update the masters themselves: torch's, of the configuration or the program's own, and of whole parameters.
+TEST(States, OfOptimizersThatRunThemselves) {
+  struct Row {
+    std::string optimizer;  // empty: the program's own
+    std::vector<std::string> keys;
+  };
+  const std::vector<Row> rows{
+      {R"("RMSprop", "params": {"momentum": 0.5, "centered": true})", {"square_avg", "momentum_buffer", "grad_avg"}},
+      {R"("Adam", "params": {"torch_adam": true, "amsgrad": true})", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}},
+      {R"("Lamb")", {"exp_avg", "exp_avg_sq"}},
+      {"", {"exp_avg", "exp_avg_sq"}}};
+  const auto check = [](const Row& row, int stage, const comm::GroupPtr& group) {
+    const testing::KeptWarnings kept;
+    const auto model = states_model();
+    const std::string optimizer = row.optimizer.empty() ? "" : R"("optimizer": {"type": )" + row.optimizer + "}, ";
+    const auto config = Config::from_json(
+        c10::str("{", optimizer, R"("zero_allow_untested_optimizer": true, "train_micro_batch_size_per_gpu": 2,
+                  "zero_optimization": {"stage": )",
+                 stage, "}}"));
+    Recipe recipe;
+    if (row.optimizer.empty()) recipe.optimizer = std::make_shared<torch::optim::Adam>(model->ptr(0)->parameters());
+    auto engine = initialize(model, config, comm::Mesh(group), recipe);
+    const States states = engine.states();
+    const auto text = [&](const auto& call) { return error_of<c10::ValueError>(call); };
+    EXPECT_FALSE(states.full_state("0.weight", row.keys[0]).defined()) << "before a step";
+    EXPECT_HAS(text([&] { states.set_full_state("0.bias", row.keys[0], at::ones({5})); }), "it makes it in a step");
+    train(engine);
+    engine.step();
+    EXPECT_EQ(states.full_state("again.weight", "step").item<float>(), 1);
+    const at::Tensor values = at::arange(15, at::kFloat).view({5, 3}) / 8;
+    const auto [begin, end] = states.local_range("0.weight");
+    for (const std::string& key : row.keys) {
+      EXPECT_EQ(states.full_state("0.weight", key).sizes(), (at::IntArrayRef{5, 3}));
+      states.set_full_state("0.weight", key, values);
+      EXPECT_TRUE(states.full_state("0.weight", key).equal(values)) << key;
+      const at::Tensor mine = states.local_state("0.weight", key);
+      if (end > begin) {
+        EXPECT_TRUE(mine.view({-1}).equal(values.view({-1}).slice(0, begin, end)));
+        states.set_local_state("0.weight", key, mine + 1);
+      }
+      EXPECT_TRUE(states.full_state("0.weight", key).equal(values + 1)) << key;
+    }
+    states.set_full_state("0.weight", "step", at::tensor(7));
+    EXPECT_EQ(states.full_state("0.weight", "step").item<float>(), 7);
+    EXPECT_FALSE(states.full_state("1.weight", row.keys[0]).defined()) << "frozen";
+    EXPECT_HAS(text([&] { states.full_state("0.bias", "sum"); }), "has no state 'sum' of this parameter");
+    train(engine);
+    engine.step();
+    EXPECT_EQ(states.full_state("0.weight", "step").item<float>(), 8);
+  };
+  for (const Row& row : rows)
+    for (const int ranks : {1, 3})
+      for (int stage = 0; stage < 4; ++stage)
+        testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) { check(row, stage, group); });
 }
 
 }  // namespace tessera::nn::states_tests

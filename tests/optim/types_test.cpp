@@ -34,6 +34,14 @@ TEST(OptimizerOptions, OfType) {
     EXPECT_EQ(is_native_type(type.name), has_kernel(type.rule));
     check(type, type.defaults);
   }
+  const OptimizerOptions amsgrad{
+      .rule = Rule::External, .defaults = {.amsgrad = true}, .type = find_torch_type("AdamW")};
+  EXPECT_EQ(state_count(amsgrad), 3);
+  OptimizerOptions rmsprop{.rule = Rule::External, .defaults = {}, .type = find_torch_type("RMSprop")};
+  EXPECT_EQ(state_count(rmsprop), 1);
+  rmsprop.defaults.momentum = 0.9;
+  rmsprop.defaults.centered = true;
+  EXPECT_EQ(state_count(rmsprop), 3);
   const OptimizerOptions muon = options_of_type("muon", false);
   EXPECT_TRUE(muon.defaults.use_muon && !muon.others->use_muon && !muon.others->decoupled);
 }

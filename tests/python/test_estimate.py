@@ -10,6 +10,8 @@ import torch
 from support import Net, config, engines, make
 from tessera.estimate import estimate, main
 
+MILLION = 1_000_000
+
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -28,6 +30,31 @@ def test_is_what_an_engine_holds(stage: int, bf16: bool) -> None:
     assert found.states == pytest.approx(held.master + held.states, rel=0.05)
     assert found.grads == pytest.approx(held.grads, rel=0.05)
     assert found.total == found.params + found.grads + found.states + found.gathered
+
+
+# Values that an optimizer keeps for each element.
+KEPT: list[tuple[str, dict[str, Any], int]] = [
+    ("SGD", {}, 0),
+    ("SGD", {"momentum": 0.9}, 1),
+    ("Adagrad", {}, 1),
+    ("Lion", {}, 1),
+    ("AdamW", {}, 2),
+    ("Lamb", {}, 2),
+    ("Adam", {"torch_adam": True, "amsgrad": True}, 3),
+    ("RMSprop", {"momentum": 0.9}, 2),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "kept"), KEPT)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_counts_what_the_optimizer_keeps(kind: str, params: dict[str, Any], kept: int, stage: int) -> None:
+    cfg = config(stage, optimizer={"type": kind, "params": params}, zero_allow_untested_optimizer=True)
+    assert estimate(MILLION, cfg, 2).states == 4 * kept * MILLION // (2 if stage else 1)
+    assert estimate(MILLION, {**cfg, "bf16": {"enabled": True}}, 1).states == (2 + 4 * kept) * MILLION
+    if kind in ("SGD", "Adagrad", "Lion", "AdamW"):  # the core has them
+        held = engines(make(Net, 64), 2, cfg, lambda engine, rank: engine.core.memory())[0]
+        expected = pytest.approx(held.master + held.states, rel=0.05)
+        assert estimate(make(Net, 64), cfg, 2).states == expected
 
 
 def test_counts_frozen_parameters_and_numbers() -> None:
@@ -59,7 +86,6 @@ def test_is_what_an_engine_has_on_the_disk(stage: int, tmp_path: Any) -> None:
 
 
 BF16 = {"bf16": {"enabled": True}, **ADAM}
-MILLION = 1_000_000
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "disk"}
 # Of 10^6 parameters (2 bytes each, as are gradients; of states 10): ranks, section zero_optimization, tp; MB: params,
 # grads, states, host, disk

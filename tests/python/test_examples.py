@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,13 @@ SIZES = ["--layers", "2", "--width", "48", "--heads", "3", "--context", "24", "-
 needs_cpp = pytest.mark.skipif(not TRAIN_CPP.exists(), reason="C++ examples are not built (TESSERA_BUILD_EXAMPLES)")
 
 
+# Of torch.optim in Python, of torch::optim in C++.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "RMSprop": {"type": "RMSprop", "params": {"lr": 1e-4, "momentum": 0.5, "centered": True}},
+    "amsgrad": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "amsgrad": True}},
+}
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Text, initial weights and one configuration a case."""
@@ -36,9 +44,11 @@ def files(tmp_path_factory):
     return folder
 
 
-def config_file(folder: Path, stage: int, dtype: str) -> Path:
-    path = folder / f"config-{stage}-{dtype}.json"
+def config_file(folder: Path, stage: int, dtype: str, kind: str = "AdamW") -> Path:
+    path = folder / f"config-{stage}-{dtype}-{kind}.json"
     config = json.loads((ROOT / "examples" / "config.json").read_text())
+    config["optimizer"] |= OPTIMIZERS.get(kind, {})
+    config["zero_allow_untested_optimizer"] = kind != "AdamW"
     config["train_micro_batch_size_per_gpu"] = 3
     config["zero_optimization"]["stage"] = stage
     config["bf16"]["enabled"] = dtype == "bf16"
@@ -82,11 +92,21 @@ def test_cpp_and_python_twins_have_the_same_losses(files, weights, stage, dtype,
 
 @needs_cpp
 @pytest.mark.parametrize("first", ["python", "cpp"])
-@pytest.mark.parametrize(("stage", "dtype", "ranks"), [(0, "fp32", 1), (2, "bf16", 2), (3, "bf16", 2)])
-def test_a_run_saved_in_one_language_goes_on_in_the_other(files, weights, tmp_path, first, stage, dtype, ranks):
+@pytest.mark.parametrize(
+    ("stage", "dtype", "ranks", "kind"),
+    [
+        (0, "fp32", 1, "AdamW"),
+        (2, "bf16", 2, "AdamW"),
+        (3, "bf16", 2, "AdamW"),
+        (1, "fp32", 2, "RMSprop"),
+        (0, "fp32", 1, "amsgrad"),
+        (2, "fp32", 2, "amsgrad"),
+    ],
+)
+def test_a_run_saved_in_one_language_goes_on_in_the_other(files, weights, tmp_path, first, stage, dtype, ranks, kind):
     programs = {"python": [sys.executable, TRAIN_PY], "cpp": [TRAIN_CPP]}
     second = "cpp" if first == "python" else "python"
-    config = config_file(files, stage, dtype)
+    config = config_file(files, stage, dtype, kind)
     whole = train(programs[first], files, config, ranks)
     train(programs[first], files, config, ranks, "--save", tmp_path, steps=STEPS // 2)
     rest = train(programs[second], files, config, ranks, "--resume", tmp_path)

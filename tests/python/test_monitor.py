@@ -141,6 +141,10 @@ def test_an_engine_writes_rate_scale_and_times_over_samples(tmp_path: Path, fp16
     names = {path.name for path in (tmp_path / "job").iterdir()}
     assert "Train_Samples_train_loss.csv" in names
     assert ("Train_Samples_loss_scale.csv" in names) == fp16
+    numbers = ("grad_norm", "skipped_steps", "samples_per_second", "memory_bytes_params")
+    assert {f"Train_Samples_{name}.csv" for name in numbers} <= names
+    norms = rows(tmp_path / "job" / "Train_Samples_grad_norm.csv")
+    assert [row[0] for row in norms[1:]] == ["16", "32"] and all(float(row[1]) > 0 for row in norms[1:])
     parts = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
     for part in parts:
         assert (f"Train_Samples_elapsed_time_ms_{part}.csv" in names) == times

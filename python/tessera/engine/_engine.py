@@ -431,6 +431,8 @@ class Engine(nn.Module):
     set_train_batch_size = method_of("_info", Info.set_train_batch_size)
     set_train_micro_batch_size = method_of("_info", Info.set_train_micro_batch_size)
     recompute = method_of("_info", Info.recompute)
+    expect = method_of("_info", Info.expect)
+    count_flops = method_of("_info", Info.count_flops)
     phase_seconds = method_of("_info", Info.phase_seconds)
     step_seconds = property_of("_info", Info.step_seconds)
     timed_calls = property_of("_info", Info.timed_calls)

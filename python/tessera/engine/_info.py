@@ -118,6 +118,16 @@ class Info:
         """The profile that the section `flops_profiler` asked for, once it was taken."""
         return self._engine._watch.profiler
 
+    def expect(self, steps: int = 0, tokens_per_sample: float = 0) -> None:
+        """For the progress line (steps_per_print) and the events: how many optimizer steps there are in all (without it
+        the schedule's total_num_steps), and tokens of a sample. 0: not known."""
+        self._engine._watch.expect(steps, tokens_per_sample)
+
+    def count_flops(self, per_sample: float, peak: float | None = None) -> None:
+        """Events Train/Samples/tflops, of each rank, and with the `peak` of a device, in operations a second, mfu:
+        `per_sample` operations in forward and backward of a sample, over the time from one update to the next."""
+        self._engine._watch.count_flops(self._engine.core, per_sample, peak)
+
     def phase_seconds(self) -> dict[str, float]:
         """What this rank spent since the engine was built in forward, backward and step, and of these in gather
         (partitioned parameters) and reduce (gradients). Host time; with wall_clock_breakdown that of the device too."""

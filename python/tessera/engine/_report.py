@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 logger = logging.getLogger("tessera")
 
@@ -26,6 +27,12 @@ def show_progress() -> None:
     logger.addHandler(_Console())
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+
+
+def shows_in_place() -> bool:
+    """Lines go to standard error itself, by this module's console, and not to a set-up or a stream of the user's."""
+    own = len(logger.handlers) == 1 and isinstance(logger.handlers[0], _Console) and not logging.getLogger().handlers
+    return own and sys.stderr is sys.__stderr__ and logger.isEnabledFor(logging.INFO)
 
 
 def warn_of(lines: list[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera.engine._report import logger, show_progress
+from tessera.engine._report import logger, show_progress, shows_in_place
 from tessera.flops import FlopsProfiler
 from tessera.monitor import Monitor
 
@@ -47,6 +47,8 @@ class Watch:
             self.profile_step = None
         self.profiler: FlopsProfiler | None = None
         self._numbers = _core.Watch(config)
+        self._terminal = self._numbers.in_place
+        self._listens = False
         self.calls = self._numbers.calls
         self.monitor = Monitor(config, rank)
         if config.log_level:
@@ -62,8 +64,8 @@ class Watch:
 
     def built(self, engine: Watched) -> None:
         """The engine has its core from here on."""
-        if self.monitor.writers:
-            engine.core.keep_losses()
+        self._numbers.attach(engine.core, self._speaks)
+        self._listen(engine)
         shares = (self._config.tessera.device_share, self._config.zero_optimization.offload_optimizer.ratio)
         if self._speaks and "auto" in shares:
             logger.info("%s", engine.core.offload_plan().text())
@@ -105,22 +107,40 @@ class Watch:
 
     def stepped(self, engine: Watched) -> None:
         """After every optimizer step."""
-        rates = engine.get_lr()[:1] if self.monitor.writers else []
-        events, lines = self._numbers.stepped(engine.core, [float(rate) for rate in rates])
+        self._listen(engine)
+        if self._every and self._speaks:
+            self._numbers.in_place = self._terminal and shows_in_place()
+        rates = [float(rate) for rate in engine.get_lr()] if self._numbers.wants_rates(engine.core) else []
+        more = f"mom={momentum_of(engine.basic_optimizer)}" if rates else ""
+        events, lines, progress = self._numbers.stepped(engine.core, rates, more)
         if self.monitor.writers:
             self.monitor.write_events(events)
-        for line in lines if self._speaks else []:
-            logger.info("%s", line)
-        if self._every and self._speaks and engine.global_steps % self._every == 0:
-            logger.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s",
-                engine.global_steps,
-                engine.skipped_steps,
-                engine.get_lr(),
-                momentum_of(engine.basic_optimizer),
-            )
         if self._memory and self._speaks and engine.global_steps % (self._every or 1) == 0:
-            logger.info("memory (MB) | %s%s", _core.memory_text(engine.core), device_memory(engine.device))
+            lines.append(f"memory (MB) | {_core.memory_text(engine.core)}{device_memory(engine.device)}")
+        if self._speaks:
+            self._say(lines, progress)
+
+    def _say(self, lines: list[str], progress: str) -> None:
+        if progress and not self._numbers.in_place:
+            lines = [*lines, progress]
+        if lines:
+            self._numbers.end_line()
+        for line in lines:
+            logger.info("%s", line)
+        if progress and self._numbers.in_place:
+            self._numbers.show(f"[tessera] {progress}")
+
+    def _listen(self, engine: Watched) -> None:
+        """Writers may come at any time."""
+        if self.monitor.writers and not self._listens:
+            self._listens = True
+            self._numbers.listen(engine.core)
+
+    def expect(self, steps: int, tokens_per_sample: float) -> None:
+        self._numbers.expect(steps, tokens_per_sample)
+
+    def count_flops(self, core: _core.Engine, per_sample: float, peak: float | None) -> None:
+        self._numbers.count_flops(core, per_sample, peak)
 
     # ---------------------------------------------------------------- collectives
 
@@ -131,6 +151,7 @@ class Watch:
         return _core.call_rows(self.calls, core, stragglers)
 
     def close(self) -> None:
+        self._numbers.end_line()
         self.monitor.close()
 
 

@@ -196,6 +196,8 @@ class PipelineEngine(Engine):
         result = self._interpreter.run(self.core, batch, table, batch.shape, batch.trains)
         self._under_way = False
         self.max_live_activations = max(self.max_live_activations, result.most_live)
+        if result.loss is not None and batch.trains:
+            self.core.set_loss(result.loss)
         return None if result.loss is None else torch.tensor(result.loss, dtype=torch.float32, device=self.device)
 
     # ---------------------------------------------------------------- what a Batch calls

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,9 +30,12 @@ for _ in range(4):
 """
 
 
-def run_program(program: str, folder: Path) -> None:
+def run_program(program: str, folder: Path, terminal: str | None = None) -> None:
     for descriptor, name in ((1, "out"), (2, "errors")):
         os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), descriptor)
+    if terminal is not None:
+        os.dup2(os.open(terminal, os.O_RDWR), 2)
+    sys.stderr = sys.__stderr__  # pytest's own, where it is forked
     exec(program, {})
 
 
@@ -45,7 +52,42 @@ def test_progress_lines_reach_who_has_no_logging(tmp_path: Path) -> None:
     warning, *lines = stderr_of(tmp_path, 2)
     assert "data_parallel_size: has no effect in this version" in warning
     assert [line.split(",")[0] for line in lines] == ["[tessera] step=2", "[tessera] step=4"]
-    assert all("lr=[0.5]" in line for line in lines)
+    for line in lines:
+        assert re.fullmatch(
+            r"\[tessera\] step=\d, skipped=0, lr=\[0.5\], mom=\[\(0.9, 0.999\)\], samples/s=[\d.e+]+, memory=0.0 MB",
+            line,
+        )
+
+
+def test_on_a_terminal_there_is_one_line(tmp_path: Path) -> None:
+    """Of the loss, too, and of how many steps there are."""
+    before_loop = (
+        "engine.expect(4, tokens_per_sample=7)",
+        "engine.monitor.writers['json'] = tessera.monitor.JsonLines('numbers')",
+        "for _",
+    )
+    program = PROGRAM.format(every=100, setup="").replace("for _", "\n".join(before_loop))
+    program = program.replace(".sum().backward()", ".sum()").replace("    engine(", "    loss = engine(")
+    program = program.replace("    engine.step()", "    engine.backward(loss)\n    engine.step()\n    time.sleep(0.15)")
+    program = f"import os, time\nimport tessera.monitor\nos.chdir({str(tmp_path)!r})\n{program}\nengine.destroy()\n"
+    ours, theirs = os.openpty()
+    process = PROCESSES.Process(target=run_program, args=(program, tmp_path, os.ttyname(theirs)))
+    process.start()
+    process.join(60)
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # nobody has the other end any more
+        while part := os.read(ours, 4096):
+            text += part
+    os.close(ours)
+    assert process.exitcode == 0, text
+    *before, last = [line for line in text.decode().split("\r\x1b[K") if "step=" in line]
+    assert len(before) == 3 and not any("\n" in line for line in before)
+    assert re.match(r"\[tessera\] step=4/4 \[#{10}\], skipped=0, lr=\[0.5\], mom=", last) and last.endswith("\r\n")
+    names = [json.loads(line)["name"].split("/")[-1] for line in (tmp_path / "numbers").read_text().splitlines()]
+    expected = {"train_loss", "lr", "grad_norm", "skipped_steps", "samples_per_second", "tokens_per_second"}
+    assert expected | {"memory_bytes_params", "memory_bytes_states"} <= set(names)
+    assert names.count("train_loss") == 4 and names.count("samples_per_second") == 3
 
 
 def test_without_steps_per_print_nothing_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+#include "tessera/nn/client_states.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include <limits>
+#include <utility>
+
+#include "tessera/base/error.h"
+
+namespace tessera::nn {
+namespace {
+
+double number_in(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().item<double>();
+  return value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
+}
+
+}  // namespace
+
+ClientStates::Kind ClientStates::kind_of(int param, const State& state, const std::string& key) const {
+  if (state.empty()) return Kind::Nothing;
+  const auto found = state.find(key);
+  if (found == state.end()) return Kind::Unknown;
+  const c10::IValue& value = found->second;
+  if (value.isTensor() && value.toTensor().sizes() == optimizer_.target(param).sizes()) return Kind::Part;
+  const bool is_number = value.isInt() || value.isDouble() || (value.isTensor() && value.toTensor().dim() == 0);
+  return is_number ? Kind::Number : Kind::Other;
+}
+
+void ClientStates::refuse(Kind kind, const std::string& key, const State& state) const {
+  std::string there;
+  for (const auto& item : state)
+    there += (there.empty() ? "; there are " : ", ") + item.first;
+  TESSERA_CHECK_VALUE(kind != Kind::Unknown, "state", optimizer_.name(), " has no state '", key, "' of this parameter",
+                      there);
+  TESSERA_CHECK_VALUE(kind != Kind::Other, "state", optimizer_.name(), "'s state '", key,
+                      "' is not one value for each element: read the optimizer's own");
+}
+
+ClientStates::Kind ClientStates::agreed(int param, const State& state, const std::string& key) const {
+  const auto mine = static_cast<double>(kind_of(param, state, key));
+  const auto kind = static_cast<Kind>(static_cast<int>(core_.states().agree_max(mine)));
+  refuse(kind, key, state);
+  return kind;
+}
+
+at::Tensor ClientStates::get_full(int param, const std::string& key) const {
+  const State state = optimizer_.state(param);
+  const Kind kind = agreed(param, state, key);
+  if (kind == Kind::Nothing) return {};
+  const auto found = state.find(key);
+  if (kind == Kind::Number) {
+    const double mine = found == state.end() ? -std::numeric_limits<double>::infinity() : number_in(found->second);
+    return at::scalar_tensor(core_.states().agree_max(mine), at::kFloat);
+  }
+  const auto options = core_.params()[param].tensor.options().dtype(at::kFloat).requires_grad(false);
+  return core_.states().gather_full(param, found == state.end() ? at::empty({0}, options) : found->second.toTensor());
+}
+
+void ClientStates::set_full(int param, const std::string& key, const at::Tensor& full) const {
+  State state = optimizer_.state(param);
+  const Kind kind = agreed(param, state, key);
+  TESSERA_CHECK_VALUE(kind != Kind::Nothing, "state", optimizer_.name(), " has no state '", key,
+                      "' of this parameter yet: it makes it in a step");
+  const at::Tensor part = kind == Kind::Number ? full : core_.states().local_part(param, full);
+  if (!state.empty()) put(param, std::move(state), key, part);
+}
+
+at::Tensor ClientStates::get_local(int param, const std::string& key) const {
+  const State state = optimizer_.state(param);
+  const Kind kind = kind_of(param, state, key);
+  refuse(kind, key, state);
+  if (kind == Kind::Nothing) {
+    const auto [begin, end] = core_.layout().local_range(param);
+    return begin == end && optimizer_.has_states() ? at::empty({0}) : at::Tensor();
+  }
+  const c10::IValue& value = state.at(key);
+  return kind == Kind::Number ? at::scalar_tensor(number_in(value), at::kFloat) : value.toTensor().to(at::kFloat);
+}
+
+void ClientStates::set_local(int param, const std::string& key, const at::Tensor& part) const {
+  State state = optimizer_.state(param);
+  const Kind kind = kind_of(param, state, key);
+  refuse(kind, key, state);
+  if (kind == Kind::Nothing) {
+    TESSERA_CHECK_VALUE(part.numel() == 0, "state", "this rank has no state '", key, "' of this parameter");
+    return;
+  }
+  const int64_t size = kind == Kind::Number ? 1 : state.at(key).toTensor().numel();
+  TESSERA_CHECK_VALUE(part.numel() == size, "state", "state '", key, "' has ", size, " values here, not ",
+                      part.numel());
+  put(param, std::move(state), key, part);
+}
+
+void ClientStates::put(int param, State state, const std::string& key, const at::Tensor& part) const {
+  c10::IValue& value = state.at(key);
+  if (value.isInt()) {
+    value = static_cast<int64_t>(part.item<double>());
+  } else if (value.isDouble()) {
+    value = part.item<double>();
+  } else {
+    const at::Tensor before = value.toTensor();
+    value = part.detach().to(before.options(), /*non_blocking=*/false, /*copy=*/true).view(before.sizes());
+  }
+  optimizer_.put_state(param, std::move(state));
+}
+
+}  // namespace tessera::nn
