@@ -51,9 +51,12 @@ std::shared_ptr<Optimizer> of_torch(torch::nn::Module& module, const Options& op
   for (const at::Tensor& param : module.parameters())
     (param.dim() < 2 ? vectors : matrices).push_back(param);
   std::vector<OptimizerParamGroup> groups;
-  groups.emplace_back(vectors, std::make_unique<Options>(Options(options).lr(0.02).weight_decay(0)));
+  groups.emplace_back(vectors, std::make_unique<Options>(Options(options).lr(0.02)));
   groups.emplace_back(matrices, std::make_unique<Options>(options));
-  return std::make_shared<Class>(std::move(groups), options);
+  auto optimizer = std::make_shared<Class>(std::move(groups), options);
+  // LibTorch takes a group's value that is its class's default for one that was not given.
+  static_cast<Options&>(optimizer->param_groups()[0].options()).weight_decay(0);
+  return optimizer;
 }
 
 // The same of optimizers of whole parameters, which need no engine.
