@@ -102,7 +102,7 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
   const auto parts = module.named_modules();
   for (const auto& item : parts)
     if (const auto* holder = dynamic_cast<const ScopeHolder*>(item.value().get());
-        holder && holder->scope().module >= 0)
+        holder && !holder->scope().engine.expired())
       holders.insert(item.key());
   const auto called = [](const std::string& path) { return path.empty() ? "the model" : path; };
   std::string text;

@@ -51,12 +51,12 @@ std::shared_ptr<Optimizer> of_torch(torch::nn::Module& module, const Options& op
   for (const at::Tensor& param : module.parameters())
     (param.dim() < 2 ? vectors : matrices).push_back(param);
   std::vector<OptimizerParamGroup> groups;
-  groups.emplace_back(vectors, std::make_unique<Options>(Options(options).lr(0.02)));
+  groups.emplace_back(vectors, std::make_unique<Options>(Options(options).lr(0.02).weight_decay(0)));
   groups.emplace_back(matrices, std::make_unique<Options>(options));
-  auto optimizer = std::make_shared<Class>(std::move(groups), options);
-  // LibTorch takes a group's value that is its class's default for one that was not given.
-  static_cast<Options&>(optimizer->param_groups()[0].options()).weight_decay(0);
-  return optimizer;
+  auto made = std::make_shared<Class>(groups, options);
+  for (size_t i = 0; i < groups.size(); ++i)  // torch takes what is a class's default from `options`
+    made->param_groups()[i].set_options(groups[i].options().clone());
+  return made;
 }
 
 // The same of optimizers of whole parameters, which need no engine.
