@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <algorithm>
 #include <map>
@@ -311,6 +312,23 @@ std::pair<at::Tensor, std::vector<int64_t>> combined_tiles(const TilePlan& plan,
   return {joined, sizes};
 }
 
+// Gradients that carry no graph: a second derivative through them is an error, and not a wrong number.
+template <class F>
+variable_list once_differentiable(const variable_list& incoming, const F& gradients) {
+  variable_list all;
+  {
+    const at::NoGradGuard no_grad;
+    all = gradients();
+  }
+  const auto has_graph = [](const at::Tensor& t) { return t.defined() && t.requires_grad(); };
+  if (!at::GradMode::is_enabled() || std::ranges::none_of(incoming, has_graph)) return all;
+  for (at::Tensor& gradient : all)
+    if (gradient.defined()) gradient = gradient.detach().requires_grad_(at::isFloatingType(gradient.scalar_type()));
+  torch::autograd::DelayedError error("[tiled] a layer or loss in tiles has no second derivative",
+                                      static_cast<int64_t>(all.size()));
+  return error.apply(std::move(all));
+}
+
 struct TilesAgain {
   std::shared_ptr<TilePlan> plan;
   int64_t join = 0;
@@ -337,6 +355,10 @@ struct Recomputed : torch::autograd::Function<Recomputed> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
+    return once_differentiable(incoming, [&] { return gradients_of(ctx, incoming); });
+  }
+
+  static variable_list gradients_of(AutogradContext* ctx, const variable_list& incoming) {
     const TilesAgain again = held<TilesAgain>(ctx);
     const TileTensors saved = ctx->get_saved_variables();
     const size_t count = saved.size() + again.plan->params.size() + 4;
@@ -375,13 +397,15 @@ struct HandedOver : torch::autograd::Function<HandedOver> {
     return value.clone();
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& incoming) {
-    variable_list all = ctx->get_saved_variables();
-    for (at::Tensor& gradient : all) {
-      if (!incoming[0].defined()) gradient = at::Tensor();
-      if (gradient.defined()) gradient = (gradient * incoming[0]).to(gradient.scalar_type());
-    }
-    all.resize(all.size() + 2);
-    return all;
+    return once_differentiable(incoming, [&] {
+      variable_list all = ctx->get_saved_variables();
+      for (at::Tensor& gradient : all) {
+        if (!incoming[0].defined()) gradient = at::Tensor();
+        if (gradient.defined()) gradient = (gradient * incoming[0]).to(gradient.scalar_type());
+      }
+      all.resize(all.size() + 2);
+      return all;
+    });
   }
 };
 

@@ -55,9 +55,9 @@ int gathered(engine::Engine& engine) {
   return count;
 }
 
-TEST(Scope, HookedBlocksAreGatheredOneAtATimeAndTrainAsPlainPyTorch) {
-  const at::Tensor x = torch::randn({4, 6});
-  BlockNet plain;
+// As engines do beside it.
+template <class Net>
+void train_plain(Net& plain, const at::Tensor& x) {
   for (int step = 0; step < 3; ++step) {
     plain.zero_grad();
     plain.forward(x).backward();
@@ -65,6 +65,12 @@ TEST(Scope, HookedBlocksAreGatheredOneAtATimeAndTrainAsPlainPyTorch) {
     for (at::Tensor& p : plain.parameters())
       p.sub_(p.grad(), 0.1);
   }
+}
+
+TEST(Scope, HookedBlocksAreGatheredOneAtATimeAndTrainAsPlainPyTorch) {
+  const at::Tensor x = torch::randn({4, 6});
+  BlockNet plain;
+  train_plain(plain, x);
   testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
     auto net = std::make_shared<BlockNet>();
     auto engine = initialize(net, config(2), comm::Mesh(group));
@@ -154,13 +160,7 @@ struct NoUnitNet : torch::nn::Module {
 TEST(Scope, UnitsOfPlainModulesAreGatheredOneAtATime) {
   const at::Tensor x = torch::randn({4, 6});
   NoUnitNet plain;
-  for (int step = 0; step < 3; ++step) {
-    plain.zero_grad();
-    plain.forward(x).backward();
-    const torch::NoGradGuard no_grad;
-    for (at::Tensor& p : plain.parameters())
-      p.sub_(p.grad(), 0.1);
-  }
+  train_plain(plain, x);
   const auto check = [&](int ranks, int stage, const comm::GroupPtr& group) {
     auto net = std::make_shared<UnitNet>();
     Config cfg = config(ranks);

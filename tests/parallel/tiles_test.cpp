@@ -3,6 +3,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn.h>
 
 #include <set>
@@ -122,6 +123,19 @@ TEST(Tiles, AutocastIsThatOfTheForward) {
   y.to(at::kFloat).sum().backward();
   EXPECT_EQ(dtypes, std::set<at::ScalarType>{at::kBFloat16});
   EXPECT_EQ(net.up->weight.grad().scalar_type(), at::kFloat);
+}
+
+TEST(Tiles, ASecondDerivativeIsRefused) {
+  TiledNet net;
+  const at::Tensor y = at::zeros({2, kLength}, at::kLong);
+  const auto layer = [&](const at::Tensor& t) { return net.layer(t); };
+  const auto loss = [&](const auto& a, const auto& b, const auto& c) { return net.loss(a, b, c); };
+  for (const bool of_loss : {false, true}) {
+    const at::Tensor x = at::randn({2, kLength, kWidth}).requires_grad_(true);
+    const at::Tensor value = of_loss ? tiled_loss(loss, x, y, 2) : tiled_mlp(layer, x, 2).square().mean();
+    const at::Tensor first = torch::autograd::grad({value * value}, {x}, {}, true, /*create_graph=*/true)[0];
+    EXPECT_HAS(error_of<std::exception>([&] { first.square().sum().backward(); }), "no second derivative");
+  }
 }
 
 TEST(Tiles, WhatCannotBeCutIsRefused) {

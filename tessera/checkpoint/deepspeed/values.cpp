@@ -64,6 +64,14 @@ const char* kind_name(const Value& value) {
   return "value";
 }
 
+template <class T>
+Value kept(Kind kind, T* Value::* where, std::deque<T>& all, T item) {
+  Value value;
+  value.kind = kind;
+  value.*where = &all.emplace_back(std::move(item));
+  return value;
+}
+
 }  // namespace
 
 int64_t TensorRef::numel() const {
@@ -166,58 +174,37 @@ void Values::count(int64_t more) {
 
 Value Values::text(std::string text, Kind kind) {
   count();
-  Value value;
-  value.kind = kind;
-  value.text = &texts_.emplace_back(std::move(text));
-  return value;
+  return kept(kind, &Value::text, texts_, std::move(text));
 }
 
 Value Values::items(Kind kind, Items items) {
   count();
-  Value value;
-  value.kind = kind;
-  value.items = &items_.emplace_back(std::move(items));
-  return value;
+  return kept(kind, &Value::items, items_, std::move(items));
 }
 
 Value Values::name(Name name) {
   count();
-  Value value;
-  value.kind = Kind::Name;
-  value.name = &names_.emplace_back(std::move(name));
-  return value;
+  return kept(Kind::Name, &Value::name, names_, std::move(name));
 }
 
 Value Values::object(Object object) {
   count();
-  Value value;
-  value.kind = Kind::Object;
-  value.object = &objects_.emplace_back(std::move(object));
-  return value;
+  return kept(Kind::Object, &Value::object, objects_, std::move(object));
 }
 
 Value Values::storage(Storage storage) {
   count();
-  Value value;
-  value.kind = Kind::Storage;
-  value.storage = &storages_.emplace_back(storage);
-  return value;
+  return kept(Kind::Storage, &Value::storage, storages_, std::move(storage));
 }
 
 Value Values::tensor(TensorRef tensor) {
   count();
-  Value value;
-  value.kind = Kind::Tensor;
-  value.tensor = &tensors_.emplace_back(std::move(tensor));
-  return value;
+  return kept(Kind::Tensor, &Value::tensor, tensors_, std::move(tensor));
 }
 
 Value Values::streamed(Streamed tensor) {
   count();
-  Value value;
-  value.kind = Kind::Streamed;
-  value.streamed = &streamed_.emplace_back(std::move(tensor));
-  return value;
+  return kept(Kind::Streamed, &Value::streamed, streamed_, std::move(tensor));
 }
 
 Value Values::list(const Shape& numbers) {
