@@ -8,6 +8,7 @@
 
 #include "bindings.h"
 #include "tessera/base/error.h"
+#include "tessera/io/file.h"
 #include "tessera/io/lock.h"
 
 namespace tessera::python {
@@ -246,6 +247,15 @@ void bind_checkpoint(py::module_& m) {
       .def_static("wait", &io::Lock::wait, py::arg("path"), NoGil())
       .def_static("take_left", &io::Lock::take_left, py::arg("path"))
       .def("remove", &io::Lock::remove);
+  // See io/file.h. In `with` it is dropped at the end, unless it is finished.
+  py::class_<io::WholeFile>(m, "WholeFile")
+      .def(py::init<std::string>(), py::arg("path"), NoGil())
+      .def_property_readonly("part", &io::WholeFile::part)
+      .def("finish", &io::WholeFile::finish, NoGil())
+      .def(
+          "__enter__", [](io::WholeFile& whole) -> io::WholeFile& { return whole; }, py::return_value_policy::reference)
+      .def("__exit__", [](io::WholeFile& whole, const py::args&) { whole.drop(); });
+  m.def("replace_text", &io::replace_text, py::arg("path"), py::arg("text"), NoGil());
   m.def("put_in_place", &checkpoint::put_in_place, py::arg("source"), py::arg("folder"));
   m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"), py::arg("file") = "latest");
   m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));
