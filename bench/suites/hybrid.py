@@ -90,9 +90,9 @@ class Hybrid(Trainer):
     def __init__(self, job: Job, rank: int, ranks: int) -> None:
         parts = example()[0]
         config = CONFIG | {"train_micro_batch_size_per_gpu": ranks}
-        sp, tp = (tessera._mesh.core_group(dist.new_group()) for _ in range(2))
+        sp, tp = (tessera.c10d_group(dist.new_group().group_name) for _ in range(2))
         self.groups = [sp, tp]
-        axis = tessera._core.Axis
+        axis = tessera.Axis
         tower = parts.Tower(new_model(job), sp, rank, ranks)
         self.tower = tessera.Engine(
             tower, config | {"zero_optimization": {"stage": 1}}, group=tessera.Mesh().set(axis.Sp, sp)
@@ -120,8 +120,8 @@ class Uniform(Trainer):
     def __init__(self, job: Job, rank: int, ranks: int) -> None:
         cut = {"autotp_size": ranks, "partition_config": {"use_default_specs": False, "layer_specs": RULES}}
         config = CONFIG | {"train_micro_batch_size_per_gpu": ranks, "tensor_parallel": cut}
-        self.groups = [tessera._mesh.core_group()]
-        mesh = tessera.Mesh().set(tessera._core.Axis.Tp, self.groups[0])
+        self.groups = [tessera.c10d_group(dist.group.WORLD.group_name)]
+        mesh = tessera.Mesh().set(tessera.Axis.Tp, self.groups[0])
         self.engine = tessera.Engine(new_model(job), config, group=mesh)
 
     def step(self, batch: Any) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Zero3(Trainer):
 
     def __init__(self, job: Job, rank: int, ranks: int) -> None:
         config = CONFIG | {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-        self.groups = [tessera._mesh.core_group()]
+        self.groups = [tessera.c10d_group(dist.group.WORLD.group_name)]
         self.engine = tessera.Engine(new_model(job), config, group=self.groups[0])
         self.rank, self.ranks = rank, ranks
 

@@ -178,7 +178,7 @@ def tessera_shared(sizes: LlamaSizes, ranks: int, bf16: bool, flags: list[str]) 
     import tessera
 
     with mock.patch.dict(os.environ, {"TESSERA_TRANSPORT": "gloo"} if "gloo" in flags else {}):
-        group = tessera._mesh.core_group(dist.new_group())
+        group = tessera.c10d_group(dist.new_group().group_name)
     attention = DistributedAttention(attend, group, parts=2 if "parts" in flags else 1)
     entry = Ulysses("Tessera Ulysses" + named(flags), shared_model(sizes, attention, bf16))
     entry.group = group

@@ -10,6 +10,7 @@
 
 #include "bindings.h"
 #include "tessera/base/error.h"
+#include "tessera/io/file.h"
 
 namespace tessera::python {
 
@@ -256,6 +257,15 @@ void bind_checkpoint(py::module_& m) {
       py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("objects"));
   m.def("is_deepspeeds_key", &checkpoint::deepspeed::is_own_key, py::arg("key"));
   m.def("put_script", &checkpoint::deepspeed::put_script, py::arg("dir"), py::arg("part"));
+  // See io/file.h. In `with` it is dropped at the end, unless it is finished.
+  py::class_<io::WholeFile>(m, "WholeFile")
+      .def(py::init<std::string>(), py::arg("path"), NoGil())
+      .def_property_readonly("part", &io::WholeFile::part)
+      .def("finish", &io::WholeFile::finish, NoGil())
+      .def(
+          "__enter__", [](io::WholeFile& whole) -> io::WholeFile& { return whole; }, py::return_value_policy::reference)
+      .def("__exit__", [](io::WholeFile& whole, const py::args&) { whole.drop(); });
+  m.def("replace_text", &io::replace_text, py::arg("path"), py::arg("text"), NoGil());
   m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"), py::arg("file") = "latest");
   m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));
   m.def("wait_for_checkpoint", [](Engine& engine) { engine.checkpoints().wait(); }, py::arg("engine"), NoGil());

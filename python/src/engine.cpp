@@ -105,7 +105,7 @@ void bind_structs(py::module_& m) {
       .value("Through", UpdatedBy::Through)
       .value("Host", UpdatedBy::Host);
   py::class_<offload::Rates>(m, "Rates")
-      .def_readonly("link", &offload::Rates::link)
+      .def_readonly("bus", &offload::Rates::bus)
       .def_readonly("host", &offload::Rates::host)
       .def_readonly("memory", &offload::Rates::memory)
       .def_readonly("device", &offload::Rates::device)
@@ -120,7 +120,7 @@ void bind_structs(py::module_& m) {
       .def_readonly("device_share", &Plan::device_share)
       .def_readonly("rates", &Plan::rates)
       .def_readonly("milliseconds", &Plan::milliseconds)
-      .def_readonly("link", &Plan::link)
+      .def_readonly("bus", &Plan::bus)
       .def_readonly("host", &Plan::host)
       .def_readonly("memory", &Plan::memory)
       .def_readonly("device", &Plan::device)

@@ -164,6 +164,7 @@ void bind_runner(py::module_& m) {
            py::arg("forwards"), py::arg("backwards"), py::arg("peers"))
       .def("name", py::overload_cast<int>(&Ranks::name, py::const_), py::arg("rank"));
   m.def("rows_of", &rows_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
+  m.def("agree", &agree, py::arg("everyone"), py::arg("problem"), py::arg("device"), NoGil());
   m.def("texts_of", &texts_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
 
   m.def("step_together", &python::step_together, py::arg("members"), py::arg("everyone"), py::arg("device"));

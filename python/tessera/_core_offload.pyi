@@ -14,7 +14,7 @@ class UpdatedBy(Enum):
     Host = ...
 
 class Rates:
-    link: Final[float]
+    bus: Final[float]
     host: Final[float]
     memory: Final[float]
     device: Final[float]
@@ -31,7 +31,7 @@ class OffloadPlan:
     device_share: Final[float]
     rates: Final[Rates | None]
     milliseconds: Final[float]
-    link: Final[float]
+    bus: Final[float]
     host: Final[float]
     memory: Final[float]
     device: Final[float]

@@ -59,17 +59,17 @@ def checked_device(group: Any, parameters: Iterable[nn.Parameter] = ()) -> torch
     """group_device(). NotImplementedError on all ranks where one has no kernels for it, or for the device where its
     `parameters` are; ConfigError on all where the process group needs a device a rank and two have one. Collective."""
     device = group_device(group)
-    place = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), device)
-    if place is None:
+    there = next((p.device for p in parameters if p.device.type not in ("cpu", "meta")), device)
+    if there is None:
         return None
     failure = None
     try:
-        _core.check_device(place)
+        _core.check_device(there)
     except NotImplementedError as error:
         failure = error
     for part in _torch_groups(group):
         if part.size() > 1 and distributed.own_device(dist.get_backend_config(part)):
-            distributed.check_own_device(part, place, str(failure or ""))
+            distributed.check_own_device(part, there, str(failure or ""))
     if failure is not None:
         raise failure
     return device

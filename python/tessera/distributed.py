@@ -204,7 +204,7 @@ def _why_none(back_ends: str, chosen: bool) -> str:
 
 
 class _Announced:
-    """What each rank tells the others before they talk through a back end."""
+    """What each rank announces to the others before they talk through a back end."""
 
     def __init__(self, back_ends: str, device: torch.device | None, why_none: str, no_kernels: str = "") -> None:
         self.needed = device is not None or bool(_of_accelerators(back_ends))

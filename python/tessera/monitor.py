@@ -46,14 +46,56 @@ class _File:
     def close(self) -> None: ...
 
 
-def _folder(section: dict[str, Any], default: str) -> str:
-    return _core.metrics_folder(section["output_path"], section["job_name"], default)
+class _Section(Protocol):
+    """Of the configuration, or an object with its keys."""
+
+    @property
+    def enabled(self) -> bool: ...
+
+
+class _OfFiles(_Section, Protocol):
+    @property
+    def output_path(self) -> str: ...
+    @property
+    def job_name(self) -> str: ...
+
+
+class _OfWandb(_Section, Protocol):
+    @property
+    def project(self) -> str: ...
+    @property
+    def group(self) -> str | None: ...
+    @property
+    def team(self) -> str | None: ...
+
+
+class _OfComet(_Section, Protocol):
+    @property
+    def samples_log_interval(self) -> int: ...
+    @property
+    def project(self) -> str | None: ...
+    @property
+    def workspace(self) -> str | None: ...
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def experiment_name(self) -> str | None: ...
+    @property
+    def experiment_key(self) -> str | None: ...
+    @property
+    def online(self) -> bool | None: ...
+    @property
+    def mode(self) -> str | None: ...
+
+
+def _folder(section: _OfFiles, default: str) -> str:
+    return _core.metrics_folder(section.output_path, section.job_name, default)
 
 
 class TensorBoard(_File):
     """Event files of TensorBoard."""
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: _OfFiles) -> None:
         self._folder = _folder(section, "tensorboard")
         self._own: Any = None
         super().__init__(_core.tensorboard_metrics(self._folder))
@@ -75,7 +117,7 @@ class TensorBoard(_File):
 class Csv(_File):
     """One file for each name of an event; a run that goes on appends to what is there."""
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: _OfFiles) -> None:
         self.log_dir = Path(_folder(section, "csv_monitor"))
         super().__init__(_core.csv_metrics(str(self.log_dir)))
 
@@ -90,9 +132,9 @@ class JsonLines(_File):
 class WeightsAndBiases:
     """A run of wandb."""
 
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: _OfWandb) -> None:
         self._wandb = importlib.import_module("wandb")
-        self._wandb.init(project=section["project"], group=section["group"], entity=section["team"])
+        self._wandb.init(project=section.project, group=section.group, entity=section.team)
 
     def write(self, events: Iterable[Event]) -> None:
         for name, value, x in events:
@@ -105,22 +147,20 @@ class WeightsAndBiases:
 class Comet:
     """An experiment of Comet; of a name no more than one point in samples_log_interval samples."""
 
-    _ARGUMENTS = {
-        "api_key": "api_key",
-        "project": "project",
-        "workspace": "workspace",
-        "experiment_key": "experiment_key",
-        "mode": "mode",
-        "online": "online",
-    }
-
-    def __init__(self, section: dict[str, Any]) -> None:
+    def __init__(self, section: _OfComet) -> None:
         comet = importlib.import_module("comet_ml")
-        given = {name: section[key] for key, name in self._ARGUMENTS.items() if section[key] is not None}
-        self.experiment = comet.start(**given)
-        if section["experiment_name"] is not None:
-            self.experiment.set_name(section["experiment_name"])
-        self._interval = section["samples_log_interval"]
+        given = {
+            "api_key": section.api_key,
+            "project": section.project,
+            "workspace": section.workspace,
+            "experiment_key": section.experiment_key,
+            "mode": section.mode,
+            "online": section.online,
+        }
+        self.experiment = comet.start(**{name: value for name, value in given.items() if value is not None})
+        if section.experiment_name is not None:
+            self.experiment.set_name(section.experiment_name)
+        self._interval = section.samples_log_interval
         self._last: dict[str, int] = {}
 
     def write(self, events: Iterable[Event]) -> None:
@@ -134,7 +174,7 @@ class Comet:
 
 
 # Section of the configuration -> (what writes, the package that it needs).
-WRITERS: dict[str, tuple[Callable[[dict[str, Any]], Writer], str | None]] = {
+WRITERS: dict[str, tuple[Callable[[Any], Writer], str | None]] = {
     "tensorboard": (TensorBoard, None),
     "csv_monitor": (Csv, None),
     "wandb": (WeightsAndBiases, "wandb"),
@@ -147,14 +187,19 @@ class Monitor:
 
     def __init__(self, config: _core.Config, rank: int = 0) -> None:
         """ConfigError, on all ranks, where a package is not installed that a section needs."""
-        tree = config.to_dict()
-        wanted = [name for name in WRITERS if tree[name]["enabled"]]
+        sections: dict[str, _Section] = {
+            "tensorboard": config.tensorboard,
+            "csv_monitor": config.csv_monitor,
+            "wandb": config.wandb,
+            "comet": config.comet,
+        }
+        wanted = [name for name in WRITERS if sections[name].enabled]
         missing = [(name, package) for name in wanted if (package := WRITERS[name][1]) and not _installed(package)]
         if missing:
             lines = [f"{name}.enabled needs the package {package}: pip install {package}" for name, package in missing]
             raise ConfigError("[config] " + "; ".join(lines))
         self.enabled = bool(wanted)
-        self.writers: dict[str, Writer] = {name: WRITERS[name][0](tree[name]) for name in wanted if rank == 0}
+        self.writers: dict[str, Writer] = {name: WRITERS[name][0](sections[name]) for name in wanted if rank == 0}
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Gives (name, value, x) to every writer; x counts samples."""

@@ -25,7 +25,7 @@ P make_node(A&&... arguments) {
   }
 }
 
-// The handle that does not keep it alive.
+// A handle that does not keep the node alive.
 template <class P>
 auto weak(const P& node) {
   if constexpr (kIsStd<P>) {

@@ -25,7 +25,7 @@ struct CallTimes {
   int64_t bytes = 0;
   int ranks = 1;
   int64_t calls = 0;
-  double seconds = 0;  // of all of them
+  double seconds = 0;  // of all calls together
 
   // Bytes a second: of the message, and over each rank's link as nccl-tests count it (all_reduce 2 (n-1)/n of the message,
   // all_gather, reduce_scatter and all_to_all (n-1)/n, broadcast all of it). 0 before any time has passed.

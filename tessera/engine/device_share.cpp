@@ -29,15 +29,15 @@ UpdateBytes update_bytes(const amp::PrecisionPolicy& precision, int moments, boo
 }
 
 double UpdateTime::longest() const {
-  return std::max({link, host, memory, device, disk});
+  return std::max({bus, host, memory, device, disk});
 }
 
 UpdateTime update_time(const UpdateBytes& bytes, const offload::Rates& rates, double share) {
-  const double link = share * bytes.through + (1 - share) * bytes.of_host;
+  const double bus = share * bytes.through + (1 - share) * bytes.of_host;
   const double kernel = (1 - share) * bytes.kernel;
-  return {.link = ratio_of(link, rates.link),
+  return {.bus = ratio_of(bus, rates.bus),
           .host = ratio_of(kernel, rates.host),
-          .memory = ratio_of(kernel + 2 * link, rates.memory),
+          .memory = ratio_of(kernel + 2 * bus, rates.memory),
           .device = ratio_of(share * (bytes.kernel + 2 * bytes.through), rates.device),
           .disk = ratio_of(bytes.disk, rates.disk)};
 }
@@ -51,7 +51,7 @@ double step_time(const StepTime& step, double update) {
 double best_share(const UpdateBytes& bytes, const offload::Rates& rates) {
   const auto lines = [&](double share) {
     const UpdateTime time = update_time(bytes, rates, share);
-    return std::array{time.link, time.host, time.memory, time.device};
+    return std::array{time.bus, time.host, time.memory, time.device};
   };
   const auto none = lines(0), all = lines(1);
   std::vector<double> shares{0, 1};

@@ -2,12 +2,12 @@
 // of the states has room on the device.
 //
 // Note [Byte model]
-//   For an element that the host updates, its kernel reads and writes `kernel` bytes of host memory, and weights pass the link each
-//   way. For one that the device does, masters and states pass the link each way, which host memory serves; the device's
-//   memory moves what its kernel does and, as they come and go, masters and states once more each way. Host, link and the device
+//   For an element that the host updates, its kernel reads and writes `kernel` bytes of host memory, and weights pass the bus each
+//   way. For one that the device does, masters and states pass the bus each way, which host memory serves; the device's
+//   memory moves what its kernel does and, as they come and go, masters and states once more each way. Host, bus and the device
 //   work at the same time, so that an update takes as long as the busiest of them, which the share decides; of a disk it
 //   takes at least what that reads and writes, whatever the share. Gradients leave beside the backward and do not count. Of a model on
-//   the CPU nothing passes a link. A step is its forward and backward, and what of the update is not hidden behind those
+//   the CPU nothing passes a bus. A step is its forward and backward, and what of the update is not hidden behind those
 //   that it goes on beside: step_time().
 #pragma once
 
@@ -20,7 +20,7 @@ namespace tessera::engine {
 
 // Of an element.
 struct UpdateBytes {
-  double through = 0;  // each way on the link, where the device updates
+  double through = 0;  // each way on the bus, where the device updates
   double of_host = 0;  // where the host does
   double kernel = 0;   // read and written by the update, wherever it is
   double disk = 0;     // read and written there; 0: nothing lives on a disk
@@ -38,7 +38,7 @@ double step_time(const StepTime& step, double update);
 
 // Seconds an element.
 struct UpdateTime {
-  double link = 0, host = 0, memory = 0, device = 0, disk = 0;
+  double bus = 0, host = 0, memory = 0, device = 0, disk = 0;
   double longest() const;
 };
 UpdateTime update_time(const UpdateBytes& bytes, const offload::Rates& rates, double share);

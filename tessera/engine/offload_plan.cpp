@@ -106,7 +106,7 @@ void on_all_ranks(const zero::Ranks& ranks, const char* what, const F& f) {
 
 UpdatedBy updated_by(const zero::Unit& unit) {
   if (zero::lives_on_device(unit)) return UpdatedBy::Device;
-  return zero::place_of_update(unit).is_cpu() ? UpdatedBy::Host : UpdatedBy::Through;
+  return zero::device_of_update(unit).is_cpu() ? UpdatedBy::Host : UpdatedBy::Through;
 }
 
 shard::Residence states_of(const zero::Unit& unit) {
@@ -167,10 +167,9 @@ std::string OffloadPlan::text() const {
   }
   if (!rates) return text.str();
   text << "; measured GB/s: host's update " << rates->host / 1e9;
-  if (rates->link > 0)
-    text << ", link " << rates->link / 1e9 << " each way, copy on the device " << rates->device / 1e9;
+  if (rates->bus > 0) text << ", bus " << rates->bus / 1e9 << " each way, copy on the device " << rates->device / 1e9;
   if (rates->disk > 0) text << ", disk " << rates->disk / 1e9;
-  text << "; predicted for an update: " << milliseconds << " ms (link " << link << ", host " << std::max(host, memory);
+  text << "; predicted for an update: " << milliseconds << " ms (bus " << bus << ", host " << std::max(host, memory);
   if (disk > 0) text << ", disk " << disk;
   text << ")";
   return text.str();
@@ -223,7 +222,7 @@ OffloadPlan Engine::offload_plan() const {
   const UpdateTime time = update_time(bytes, *plan.rates, through / away);
   const double scale = away * 1e3;
   plan.milliseconds = time.longest() * scale;
-  plan.link = time.link * scale;
+  plan.bus = time.bus * scale;
   plan.host = time.host * scale;
   plan.memory = time.memory * scale;
   plan.device = time.device * scale;

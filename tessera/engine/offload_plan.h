@@ -38,7 +38,7 @@ struct OffloadPlan {
   double ratio = 1, device_share = 0;   // as asked for, or found
   std::optional<offload::Rates> rates;  // of the slowest rank, where they were measured
   // Where they were: what an update takes, and the busiest of these it follows from.
-  double milliseconds = 0, link = 0, host = 0, memory = 0, device = 0, disk = 0;
+  double milliseconds = 0, bus = 0, host = 0, memory = 0, device = 0, disk = 0;
   bool in_backward = false, runs_on = false;  // when the update begins and ends
   // What a step should take whose micro-batches take so long each in the forward and the backward, in milliseconds. Value error
   // for what is none, state error where nothing was measured.

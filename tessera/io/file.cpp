@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "tessera/base/error.h"
-#include "tessera/io/lock.h"
 
 namespace tessera::io {
 
@@ -163,26 +162,36 @@ std::string read_text(const std::string& path, int64_t limit) {
   return text;
 }
 
+WholeFile::WholeFile(std::string path) : path_(std::move(path)), part_(path_ + ".part"), lock_(Lock::wait(part_)) {
+  TESSERA_CHECK_IO(::ftruncate(lock_->descriptor(), 0) == 0, "io", "cannot write '", part_,
+                   "': ", std::strerror(errno));
+}
+
+void WholeFile::drop() {
+  if (lock_) lock_->remove();
+  lock_.reset();
+}
+
+void WholeFile::finish() {
+  TESSERA_CHECK_IO(lock_->is_in_place(), "io", "'", part_, "' was removed or replaced while it was written");
+  TESSERA_CHECK_IO(::fsync(lock_->descriptor()) == 0, "io", "cannot bring '", part_,
+                   "' to the disk: ", std::strerror(errno));
+  TESSERA_CHECK_IO(::rename(part_.c_str(), path_.c_str()) == 0, "io", "cannot rename '", part_, "' to '", path_,
+                   "': ", std::strerror(errno));
+  lock_.reset();
+  sync_folder(std::filesystem::path(path_).parent_path().string());
+}
+
 void replace_text(const std::string& path, const std::string& text) {
-  const std::string part = path + ".part";
-  const Lock lock = Lock::wait(part);  // others may replace the same file; one that was cut off has left it
-  try {
-    const int fd = lock.descriptor();
-    bool good = ::ftruncate(fd, 0) == 0;
-    for (size_t done = 0; good && done < text.size();) {
-      const ssize_t written = ::pwrite(fd, text.data() + done, text.size() - done, static_cast<off_t>(done));
-      good = written > 0 || (written < 0 && errno == EINTR);
-      if (written > 0) done += static_cast<size_t>(written);
-    }
-    good = good && ::fsync(fd) == 0;
-    TESSERA_CHECK_IO(good, "io", "cannot write '", part, "': ", std::strerror(errno));
-    TESSERA_CHECK_IO(::rename(part.c_str(), path.c_str()) == 0, "io", "cannot rename '", part, "' to '", path,
-                     "': ", std::strerror(errno));
-  } catch (...) {
-    ::unlink(part.c_str());
-    throw;
+  WholeFile whole(path);
+  const int fd = whole.lock_->descriptor();
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t written = ::pwrite(fd, text.data() + done, text.size() - done, static_cast<off_t>(done));
+    TESSERA_CHECK_IO(written > 0 || (written < 0 && errno == EINTR), "io", "cannot write '", whole.part(),
+                     "': ", std::strerror(written == 0 ? ENOSPC : errno));
+    if (written > 0) done += static_cast<size_t>(written);
   }
-  sync_folder(std::filesystem::path(path).parent_path().string());
+  whole.finish();
 }
 
 void sync_folder(const std::string& folder) {

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
+
+#include "tessera/io/lock.h"
 
 namespace tessera::io {
 
@@ -17,7 +20,7 @@ class File {
   // The same; aligned transfers go past the page cache where the file system lets them.
   static File open_direct(const std::string& path);
   static File create_direct(const std::string& path);
-  // For reading and writing past the page cache, in `folder`, without a name: nobody else can open it, and it is gone with
+  // A file for reading and writing past the page cache, in `folder`, without a name: nobody else can open it, and it is gone with
   // this object or its process, whatever ends that. Mode 0600. `knows_unnamed` false: as on a file system that knows no
   // such files, where it has a name for a moment.
   static File scratch(const std::string& folder, bool knows_unnamed = true);
@@ -51,9 +54,29 @@ class File {
   int direct_ = -1;  // past the page cache
 };
 
-// The whole file; an error where it is longer than `limit` bytes.
+// What is in the whole file; an error where it is longer than `limit` bytes.
 std::string read_text(const std::string& path, int64_t limit);
-// `path` holds `text` afterwards, on the disk; at any moment before it holds what it held. Writes path + ".part" first.
+// A file that takes the name `path` whole or not at all, whoever writes it: under the name part() at first. Others that write
+// the same path, of any process, wait for each other; what one that was cut off has left is written over.
+class WholeFile {
+ public:
+  explicit WholeFile(std::string path);  // waits
+  ~WholeFile() { drop(); }
+  WholeFile(const WholeFile&) = delete;
+  WholeFile& operator=(const WholeFile&) = delete;
+
+  const std::string& part() const { return part_; }  // empty at first
+  void finish();  // contents and name are on the disk. IoError where that fails, or where part() is another file by now
+  void drop();    // unfinished, nothing of it stays
+
+ private:
+  friend void replace_text(const std::string& path, const std::string& text);
+
+  std::string path_, part_;
+  std::optional<Lock> lock_;  // of the part, until it has its name
+};
+
+// `path` holds `text` afterwards, on the disk; at any moment before it holds what it held.
 void replace_text(const std::string& path, const std::string& text);
 // New and removed names of `folder` are on the disk.
 void sync_folder(const std::string& folder);

@@ -19,11 +19,11 @@ class Lock {
   ~Lock();  // the file stays
 
   int descriptor() const { return fd_; }  // for writing
+  bool is_in_place() const;               // the path is that of the file that is held
   void remove();                          // the file; it is held until the destructor
 
  private:
   Lock(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
-  bool is_in_place() const;
 
   std::string path_;
   int fd_ = -1;

@@ -38,7 +38,24 @@ void check_alike(const comm::Parts& parts, const std::vector<Named>& values) {
                           parts.everyone->rank(), " and ", rows[rank][i], " on rank ", rank);
 }
 
-void check(const Config& config, const comm::Parts& parts) {
+// In a handler of the construction, whose error it throws: one of all ranks. Collective, but where a connection broke.
+[[noreturn]] void end_building(const comm::Parts& parts) {
+  const pipeline::Failure failure = pipeline::failure_of(std::current_exception());
+  const std::string text = c10::str("[pipeline] stage ", parts.part, " (rank ", parts.everyone->rank(),
+                                    ") failed while it was built: ", failure.text);
+  try {
+    if (failure.lost) {
+      parts.everyone->abort(text);  // this rank has no exchange any more
+    } else if (!failure.announced) {
+      pipeline::agree(*parts.everyone, text);
+    }
+  } catch (const c10::DistBackendError&) {
+    // Others are lost: this rank's own error says more.
+  }
+  throw;
+}
+
+void check(const Config& config, const comm::Parts& parts, int chunks) {
   const int size = parts.shapes[0].size(comm::kAxes);
   for (const comm::MeshShape& shape : parts.shapes)
     TESSERA_CHECK_VALUE(shape.size(comm::kAxes) == size, "pipeline", "stages have ", size, " and ",
@@ -48,14 +65,34 @@ void check(const Config& config, const comm::Parts& parts) {
                       "the stage's parameters again; use stage 1 or 2, and more pipeline stages");
   TESSERA_CHECK_VALUE(config.managed_gradient_accumulation, "pipeline",
                       "managed_gradient_accumulation must be true: train_batch() counts its micro-batches");
+  TESSERA_CHECK_VALUE(chunks >= 1 && (chunks == 1 || parts.shapes.size() > 1), "pipeline", "chunks ", chunks, " with ",
+                      parts.shapes.size(), " stages; it needs 2 stages");
 }
 
-std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, const comm::Parts& parts,
-                                   const PipelineOptions& options) {
-  check(config, parts);
+std::vector<pipeline::Tied> tied_of(const StageLayers& module) {
+  std::vector<pipeline::Tied> tied;
+  for (const auto& [key, stages] : module.ties()) {
+    pipeline::Tied each{key, stages};
+    for (const auto& param : module.named_parameters())
+      if (param.key().starts_with(pipeline::tied_prefix(key))) each.params.emplace_back(param.key(), param.value());
+    tied.push_back(std::move(each));
+  }
+  return tied;
+}
+
+}  // namespace
+
+struct Pipeline::Built {
+  std::shared_ptr<StageLayers> module;
+  std::shared_ptr<pipeline::Ties> ties;
+};
+
+// Up to an exchange a rank's errors are its own: all ranks agree on them before it.
+Pipeline::Built Pipeline::build(const Layers& layers, const Config& config, const comm::Parts& parts,
+                                const PipelineOptions& options) try {
   const int stages = static_cast<int>(parts.shapes.size()), chunks = options.chunks;
-  TESSERA_CHECK_VALUE(chunks >= 1 && (chunks == 1 || stages > 1), "pipeline", "chunks ", chunks, " with ", stages,
-                      " stages; it needs 2 stages");
+  check(config, parts, chunks);
+  pipeline::agree(*parts.everyone, "");
   const auto& names = pipeline::schedules();
   const auto schedule = std::find(names.begin(), names.end(), config.pipeline.schedule) - names.begin();
   check_alike(
@@ -67,21 +104,9 @@ std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, c
        {"train_micro_batch_size_per_gpu", static_cast<double>(config.train_micro_batch_size_per_gpu.value_or(0))},
        {"the number of pipeline.schedule", static_cast<double>(schedule)},
        {"gradient_clipping", config.gradient_clipping}});
-  // Layers are of this rank's program: what goes wrong in one of them is announced to the others.
-  std::shared_ptr<StageLayers> module;
-  std::vector<int> bounds;
-  std::exception_ptr problem;
-  try {
-    bounds = bounds_of(options.partition, stages * chunks, layers);
-    module = std::make_shared<StageLayers>(layers, bounds, stages, parts.part, options.seed);
-  } catch (...) {
-    problem = std::current_exception();
-  }
-  const auto rows = pipeline::rows_of(*parts.everyone, {problem ? 1.0 : 0.0}, "whether layers are built");
-  if (problem) std::rethrow_exception(problem);
-  for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank)
-    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", ranks_of(parts).name(rank),
-                  " could not build its layers; see its error");
+  const std::vector<int> bounds = bounds_of(options.partition, stages * chunks, layers);
+  const auto module = std::make_shared<StageLayers>(layers, bounds, stages, parts.part, options.seed);
+  pipeline::agree(*parts.everyone, "");
   std::vector<Named> same;
   for (const int bound : bounds)
     same.push_back({"a boundary of the parts", static_cast<double>(bound)});
@@ -91,29 +116,12 @@ std::shared_ptr<StageLayers> build(const Layers& layers, const Config& config, c
       module->ties().empty() || !low || config.tessera.rounding == "nearest", "pipeline",
       "tied weights on several stages do not stay equal where updates round at random: set \"tessera\": "
       "{\"rounding\": \"nearest\"}, or leave bf16_master_weights_and_grads and bf16_optimizer_states");
-  return module;
+  const std::vector<pipeline::Tied> tied = tied_of(*module);
+  pipeline::agree(*parts.everyone, "");
+  return {module, std::make_shared<pipeline::Ties>(ranks_of(parts), tied)};
+} catch (...) {
+  end_building(parts);
 }
-
-std::shared_ptr<pipeline::Ties> ties_of(const comm::Parts& parts, const StageLayers& module) {
-  std::vector<pipeline::Tied> tied;
-  for (const auto& [key, stages] : module.ties()) {
-    pipeline::Tied each{key, stages};
-    for (const auto& param : module.named_parameters())
-      if (param.key().starts_with(pipeline::tied_prefix(key))) each.params.emplace_back(param.key(), param.value());
-    tied.push_back(std::move(each));
-  }
-  return std::make_shared<pipeline::Ties>(ranks_of(parts), tied);
-}
-
-// Stages are built each for themselves: an error of one is one of all. Collective.
-void agree_built(const comm::Parts& parts, bool built) {
-  const auto rows = pipeline::rows_of(*parts.everyone, {built ? 0.0 : 1.0}, "whether engines are built");
-  for (int rank = 0; rank < static_cast<int>(rows.size()) && built; ++rank)
-    TESSERA_CHECK(rows[rank][0] == 0, "pipeline", ranks_of(parts).name(rank),
-                  " could not build its engine; see its error");
-}
-
-}  // namespace
 
 comm::Parts environment_stages(const Config& config, int stages) {
   const auto world = comm::environment_size();
@@ -129,29 +137,19 @@ Pipeline::Pipeline(const Layers& layers, const Config& config, const comm::Parts
     : Pipeline(config, parts, options, build(layers, config, parts, options)) {}
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-                   std::shared_ptr<StageLayers> module)
-    : Pipeline(config, parts, options, module, ties_of(parts, *module)) {}
-
-Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-                   std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool agreed) try
-    : Session(module, config, parts.mesh, nullptr, Recipe{units_of_layers, options.groups, nullptr, options.schedule},
+                   const Built& built) try
+    : Session(built.module, config, parts.mesh, nullptr,
+              Recipe{units_of_layers, options.groups, nullptr, options.schedule},
               parts.part == 0 ? Part::First : Part::Other),
       parts_(parts),
       options_(options),
-      module_(std::move(module)),
+      module_(built.module),
       schedule_(config.pipeline.schedule),
       recompute_interval_(config.pipeline.activation_checkpoint_interval),
       recompute_options_(recompute_options(config, parts.mesh)) {
-  agreed = true;
-  agree_built(parts, true);
-  connect(std::move(ties));
-} catch (const c10::DistBackendError& error) {  // this rank has no exchange any more
-  parts.everyone->abort(
-      c10::str("[pipeline] ", ranks_of(parts).name(), " failed while it was built: ", error.what_without_backtrace()));
-  throw;
-} catch (const std::exception&) {
-  if (!agreed) agree_built(parts, false);
-  throw;
+  connect(built.ties);
+} catch (...) {
+  end_building(parts);
 }
 
 // A batch of this stage, as the interpreter sees it.
@@ -204,6 +202,7 @@ void Pipeline::connect(std::shared_ptr<pipeline::Ties> ties) {
     beside.push_back(parts_.mesh.group(axes));
   runner_ = std::make_unique<pipeline::Runner>(ranks_of(parts_), std::move(ties), options_.chunks, device(), beside);
   Batch none(*this);
+  pipeline::agree(*parts_.everyone, "");
   runner_->ties().attach(none);
   if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, runner_->ties().copies(none));
 }
@@ -314,16 +313,19 @@ std::vector<MicroBatch> Pipeline::read(const BatchSource& data, int64_t micro_ba
   } catch (...) {
     problem = std::current_exception();
   }
-  const auto rows =
-      runner_->ranks().rows({static_cast<double>(micro_batches), problem ? 1.0 : 0.0}, "the data of a batch");
-  if (problem) std::rethrow_exception(problem);
-  for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank) {
-    TESSERA_CHECK(rows[rank][1] == 0, "pipeline", runner_->ranks().name(rank),
-                  " could not read its data; see its error");
-    TESSERA_CHECK(static_cast<int64_t>(rows[rank][0]) == micro_batches, "pipeline", runner_->ranks().name(rank),
-                  " has ", rows[rank][0], " micro-batches for this batch, ", runner_->ranks().name(), " has ",
-                  micro_batches, "; they must be the same on all stages");
+  const pipeline::Ranks& ranks = runner_->ranks();
+  const auto rows = ranks.rows({static_cast<double>(micro_batches), problem ? 1.0 : 0.0}, "the data of a batch");
+  if (std::ranges::any_of(rows, [](const auto& row) { return row[1] != 0; })) {
+    std::string text;
+    if (problem)
+      text = c10::str("[pipeline] ", ranks.name(), " could not read its data: ", pipeline::failure_of(problem).text);
+    pipeline::agree(*ranks.everyone, text, ranks.device);
+    std::rethrow_exception(problem);
   }
+  for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank)
+    TESSERA_CHECK(static_cast<int64_t>(rows[rank][0]) == micro_batches, "pipeline", ranks.name(rank), " has ",
+                  rows[rank][0], " micro-batches for this batch, ", ranks.name(), " has ", micro_batches,
+                  "; they must be the same on all stages");
   return batches;
 }
 

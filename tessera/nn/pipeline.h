@@ -55,7 +55,7 @@ class Pipeline : private Session {
  public:
   // Value error for a configuration that is not the same on all ranks, or that a schedule cannot do; not-implemented error for
   // stage 3, weights of two stages that are not Layers::tied(), and tied ones where updates round at random. Value error where
-  // tied layers of two stages have other parameters.
+  // tied layers of two stages have other parameters. What fails on one rank is pipeline::StageFailed on the others.
   Pipeline(const Layers& layers, const Config& config, const comm::Parts& parts, const PipelineOptions& options);
 
   // One optimizer step: gradient_accumulation_steps micro-batches forward and backward, one norm of all stages that clips, and
@@ -97,10 +97,10 @@ class Pipeline : private Session {
  private:
   class Batch;  // one, of this stage
 
-  Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-           std::shared_ptr<StageLayers> module);
-  Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
-           std::shared_ptr<StageLayers> module, std::shared_ptr<pipeline::Ties> ties, bool agreed = false);
+  struct Built;  // the layers of this stage, and the weights that it shares with others
+  static Built build(const Layers& layers, const Config& config, const comm::Parts& parts,
+                     const PipelineOptions& options);
+  Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options, const Built& built);
   void connect(std::shared_ptr<pipeline::Ties> ties);
   std::vector<MicroBatch> read(const BatchSource& data, int64_t micro_batches);
   Tensors forward(int chunk, const Tensors& inputs);

@@ -37,7 +37,7 @@ at::Tensor bytes_on(c10::Device device, bool pin = false) {
   return at::empty({kCopied}, at::TensorOptions(at::kByte).device(device).pinned_memory(pin));
 }
 
-double rate_of_link(const RateOptions& options) {
+double rate_of_bus(const RateOptions& options) {
   const at::Tensor from = bytes_on(at::kCPU, options.pin_memory).zero_(), to = bytes_on(at::kCPU, options.pin_memory);
   const at::Tensor above = bytes_on(options.device), below = bytes_on(options.device).zero_();
   shard::SideStream up, down;
@@ -99,8 +99,8 @@ Rates measure_rates(const RateOptions& options) {
   Rates rates;
   rates.host = rates.memory = rate_of_update();
   if (!options.device.is_cpu()) {
-    rates.link = rate_of_link(options);
-    rates.memory = std::max(rates.host, 2 * rates.link);
+    rates.bus = rate_of_bus(options);
+    rates.memory = std::max(rates.host, 2 * rates.bus);
     rates.device = rate_of_device(options.device);
   }
   if (!options.folder.empty()) rates.disk = rate_of_disk(options);

@@ -13,17 +13,17 @@ namespace tessera::offload {
 
 // Bytes a second.
 struct Rates {
-  double link = 0;    // between host and device, each way, while both are busy
+  double bus = 0;     // between host and device, each way, while both are busy
   double host = 0;    // what the host's update reads and writes, on all threads
   double memory = 0;  // what host memory takes in all, at least
   double device = 0;  // what a copy on the device reads and writes
   double disk = 0;    // written to a file and read back; 0: none was asked for
 
-  std::array<double*, 5> all() { return {&link, &host, &memory, &device, &disk}; }
+  std::array<double*, 5> all() { return {&bus, &host, &memory, &device, &disk}; }
 };
 
 struct RateOptions {
-  c10::Device device;       // the CPU: it has no link
+  c10::Device device;       // the CPU: it has no bus
   bool pin_memory = true;   // host memory of copies is page-locked
   std::string folder{};     // of the file; empty: none
   QueueMaker make_queue{};  // of its transfers

@@ -41,8 +41,8 @@ struct PackedShape {
 };
 struct SubParams {
   int64_t dim = 0;   // of the weight that is cut: 0 (outputs) or 1 (inputs)
-  Sizes sizes;       // along it
-  int64_t unit = 1;  // elements of it that stay together: cuts lie at multiples
+  Sizes sizes;       // of the sub-parameters, along dim
+  int64_t unit = 1;  // elements along dim that stay together: cuts lie at multiples
   Sizes view;        // the shape with every entry known
 };
 // Value errors name `where`.

@@ -34,9 +34,9 @@ class LinkSender : public LinkEnd {
   // messages behind at most; else for nobody.
   void send(const Tensors& outputs, const Sample& sample, const std::optional<Sizes>& samples = {},
             const std::string& note = {});
-  // Waits for the gradient of a sample and runs the backward of its outputs with it. In any order.
+  // This rank waits for the gradient of a sample and runs the backward of its outputs with it; samples come in any order.
   void backward(const Sample& sample);
-  // For a front end that runs it: outputs, times the loss scale, and their gradients; of those that have one.
+  // For a front end that runs the backward itself: outputs, times the loss scale, and their gradients, of those that have one.
   std::pair<Tensors, Tensors> gradients(const Sample& sample);
   // Of a backward that threw: UsageError where another one has freed the graph.
   void check_not_freed(const Sample& sample, const std::exception& error) const;

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "tessera/base/error.h"
+#include "tessera/pipeline/wire.h"
 
 namespace tessera::pipeline {
 
@@ -40,6 +41,12 @@ std::vector<std::string> texts_of(comm::Group& everyone, const std::string& own,
   for (size_t rank = 0; rank < texts.size(); ++rank, data += length)
     texts[rank].assign(data, static_cast<size_t>(lengths[rank][0]));
   return texts;
+}
+
+void agree(comm::Group& everyone, const std::string& problem, at::Device device) {
+  const auto texts = texts_of(everyone, problem, "whether all ranks go on", device);
+  const auto other = std::ranges::find_if(texts, [](const std::string& text) { return !text.empty(); });
+  if (problem.empty() && other != texts.end()) TESSERA_FAIL(StageFailed, *other);
 }
 
 std::string Ranks::name(int of) const {

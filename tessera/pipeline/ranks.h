@@ -16,6 +16,10 @@ std::vector<std::vector<double>> rows_of(comm::Group& everyone, const std::vecto
 std::vector<std::string> texts_of(comm::Group& everyone, const std::string& own, comm::Label label,
                                   at::Device device = at::kCPU);
 
+// The end of a part of the work that ranks do each for themselves. `problem`: what this rank's error says; empty where it has
+// none, and then StageFailed with what another one says, where that has one. Collective.
+void agree(comm::Group& everyone, const std::string& problem, at::Device device = at::kCPU);
+
 // Stages are runs of neighbours of equal size. The ranks of one stage are an engine, those of one place in their stages send
 // each other what goes between stages.
 struct Ranks {

@@ -39,7 +39,7 @@ class StageFailed final : public c10::DistBackendError {
 
 // The other end of a wire.
 struct Peer {
-  int rank = 0;      // of the p2p
+  int rank = 0;      // the peer's number among those of the point-to-point
   std::string name;  // in errors, as "stage 1 (rank 2)"
 };
 

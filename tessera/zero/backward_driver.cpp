@@ -345,7 +345,7 @@ void BackwardDriver::adopt_given_grads() {
     } else {
       const at::Tensor flat = shard::flatten_like_param(dense, p.form);
       put_gradient(place, flat);
-      // Other ranks may have another slice of the model there, or another expert.
+      // Ranks that hold another slice of the model, or another expert, have other values of the parameter.
       const bool same = units_.ranks().all() > 1 && p.cut == nullptr && &place.unit->ranks() == &units_.ranks();
       given_[id] = same ? words_of(flat) : 0;
     }

@@ -141,7 +141,7 @@ class Reducer {
   KeptSum kept_;
   HostSum host_;
   SumSink* sink_ = nullptr;
-  std::unique_ptr<SumDestination> sunk_;  // with a sink: of all units
+  std::unique_ptr<SumDestination> sunk_;  // with a sink: where sums of all units go
   std::deque<Reduction> in_flight_;
   ReplicaSums replicas_;
 };

@@ -28,7 +28,7 @@ c10::Device lives_at(bool is_here, const Unit& unit) {
 
 }  // namespace
 
-c10::Device place_of_update(const Unit& unit) {
+c10::Device device_of_update(const Unit& unit) {
   const c10::Device device = unit.flat().options().device();
   if (device.is_cpu() || states_on_device(unit) || unit.state_residence().by_device) return device;
   const auto narrow = [](const shard::Buffer* b) {
@@ -37,17 +37,17 @@ c10::Device place_of_update(const Unit& unit) {
   return std::ranges::all_of(unit.state_buffers(), narrow) ? device : c10::Device(c10::kCPU);
 }
 
-void TileRing::reserve(size_t quantity, int64_t size, at::ScalarType dtype, c10::Device place, bool pin) {
+void TileRing::reserve(size_t quantity, int64_t size, at::ScalarType dtype, c10::Device on, bool pin) {
   const int64_t bytes = size * static_cast<int64_t>(c10::elementSize(dtype));
-  const auto options = at::TensorOptions(at::kByte).device(place).pinned_memory(pin && place.is_cpu());
+  const auto options = at::TensorOptions(at::kByte).device(on).pinned_memory(pin && on.is_cpu());
   for (Slot& slot : slots_) {
     at::Tensor& memory = slot.bytes[quantity];
     if (memory.defined() && memory.numel() >= bytes) continue;
     shard::StreamOrder().keep(memory, slot.free.get());
     memory = memory_for([&] { return at::empty({bytes}, options); }, "tiles of an update");
-    if (place.is_cpu()) continue;
-    if (slot.free) shard::come_after(*slot.free, place);
-    slot.free = shard::mark(place);  // whoever had the memory before, too
+    if (on.is_cpu()) continue;
+    if (slot.free) shard::come_after(*slot.free, on);
+    slot.free = shard::mark(on);  // whoever had the memory before, too
   }
 }
 
@@ -73,11 +73,11 @@ bool Lanes::has_room(const Units& all) const {
 
 void Lanes::make_room(const Units& all) {
   for (const auto& unit : all.all()) {
-    const c10::Device place = place_of_update(*unit);
-    TileRing& ring = place.is_cpu() ? on_host : on_device;
+    const c10::Device on = device_of_update(*unit);
+    TileRing& ring = on.is_cpu() ? on_host : on_device;
     const auto reserve = [&](size_t quantity, bool is_here, at::ScalarType dtype) {
-      if (lives_at(is_here, *unit) == place) return;
-      ring.reserve(quantity, std::min(unit->owned().size(), kTile), dtype, place, all.options().pin_memory);
+      if (lives_at(is_here, *unit) == on) return;
+      ring.reserve(quantity, std::min(unit->owned().size(), kTile), dtype, on, all.options().pin_memory);
     };
     reserve(kWeights, unit->weights().is_here(), unit->weights().dtype());
     reserve(kGrads, unit->host_grads() == nullptr, unit->grad_options().dtype().toScalarType());
@@ -98,7 +98,7 @@ Tile::Tile(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vect
       scale_(scale),
       options_(&options),
       device_(unit.flat().options().device()),
-      place_(place_of_update(unit)) {
+      updates_on_(device_of_update(unit)) {
   carry(kWeights, unit.weights(), reads_weights(), true);
   if (grads.defined()) carry(kGrads, grads, true, false);
   for (size_t i = 0; const shard::Buffer* buffer : unit.state_buffers())
@@ -121,7 +121,7 @@ void Tile::carry(size_t quantity, const shard::Buffer& buffer, bool reads, bool 
   c.buffer = buffer;
   c.reads = reads;
   c.changes = changes;
-  c.travels = lives_at(buffer.is_here(), *unit_) != place_;
+  c.travels = lives_at(buffer.is_here(), *unit_) != updates_on_;
   travels_ = travels_ || c.travels;
   c.pending = reads ? buffer.fetch(range_) : buffer.to_fill(range_);
 }
@@ -136,7 +136,7 @@ bool Tile::reads_weights() const {
 
 void Tile::set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since, bool apart) {
   if (!travels_) return;
-  const bool of_host = place_.is_cpu();
+  const bool of_host = updates_on_.is_cpu();
   since_ = since;
   apart_ = apart;
   TileRing& ring = of_host ? lanes.on_host : lanes.on_device;
@@ -198,7 +198,7 @@ const std::shared_ptr<c10::Event>& Tile::update(optim::Rule rule, const std::vec
                                                 Lanes& lanes) {
   for (Carried& c : carried_)
     if (c.pending && !c.travels) c.here = c.pending->wait();
-  if (travels_ && !place_.is_cpu()) {
+  if (travels_ && !updates_on_.is_cpu()) {
     using After = shard::SideStream::After;
     updated_ = lanes.work.run(
         device_,
@@ -226,7 +226,7 @@ std::optional<Returning> Tile::set_back(Lanes& lanes) {
     for (const Carried& c : carried_)
       if (c.travels && c.changes) copy_beside(c.home, c.here);
   };
-  if (place_.is_cpu()) {
+  if (updates_on_.is_cpu()) {
     slot_->free = updated_ = lanes.host_back.run(
         device_,
         [&] {

@@ -24,9 +24,9 @@
 namespace tessera::zero {
 
 // Where `unit` is updated: its device, or the CPU.
-c10::Device place_of_update(const Unit& unit);
+c10::Device device_of_update(const Unit& unit);
 
-// Memory at the place of an update for tiles on their way.
+// Memory on the device of an update for tiles on their way.
 class TileRing {
  public:
   static constexpr size_t kQuantities = 6;
@@ -39,9 +39,9 @@ class TileRing {
   TileRing(const TileRing&) = delete;
   TileRing& operator=(const TileRing&) = delete;
 
-  // Memory in all slots for `size` elements of a quantity, on `place`; `pin`: page-locked, of the host. Nothing happens where
+  // Memory in all slots for `size` elements of a quantity, on the device `on`; `pin`: page-locked, of the host. Nothing happens where
   // there is so much.
-  void reserve(size_t quantity, int64_t size, at::ScalarType dtype, c10::Device place, bool pin);
+  void reserve(size_t quantity, int64_t size, at::ScalarType dtype, c10::Device on, bool pin);
   Slot& next() { return slots_[next_++ % slots_.size()]; }
   static at::Tensor view(const Slot& slot, size_t quantity, int64_t size, at::ScalarType dtype);
   void clear() noexcept;
@@ -98,7 +98,7 @@ class Tile {
   Unit& unit() const { return *unit_; }
   bool is_last() const { return last_; }
   // The host takes part in the update of this.
-  bool is_of_host() const { return travels_ && place_.is_cpu(); }
+  bool is_of_host() const { return travels_ && updates_on_.is_cpu(); }
 
  private:
   // What an update reads or changes, of one buffer.
@@ -122,7 +122,7 @@ class Tile {
   bool last_;
   double scale_;
   const Options* options_;
-  c10::Device device_, place_;
+  c10::Device device_, updates_on_;
   bool travels_ = false, apart_ = false;
   std::array<Carried, TileRing::kQuantities> carried_;  // weights, gradients, Unit::state_buffers()
   TileRing::Slot* slot_ = nullptr;

@@ -60,7 +60,7 @@ struct Run {
 using shard::kTile;
 
 // Of a unit's masters and optimizer states: whether they live where Options::home says, and whether the device updates them
-// there, which else their dtype decides (place_of_update()). Page-locked memory is asked for then.
+// there, which else their dtype decides (device_of_update()). Page-locked memory is asked for then.
 struct StateResidence {
   bool away = true, by_device = false;
 };
@@ -119,7 +119,7 @@ class Unit {
   // The gradients of the owned range: wherever they live, and a view of them where that is the device.
   shard::Buffer gradients() const;
   at::Tensor owned_grads() const;
-  // From now on they live in host memory, which host_grads()->take_memory() makes: Note [Gradients leave].
+  // From now on the owned gradients live in host memory, which host_grads()->take_memory() makes: Note [Gradients leave].
   void send_grads_to_host();
   // Contributions of several backwards add up in grads(): they are whole there until they are reduced, on one rank and in
   // stage 0 after that too.

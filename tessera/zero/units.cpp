@@ -388,7 +388,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   const bool away = !states_on_device(*unit) && !unit->flat().options().device().is_cpu();
-  const bool leave = away && (place_of_update(*unit).is_cpu() || options_.accumulates);
+  const bool leave = away && (device_of_update(*unit).is_cpu() || options_.accumulates);
   if (leave && (!options_.update_in_backward || lane_->on()) && !unit->grads_are_visible()) unit->send_grads_to_host();
   if (set.ranks.size() == 1 && lives_on_device(*unit)) unit->lie_in_pieces();
 }

@@ -340,7 +340,7 @@ void Updater::make_room() {
 std::vector<Unit*> Updater::in_order_of_update() const {
   std::vector<Unit*> order, through, of_host;
   for (const auto& unit : std::views::reverse(units_.all())) {
-    const bool stays = lives_on_device(*unit), host = place_of_update(*unit).is_cpu();
+    const bool stays = lives_on_device(*unit), host = device_of_update(*unit).is_cpu();
     (stays ? order : host ? of_host : through).push_back(unit.get());
   }
   std::ranges::copy(beside_each_other(through, of_host), std::back_inserter(order));

@@ -15,8 +15,8 @@ using offload::Rates;
 namespace {
 
 constexpr double kParameters = 1.3643e9;
-// One H100 (bench/reports/h100): what its link, host and host memory were measured to take.
-const Rates kH100{.link = 50e9, .host = 145e9, .memory = 150e9, .device = 3e12};
+// One H100 (bench/reports/h100): what its bus, host and host memory were measured to take.
+const Rates kH100{.bus = 50e9, .host = 145e9, .memory = 150e9, .device = 3e12};
 
 double milliseconds(const UpdateBytes& bytes, const Rates& rates, double share) {
   return update_time(bytes, rates, share).longest() * kParameters * 1e3;
@@ -106,28 +106,28 @@ TEST(DeviceShare, PredictsTheStepsOfALargerModel) {
 TEST(DeviceShare, IsTheFastest) {
   for (const auto& precision : {PrecisionPolicy::bf16(), PrecisionPolicy::fp16(), PrecisionPolicy::fp32()})
     for (const bool weights : {false, true})
-      for (const double link : {1e9, 12e9, 50e9, 400e9})
+      for (const double bus : {1e9, 12e9, 50e9, 400e9})
         for (const double host : {4e9, 30e9, 150e9, 600e9})
           for (const double disk : {0.0, 3e9}) {
             const Rates rates{
-                .link = link, .host = host, .memory = std::max(host, 2 * link), .device = 3e10, .disk = disk};
+                .bus = bus, .host = host, .memory = std::max(host, 2 * bus), .device = 3e10, .disk = disk};
             const UpdateBytes bytes = update_bytes(precision, 2, weights, disk > 0);
             const double share = best_share(bytes, rates), best = milliseconds(bytes, rates, share);
             EXPECT_GE(share, 0);
             EXPECT_LE(share, 1);
             for (int hundredth = 0; hundredth <= 100; ++hundredth)
-              EXPECT_GE(milliseconds(bytes, rates, hundredth / 100.0), best * (1 - 1e-9)) << link << " " << host;
+              EXPECT_GE(milliseconds(bytes, rates, hundredth / 100.0), best * (1 - 1e-9)) << bus << " " << host;
           }
   const UpdateBytes bytes = update_bytes(PrecisionPolicy::bf16(), 2, false, false);
-  EXPECT_EQ(best_share(bytes, {.link = 1e9, .host = 1e12, .memory = 1e12}), 0) << "a slow link: nothing passes it";
-  EXPECT_GT(best_share(bytes, {.link = 1e12, .host = 1e9, .memory = 1e13}), .999) << "a slow host does nearly nothing";
-  const Rates alike{.link = 1e12, .host = 26e9, .memory = 1e13, .device = 46e9};  // a kernel's 26 bytes, 20 of tiles
+  EXPECT_EQ(best_share(bytes, {.bus = 1e9, .host = 1e12, .memory = 1e12}), 0) << "a slow bus: nothing passes it";
+  EXPECT_GT(best_share(bytes, {.bus = 1e12, .host = 1e9, .memory = 1e13}), .999) << "a slow host does nearly nothing";
+  const Rates alike{.bus = 1e12, .host = 26e9, .memory = 1e13, .device = 46e9};  // a kernel's 26 bytes, 20 of tiles
   EXPECT_NEAR(best_share(bytes, alike), .5, 1e-6) << "a device as slow as the host does half";
 }
 
 // A disk is no slower for a share, nor faster.
 TEST(DeviceShare, ADiskIsALeastTime) {
-  const Rates slow{.link = 50e9, .host = 145e9, .memory = 150e9, .disk = 2e9};
+  const Rates slow{.bus = 50e9, .host = 145e9, .memory = 150e9, .disk = 2e9};
   const UpdateBytes bytes = update_bytes(PrecisionPolicy::bf16(), 2, false, true);
   EXPECT_NEAR(best_share(bytes, slow), .706, .001);
   for (const double share : {0.0, .5, 1.0})

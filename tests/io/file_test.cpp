@@ -4,6 +4,11 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
 
 #include "tessera/base/error.h"
 #include "tests/io/temp_folder.h"
@@ -94,6 +99,47 @@ TEST(ReplaceText, OldOrNewAndNothingBeside) {
   EXPECT_FALSE(std::filesystem::exists((folder / "latest") + ".part"));
   EXPECT_HAS(message_of<IoError>([&] { read_text(folder / "latest", 2); }), "more than the 2");
   EXPECT_HAS(message_of<IoError>([&] { replace_text(folder / "no/latest", "x"); }), "cannot create");
+}
+
+TEST(WholeFile, TakesItsNameWholeOrNotAtAll) {
+  const TempFolder folder;
+  const std::string path = folder / "weights";
+  {
+    WholeFile dropped(path);
+    std::ofstream(dropped.part()) << "half";
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+  WholeFile whole(path);
+  std::ofstream(whole.part()) << "all of it";
+  EXPECT_FALSE(std::filesystem::exists(path));
+  whole.finish();
+  whole.drop();
+  EXPECT_EQ(read_text(path, 100), "all of it");
+  WholeFile robbed(path);
+  std::filesystem::remove(robbed.part());
+  EXPECT_HAS(message_of<IoError>([&] { robbed.finish(); }), "was removed or replaced");
+}
+
+// Writers of one path wait for each other: what is there is always what one of them has written.
+TEST(WholeFile, OfSeveralWritersOneHolds) {
+  const TempFolder folder;
+  const std::string path = folder / "both";
+  const std::vector<std::string> texts{std::string(70'000, 'a'), std::string(90'000, 'b')};
+  std::vector<std::thread> writers;
+  for (const std::string& text : texts)
+    writers.emplace_back([&] {
+      for (int i = 0; i < 40; ++i) {
+        replace_text(path, text);
+        EXPECT_TRUE(std::ranges::count(texts, read_text(path, 100'000)) == 1);
+        WholeFile whole(path);
+        std::ofstream(whole.part(), std::ios::trunc) << text;
+        whole.finish();
+        EXPECT_TRUE(std::ranges::count(texts, read_text(path, 100'000)) == 1);
+      }
+    });
+  for (std::thread& writer : writers)
+    writer.join();
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
 
 TEST(MakeFolder, AllOfThem) {

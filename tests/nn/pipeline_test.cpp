@@ -342,15 +342,40 @@ TEST(Pipeline, AnErrorOfOneStageEndsTheBatchOnAll) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
 }
 
-TEST(Pipeline, AnEngineThatOneStageCannotBuildIsAnErrorOnAll) {
-  const Case c{.stages = 3};
-  const auto errors = errors_of(c, [&](const comm::Parts& parts) {
-    Case mine = c;
-    if (parts.part == 1) mine.more = R"("scheduler": {"type": "CosineAnnealingLR"},)";
-    Pipeline(layers(), mine.config(), parts, mine.options());
-  });
-  for (int rank = 0; rank < 3; ++rank)
-    EXPECT_HAS(errors[rank], rank == 1 ? "scheduler.type 'CosineAnnealingLR'" : "stage 1 (rank 1) could not build its");
+TEST(Pipeline, WhatOneStageCannotBuildIsAnErrorOnAll) {
+  struct Row {
+    const char* words;
+    std::function<void(Case&, Layers&)> spoil;
+    std::string more = "";  // of the configuration
+  };
+  const std::vector<Row> rows{
+      {"[pipeline] managed_gradient_accumulation must be true", {}, R"("managed_gradient_accumulation": false,)"},
+      {"[pipeline] zero_optimization.stage 3 is not served", [](Case& c, Layers&) { c.zero = 3; }},
+      {"[pipeline] chunks 0 with 2 stages", [](Case& c, Layers&) { c.chunks = 0; }},
+      {"[layer] no memory",
+       [](Case&, Layers& list) {
+         for (int number = 0; number < list.size(); ++number)
+           list[number].build = [](nn::Layer&) { TESSERA_CHECK_VALUE(false, "layer", "no memory"); };
+       }},
+      {"scheduler.type 'CosineAnnealingLR'", {}, R"("scheduler": {"type": "CosineAnnealingLR"},)"},
+  };
+  for (const Row& row : rows) {
+    const auto start = std::chrono::steady_clock::now();
+    const Case c;
+    const auto errors = errors_of(c, [&](const comm::Parts& parts) {
+      Case mine = c;
+      Layers list = layers();
+      if (parts.part == 1) {
+        mine.more = row.more;
+        if (row.spoil) row.spoil(mine, list);
+      }
+      Pipeline(list, mine.config(), parts, mine.options());
+    });
+    EXPECT_HAS(errors[1], row.words);
+    EXPECT_HAS(errors[0], "[pipeline] stage 1 (rank 1) failed while it was built: ");
+    EXPECT_HAS(errors[0], row.words);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20)) << row.words;
+  }
 }
 
 // The ranks of one stage lose each other while they build their engine; the other stage waits for word of it.
@@ -394,7 +419,8 @@ TEST(Pipeline, DataThatCannotBeReadEndsTheBatchBeforeAnythingIsComputed) {
         return testing::batch_of(0, 0, micro);
       });
     });
-    EXPECT_HAS(text, engine.is_first_stage() ? "[data] the end" : "stage 0 (rank 0) could not read its data");
+    EXPECT_HAS(text,
+               engine.is_first_stage() ? "[data] the end" : "stage 0 (rank 0) could not read its data: [data] the end");
     EXPECT_HAS(error_of([&] { engine.eval_batch(data_of(c, parts, 0), engine.is_last_stage() ? 3 : 2); }),
                "micro-batches for this batch");
     EXPECT_GT(engine.train_batch(data_of(c, parts, 0)), 0) << "the engine goes on";

@@ -136,7 +136,7 @@ def test_host_and_device_share_an_update() -> None:
         assert (plan.rates is not None) == (share == "auto")
         assert (plan.milliseconds > 0) == (share == "auto" and ratio == 1)
         measured = engines[1].core.offload_plan(measure=True)
-        assert measured.rates is not None and measured.rates.link > 0
+        assert measured.rates is not None and measured.rates.bus > 0
         assert measured.step(1, 2, micro_batches=2) == pytest.approx(6 + measured.milliseconds)
         assert sum(row.elements for row in plan.units) >= sum(p.numel() for p in engines[1].module.parameters())
         by = {row.by.name for row in plan.units}

@@ -59,16 +59,16 @@ def configure(
     """For checkpoint() from now on. Arguments win over the section activation_checkpointing of `deepspeed_config`.
     partition_activations needs the tensor-parallel ranks: those of `mpu_`, or of the engine that was built last."""
     global _call, _configured
-    section: dict[str, Any] = {}
+    section: Any = None
     if deepspeed_config is not None:
         from tessera.engine.front import load_config
 
         from deepspeed._config import read
 
-        section = load_config(read(deepspeed_config)).to_dict()["activation_checkpointing"]
+        section = load_config(read(deepspeed_config)).activation_checkpointing
 
     def chosen(value: bool | None, key: str) -> bool:
-        return bool(section.get(key, False) if value is None else value)
+        return bool(getattr(section, key, False) if value is None else value)
 
     _call = Recompute(
         offload=chosen(checkpoint_in_cpu, "cpu_checkpointing"),

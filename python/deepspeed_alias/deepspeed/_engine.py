@@ -43,6 +43,7 @@ class DeepSpeedEngine(nn.Module):
 
     _made_of: Any = tessera.Engine
     _engine: tessera.Engine
+    _config: Any  # DeepSpeed's name, which programs read
 
     def __init__(self, model: nn.Module, config: Any, *, given: Any = None, **kwargs: Any) -> None:
         """As tessera.Engine. `given`: the configuration as the user wrote it, where `config` is made of it."""
@@ -127,7 +128,7 @@ class DeepSpeedEngine(nn.Module):
         return self._engine.backward(loss, retain_graph, scale_wrt_gas)
 
     def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
-        """tessera.Engine.data_loader()."""
+        """A loader, as tessera.Engine.data_loader() makes it."""
         return self._engine.data_loader(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -37,14 +37,15 @@ class Front(front.Front):
         self.settle(engine)
         steps = engine.global_steps
         sums = not self.averages and engine.is_gradient_accumulation_boundary()
+        kept: dict[int, torch.Tensor] = {}
         if sums:
             engine.core.grad_norm()  # they have come
-            _times(engine, engine.seq_dp_world_size)
+            kept = _sum(engine, engine.seq_dp_world_size)
         try:
             yield
         except Exception:
             if sums and engine.global_steps == steps:  # step() may be called again
-                _times(engine, 1 / engine.seq_dp_world_size)
+                _put_back(engine, kept)
             raise
         stepped = engine.global_steps != steps
         if stepped and engine.config.wall_clock_breakdown:
@@ -53,9 +54,23 @@ class Front(front.Front):
         self.throughput.stop(global_step=stepped)
 
 
-def _times(engine: tessera.Engine, factor: float) -> None:
-    """All gradients that are there."""
+def _gradients(engine: tessera.Engine) -> Iterator[tuple[int, torch.Tensor]]:
+    """All that are there, by the number of their parameter."""
     for number in engine.trained_numbers():
         view = engine.core.local_view(number, _core.Quantity.Gradient)
         if view is not None:
-            view.detach().mul_(factor)
+            yield number, view.detach()
+
+
+def _sum(engine: tessera.Engine, ranks: int) -> dict[int, torch.Tensor]:
+    """Makes the mean of `ranks` their sum. Returns what was there: a product of 16 bits cannot be divided back."""
+    kept = {}
+    for number, gradient in _gradients(engine):
+        kept[number] = gradient.clone()
+        gradient.mul_(ranks)
+    return kept
+
+
+def _put_back(engine: tessera.Engine, kept: dict[int, torch.Tensor]) -> None:
+    for number, gradient in _gradients(engine):
+        gradient.copy_(kept[number])

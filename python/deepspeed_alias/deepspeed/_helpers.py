@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tessera.engine.front import values_of_all
 from tessera.errors import ConfigError
 from torch import nn
 
@@ -216,9 +217,9 @@ def parse_range_list(range_str: str) -> list[int]:
 
 
 def get_lst_from_rank0(lst: list[int]) -> list[int]:
-    box = [list(lst)]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    """Rank 0's, which may be of another length. Collective."""
+    first: list[int] = values_of_all([int(number) for number in lst])[0]
+    return first
 
 
 def assert_ints_same_as_other_ranks(ints: list[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from tessera.engine.front import RankOrder, core_group
+from tessera.engine.front import RankOrder, core_group, values_of_all
 from tessera.errors import ConfigError
 from tessera.sequence import SequenceParallelGroups
 
@@ -91,8 +91,7 @@ def order_of(slices: Any) -> RankOrder | None:
     """For torch groups that each hold the slices of one model (`slices`: this rank's): the order in which they follow
     one another; None where that is the processes' own. ConfigError where they are no layout of all. Collective."""
     world = dist.get_world_size()
-    rows: list[list[int]] = [[]] * world
-    dist.all_gather_object(rows, dist.get_process_group_ranks(slices))
+    rows: list[list[int]] = values_of_all(dist.get_process_group_ranks(slices))
     parts = sorted({tuple(sorted(row)) for row in rows})
     order = [rank for part in parts for rank in part]
     columns = [sorted(part[place] for part in parts) for place in range(len(parts[0]))]

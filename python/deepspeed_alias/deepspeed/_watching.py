@@ -44,7 +44,7 @@ class _OfOneSection:
     def __init__(self, section: Any) -> None:
         self.monitor_config = section
         self.enabled: bool = section.enabled
-        self.writer = WRITERS[self._name][0](section.model_dump()) if self.enabled and _rank() == 0 else None
+        self.writer = WRITERS[self._name][0](section) if self.enabled and _rank() == 0 else None
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
         if self.writer is not None:

@@ -184,7 +184,7 @@ class Engine(nn.Module):
     # ---------------------------------------------------------------- construction
 
     def _logging_rank(self) -> int:
-        """This rank's number among those of the engine; number 0 tells of progress."""
+        """This rank's number among those of the engine; number 0 logs progress."""
         return self._ranks.number() if self._program.speaks() else 1
 
     def _warn(self, lines: list[str]) -> None:
@@ -232,14 +232,14 @@ class Engine(nn.Module):
         self._add_parts(base)
 
     def _add_parts(self, base: torch.optim.Optimizer | None) -> None:
-        core, tells = self.core, self._logging_rank() == 0
-        self._contents = Contents(self.module, core, base, tells)
+        core, logs = self.core, self._logging_rank() == 0
+        self._contents = Contents(self.module, core, base, logs)
         self._joining = Joining(weak(self), self._updates, self._partition)
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
         self._moving = Moving(core, self._settings, self._updates.runner)
         self._accumulation = Accumulation(core, self._settings.managed_gradient_accumulation)
-        warn, shares = warn_of if tells else None, self._ranks.sp_world_size > 1
+        warn, shares = warn_of if logs else None, self._ranks.sp_world_size > 1
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares)
         if self._settings.fp16.enabled and self._settings.fp16.auto_cast:
             self._forward.input_dtype = torch.float16

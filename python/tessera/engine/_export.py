@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from typing import Any
@@ -65,17 +64,13 @@ def _save_state_dict(run: Run, state: dict[str, Any], path: str) -> None:
             whole[key] = weight
     error = ""
     if first:
-        part = path + ".part"
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             copies = own_copies({name: value for name, value in state.items() if id(value) not in whole})
-            with open(part, "wb") as file:  # a parameter's memory is its own (Note [Parameter storage])
-                torch.save({name: whole.get(id(value), copies.get(name)) for name, value in state.items()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
+            with _core.WholeFile(path) as made:
+                with open(made.part, "wb") as file:  # a parameter's memory is its own (Note [Parameter storage])
+                    torch.save({name: whole.get(id(value), copies.get(name)) for name, value in state.items()}, file)
+                made.finish()
         except Exception as problem:
             error = f"[engine.save_16bit_model] cannot write '{path}': {problem}"
-            with contextlib.suppress(OSError):
-                os.unlink(part)
     _core.checkpoint_exchange(run.core, "", error)

@@ -60,13 +60,14 @@ def initialize(
         )
     if config is None:
         raise ConfigError("[initialize] no configuration: pass config= (a dict or a path)")
-    loaded = load_config(config)
+    build: Any = engine_type or getattr(model, "_tessera_engine", Engine)
+    if build is Engine:  # others agree on what is wrong with it
+        config = load_config(config)
     distributed.prepare()
     with suspended():
-        build: Any = engine_type or getattr(model, "_tessera_engine", Engine)
         engine = build(
             model,
-            loaded,
+            config,
             optimizer=optimizer,
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,

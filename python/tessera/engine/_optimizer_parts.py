@@ -20,9 +20,9 @@ _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", 
 # Ranks along these have the same states where those are not sharded.
 _COPIES = [_core.Axis.DpReplicate, _core.Axis.DpShard, _core.Axis.Sp]
 _COUNTS = frozenset({"last_epoch", "last_batch_iteration"})  # what a schedule is nothing without
-# Of param groups.
+# Between which numbers these values of param groups lie.
 _RANGES = {"betas": (0, 1), **dict.fromkeys(("eps", "momentum", "weight_decay"), (0, math.inf))}
-# Of schedules of torch: lists with one entry for each param group.
+# What schedules of torch keep as lists with one entry for each param group.
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 

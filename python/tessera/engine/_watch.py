@@ -90,17 +90,21 @@ class Watch:
     @contextlib.contextmanager
     def profiled(self, engine: Watched) -> Any:
         """Counts and times the forward inside; the report is printed by rank 0."""
-        section = self._config.to_dict()["flops_profiler"]
-        self.profiler = FlopsProfiler(engine.module, recompute_fwd_factor=section["recompute_fwd_factor"])
+        section = self._config.flops_profiler
+        self.profiler = FlopsProfiler(engine.module, recompute_fwd_factor=section.recompute_fwd_factor)
         self.profiler.start_profile()
         try:
             yield
         finally:
             self.profiler.stop_profile()
-            keys = ("module_depth", "top_modules", "detailed", "output_file")
-            options = {key: section[key] for key in keys}
             if self._speaks:
-                self.profiler.print_model_profile(profile_step=engine.global_steps, **options)
+                self.profiler.print_model_profile(
+                    profile_step=engine.global_steps,
+                    module_depth=section.module_depth,
+                    top_modules=section.top_modules,
+                    detailed=section.detailed,
+                    output_file=section.output_file,
+                )
             self.profiler.end_profile()
 
     # ---------------------------------------------------------------- steps

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import Any
 
 import torch
 
 from tessera import _core
 from tessera._config import load_config, text_of
+from tessera._device import group_device
 from tessera._mesh import RankOrder, core_group
 from tessera.optim.engines import Optimizer
 
-__all__ = ["Front", "RankOrder", "core_group", "engine_behind", "load_config", "put_script", "text_of"]
+__all__ = [
+    "Front",
+    "RankOrder",
+    "core_group",
+    "engine_behind",
+    "load_config",
+    "put_script",
+    "text_of",
+    "values_of_all",
+]
 
 put_script = _core.put_script  # zero_to_fp32.py
 
@@ -20,6 +31,13 @@ put_script = _core.put_script  # zero_to_fp32.py
 def engine_behind(given: Any) -> Any:
     """The engine that an object stands before, its attribute `tessera_engine`; an engine itself."""
     return getattr(given, "tessera_engine", given)
+
+
+def values_of_all(own: Any) -> list[Any]:
+    """What each process passes, as JSON can say it, in the order of ranks. Collective."""
+    device = group_device(None) or torch.device("cpu")
+    texts = _core.texts_of(core_group(None), json.dumps(own), "values of all processes", device)
+    return [json.loads(text) for text in texts]
 
 
 class Front:

@@ -14,7 +14,7 @@ from typing import Any
 from tessera.distributed import free_port, init_distributed
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._joining import C10D
-from tessera.hybrid._object_store import Exchange, MeetingStore
+from tessera.hybrid._object_store import Exchange, RendezvousStore
 
 _GRACE = 2.0  # seconds after a first failure for the others to say theirs
 _STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "strict_pack": "STRICT_PACK", "strict_spread": "STRICT_SPREAD"}
@@ -48,7 +48,7 @@ class Rendezvous:
     def store(self, timeout: float) -> Any:
         """A client of the caller's own."""
         client = C10D.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout))
-        return MeetingStore(self.name, client, lambda: self.exchange)
+        return RendezvousStore(self.name, client, lambda: self.exchange)
 
     @functools.cached_property
     def exchange(self) -> Any:

@@ -39,7 +39,7 @@ class Exchange:
         return self._kept.setdefault(key, asyncio.get_running_loop().create_future())
 
 
-class MeetingStore(C10D.PrefixStore):
+class RendezvousStore(C10D.PrefixStore):
     """The store of a Place, with the way to the exchange of all groups of its program."""
 
     def __init__(self, prefix: str, store: Any, exchange: Callable[[], Any]) -> None:

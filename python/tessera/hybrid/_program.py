@@ -93,8 +93,9 @@ class Program:
         parts = f"{_PARTS}{uuid.uuid4().hex[:16]}"
         wait(*self._begin_each("engine.save_checkpoint", folder / parts))
         ranks = {name: group.ranks for name, group in self._groups.items()}
-        _write(folder / _MANIFEST, json.dumps({"groups": ranks, "parts": parts, "state": state}, indent=1))
-        _write(folder.parent / "latest", tag)
+        manifest = json.dumps({"groups": ranks, "parts": parts, "state": state}, indent=1)
+        _core.replace_text(str(folder / _MANIFEST), manifest)  # what it replaces is removed next
+        _core.set_latest(str(folder.parent), tag)
         for other in folder.iterdir():
             if other.is_dir() and other.name != parts and (other.name in self._groups or other.name.startswith(_PARTS)):
                 shutil.rmtree(other, ignore_errors=True)  # of an earlier save, or of one that failed
@@ -161,13 +162,3 @@ def _is_manifest(value: Any) -> bool:
         return False
     parts = value.get("parts", "")
     return isinstance(parts, str) and (not parts or (parts.startswith(_PARTS) and "/" not in parts))
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    with new.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # what it replaces is removed next
-    new.replace(path)

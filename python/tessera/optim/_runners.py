@@ -85,7 +85,7 @@ class Runner:
         return [(n, [p for p in g["params"] if id(p) not in known[n]]) for n, g in enumerate(groups)]
 
     def options_of(self, number: int) -> _core.GroupOptions:
-        """Of a group that the core does not have yet."""
+        """What the core gets of a group that it does not have yet."""
         raise NotImplementedError
 
     def take_group(self, number: int, params: list[torch.Tensor]) -> None:
@@ -93,7 +93,7 @@ class Runner:
         raise NotImplementedError
 
     def note_params(self) -> None:
-        """It knows of all that there are."""
+        """From here on all parameters that the optimizer has are known to the runner."""
         self._known = [list(group["params"]) for group in self.base.param_groups]
 
     def numbers(self, index: Mapping[int, int]) -> dict[int, int]:

@@ -33,9 +33,7 @@ def check(model: Any, config: _core.Config, group: Any) -> None:
 
 
 def check_alike(model: PipelineModule, config: _core.Config, everyone: Everyone) -> None:
-    """What all stages must have alike."""
-    if model.num_stages == 1:
-        return
+    """What all stages must have alike. Collective."""
     mine = {
         "num_stages": model.num_stages,
         "num_chunks": model.num_chunks,

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from tessera.data import RepeatingLoader
-from tessera.errors import ConfigError, StageFailed, UsageError
+from tessera.errors import ConfigError, UsageError
 from tessera.pipeline._grid import Everyone, Grid
 
 
@@ -53,17 +53,18 @@ class Feed:
         except Exception as error:
             problem = error
         rows = self._everyone.rows([micro_batches, len(batches) if reads else -1, problem is not None])
+        if any(failed for *_, failed in rows):
+            where = f"[pipeline] {self._grid.name()} could not read its data: "
+            self._everyone.agree("" if problem is None else f"{where}{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem
         self._check(rows, micro_batches)
         return batches if reads else None
 
     def _check(self, rows: list[list[float]], micro_batches: int) -> None:
-        """`rows`, of every rank: how many it wants, how many it has read (-1: reads none), and whether that failed."""
-        for rank, (count, read, failed) in enumerate(rows):
+        """`rows`, of every rank: how many it wants, and how many it has read (-1: reads none)."""
+        for rank, (count, read, _) in enumerate(rows):
             where = self._grid.name(rank)
-            if failed:
-                raise StageFailed(f"[pipeline] {where} could not read its data; see its error")
             if count != micro_batches:
                 raise UsageError(
                     f"[pipeline] {where} has {int(count)} micro-batches for this batch, {self._grid.name()} has "

@@ -47,43 +47,54 @@ class PipelineEngine(Engine):
         tensor_parallel: int | None = None,
         **kwargs: Any,
     ) -> None:
-        loaded = load_config(config)
-        self._everyone = Everyone()
-        self._stages = stages = Stages(self._everyone)
-        with stages.agreeing():
-            check(model, loaded, group)
-        assert isinstance(model, PipelineModule)
-        sizes = _mesh.mesh_sizes(loaded) | {
-            axis: size for axis, size in (("sp", sequence_parallel), ("tp", tensor_parallel)) if size is not None
-        }
+        self._everyone = everyone = Everyone()
+        self._stages = stages = Stages(everyone)
         self._broken = self._inside = ""
         self._under_way = False  # messages of a batch
         self.max_live_activations = 0
-        self._grid = stages.grid = Grid(self._everyone, model.num_stages, **sizes)
         try:
-            check_alike(model, loaded, self._everyone)
             with stages.agreeing():
+                loaded = load_config(config)
+                check(model, loaded, group)
+                assert isinstance(model, PipelineModule)
+                sizes = _mesh.mesh_sizes(loaded) | {
+                    axis: size
+                    for axis, size in (("sp", sequence_parallel), ("tp", tensor_parallel))
+                    if size is not None
+                }
+                grid = Grid(everyone, model.num_stages, **sizes)
+                stages.agree()
+                check_alike(model, loaded, everyone)
+                self._grid = stages.grid = grid
                 check_ties(model, loaded)
-            self._ties = _core.Ties(self._grid.ranks, self._grid.tied(model))
-            if not isinstance(self._grid.stage_ranks, (dist.ProcessGroup, type(None))) and self._grid.device:
-                model.to(self._grid.device)
-            with stages.agreeing():
+                stages.agree()
+                grid.connect(everyone)
+                tied = grid.tied(model)
+                stages.agree()
+                self._ties = _core.Ties(grid.ranks, tied)
+                if not isinstance(grid.stage_ranks, (dist.ProcessGroup, type(None))) and grid.device:
+                    model.to(grid.device)
+                stages.agree()
                 super().__init__(
                     model,
                     config,
-                    group=self._grid.stage_ranks,
+                    group=grid.stage_ranks,
                     unit_policy=unit_policy or units_of_layers,
                     sequence_parallel=sequence_parallel,
                     tensor_parallel=tensor_parallel,
                     program=stages,
                     **kwargs,
                 )
-            self._connect()
+                self._connect()
         except BaseException:
-            _mesh.discard(self._grid.groups)
+            if "core" in self.__dict__:
+                Engine.destroy(self)
+            if "_grid" in self.__dict__:
+                _mesh.discard(self._grid.groups)
             raise
 
     def _connect(self) -> None:
+        """Collective."""
         interval = self._settings.pipeline.activation_checkpoint_interval
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
@@ -92,8 +103,10 @@ class PipelineEngine(Engine):
         beside = [self._ranks.mesh.group(axes) for axes in self._grid.axes]
         chunks = self.module.num_chunks
         self._interpreter = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
-        self._ties.attach(self.core, Batch(self, self._shape(1)))
         self._copies = self._grid.copies(self.module)
+        batch = Batch(self, self._shape(1))
+        self._stages.agree()
+        self._ties.attach(self.core, batch)
         if self._everyone.size > 1:
             index = self._updates.index
             copies = [index[id(param)] for param in self._copies if id(param) in index]

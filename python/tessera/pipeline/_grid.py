@@ -33,6 +33,10 @@ class Everyone:
         """What each rank passes, in the order of ranks. Collective."""
         return _core.texts_of(self.group, own, "what stages agree on", self.device)
 
+    def agree(self, problem: str = "") -> None:
+        """StageFailed with another rank's `problem` where this one has none. Collective."""
+        _core.agree(self.group, problem, self.device)
+
     def values(self, own: Any) -> list[Any]:
         """The same of what JSON can say."""
         return [json.loads(text) for text in self.texts(json.dumps(own))]
@@ -42,7 +46,7 @@ class Grid:
     """The process groups of a pipeline of `stages` stages over all processes.
 
     Rank r is on stage r // size, at place r % size; the ranks of one place are one pipeline, and those of one stage an
-    engine. `shards`, `sp`, `tp`: as in core_mesh(), inside a stage. Collective over all processes.
+    engine. `shards`, `sp`, `tp`: as in core_mesh(), inside a stage. Local; connect() makes the groups.
     """
 
     def __init__(self, everyone: Everyone, stages: int, shards: int = -1, sp: int = 1, tp: int = 1) -> None:
@@ -50,15 +54,21 @@ class Grid:
         self.size = everyone.size // stages
         self.rank = everyone.rank
         self.stage, self.place = divmod(self.rank, self.size)
-        self.device = checked_device(None)  # of all processes: a mesh does not say
+        self.device: torch.device | None = None  # of all processes: a mesh does not say
         self.groups = OwnGroups()
         self.stage_ranks: Any = None  # as Engine takes it: None is all processes
         self.axes: list[_core.Axes] = []  # of a stage that is one of several: its engine's groups
+        self._asked = (shards, sp, tp)
+        self._shape = _core.mesh_shape(self.size, shards, sp, tp)
+
+    def connect(self, everyone: Everyone) -> None:
+        """Collective over all processes."""
+        self.device = checked_device(None)
         forwards = backwards = None  # messages
-        if stages > 1:
-            rows = [list(range(stage * self.size, (stage + 1) * self.size)) for stage in range(stages)]
-            self.stage_ranks = self._mesh(everyone.group, rows, shards, sp, tp)
-            pipes = [[stage * self.size + place for stage in range(stages)] for place in range(self.size)]
+        if self.stages > 1:
+            rows = [list(range(stage * self.size, (stage + 1) * self.size)) for stage in range(self.stages)]
+            self.stage_ranks = self._mesh(everyone.group, rows)
+            pipes = [[stage * self.size + place for stage in range(self.stages)] for place in range(self.size)]
             # A group for each direction: over NCCL a send waits for what was asked of its group before.
             self.forwards, self.backwards = self.new_group(pipes), self.new_group(pipes)
             device = self.device or torch.device("cpu")
@@ -66,24 +76,24 @@ class Grid:
                 _core.point_to_point(group.group_name, device) for group in (self.forwards, self.backwards)
             )
         self.ranks = _core.PipelineRanks(
-            stages,
+            self.stages,
             self.size,
             self.rank,
             everyone.group,
             everyone.device,
             forwards,
             backwards,
-            list(range(stages)),
+            list(range(self.stages)),
         )
 
     def forget(self) -> None:
         """What holds the process groups."""
         self.__dict__.pop("ranks", None)
 
-    def _mesh(self, everyone: _core.Group, rows: list[list[int]], shards: int, sp: int, tp: int) -> Any:
+    def _mesh(self, everyone: _core.Group, rows: list[list[int]]) -> Any:
         """Of this stage; its groups are made together with those of the others."""
-        _core.check_asked(everyone, self.device or torch.device("cpu"), shards, sp, tp)
-        shape = _core.mesh_shape(self.size, shards, sp, tp)
+        _core.check_asked(everyone, self.device or torch.device("cpu"), *self._asked)
+        shape = self._shape
         self.axes = shape.groups()
         if shape.size(_core.Axis.DpShard) == self.size:
             return self.new_group(rows)

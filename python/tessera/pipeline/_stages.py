@@ -23,7 +23,8 @@ class Stages(Program):
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """A part of the construction that stages do each for themselves: an error of one is one of all. Collective."""
+        """The construction: an error of one rank is one of all. Up to an exchange its errors are a rank's own, so that
+        agree() comes before each. Collective."""
         try:
             yield
         except StageFailed:
@@ -32,18 +33,18 @@ class Stages(Program):
             self._everyone.group.abort(self._failure_text(error))
             raise
         except Exception as error:
-            self._agree(error)
+            with contextlib.suppress(dist.DistBackendError):  # others are lost: this rank's own error says more
+                self._everyone.agree(self._failure_text(error))
             raise
-        self._agree()
+        self.agree()
+
+    def agree(self) -> None:
+        """This rank goes on. StageFailed where another one has failed. Collective."""
+        self._everyone.agree()
 
     def _failure_text(self, problem: Exception) -> str:
         where = self.grid.name() if self.grid is not None else f"rank {self._everyone.rank}"
         return f"[pipeline] {where} failed while it was built: {type(problem).__name__}: {problem}"
-
-    def _agree(self, problem: Exception | None = None) -> None:
-        texts = self._everyone.texts("" if problem is None else self._failure_text(problem))
-        if problem is None and any(texts):
-            raise StageFailed(next(filter(None, texts)))
 
     # ---- of one of the engines
 
@@ -52,13 +53,13 @@ class Stages(Program):
 
     def optimizer_made(self, base: torch.optim.Optimizer | None) -> None:
         assert self.grid is not None
-        self._agree()
+        self.agree()
         own = Optimizer.of(base)
         everyone = self._everyone.values(None if own is None else own.plain())
         check_optimizers([None if one is None else Optimizer.from_plain(one) for one in everyone], self.grid.name)
 
     def buildable(self) -> None:
-        self._agree()
+        self.agree()
 
     def device(self) -> torch.device | None:
         return None if self.grid is None else self.grid.device

@@ -41,12 +41,12 @@ class FaultBoard {
   void show_calls(const std::string& calls);
   // What rank `rank` has shown last; empty when nothing.
   std::string shown_calls(int rank);
-  // Tells the others, in all groups of the store, which process this rank is. Where another one has announced that it is this rank, and has not been seen to
-  // end, it stays; returns "processes 12 and 34 of one host".
+  // Announces to the others, in all groups of the store, which process this rank is. Where another one has announced that it is
+  // this rank, and has not been seen to end, that one stays; returns "processes 12 and 34 of one host".
   std::optional<std::string> show_process();
   // Whether rank `rank` has shown its process. Throws what the store throws.
   bool has_shown(int rank);
-  // Waits for that, so long at most.
+  // Waits until rank `rank` has shown its process, `limit` at most.
   void await_process(int rank, std::chrono::milliseconds limit);
   struct Process {
     int pid = 0;

@@ -35,7 +35,7 @@ class Partners {
   int place(int rank) const { return place_of_[rank]; }
   int my_host() const { return host(rank_); }
   int my_place() const { return place(rank_); }
-  // Of this host.
+  // The ranks of this host, ascending.
   const std::vector<int>& neighbours() const { return ranks_[my_host()]; }
   // The rank of `host` by way of which `rank` sends to, and receives from, all ranks of that host. On the host of `rank` it is
   // `rank` itself.
@@ -122,7 +122,7 @@ at::Tensor sum_between(const HostsPlace& place, const Partners& partners, const 
   }
   const at::Tensor summed = at::empty_like(blocks[partners.my_place()]);
   run(place, shm_reduce_scatter(partners.my_place(), size_here(place), summed, blocks, op, text));
-  // Between hosts: every sum to its rank.
+  // Between hosts every sum travels to the rank whose part it is.
   const int64_t mine = counts[place.rank];
   Counts sent(partners.size(), 0), received(partners.size(), 0);
   for (const int r : partners.dealt_with(partners.my_place()))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def collectives(rank: int, port: int) -> None:
     """As DeepSpeed's callers write them, on two ranks whose values are 1 and 2."""
     import deepspeed
     from deepspeed import comm
+    from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks, get_lst_from_rank0
 
     deepspeed.init_distributed("gloo", verbose=False, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     own, other = float(rank + 1), float(2 - rank)
@@ -174,6 +176,9 @@ def collectives(rank: int, port: int) -> None:
             if call in (comm.isend, comm.irecv):
                 work.wait()
         assert taken.tolist() == [other, other]
+    assert get_lst_from_rank0([7] * (rank + 1)) == [7]
+    with pytest.raises(RuntimeError, match=r"rank 1 has \[1, 2\], the first rank \[1\]") if rank else nullcontext():
+        assert_ints_same_as_other_ranks([1, 2][: rank + 1])
     comm.barrier(**logged)
     comm.monitored_barrier(wait_all_ranks=True, **logged)
     assert comm.get_global_rank(None, 1) == comm.get_global_rank(group_rank=1) == 1

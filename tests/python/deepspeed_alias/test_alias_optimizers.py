@@ -13,6 +13,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from deepspeed.runtime.zero.muon.original_muon import Muon
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from deepspeed.utils import safe_get_full_grad
 from support import batch, config, make, run, run_ranks, weights
 
 import tessera
@@ -161,6 +162,32 @@ def test_a_step_that_fails_sums_no_gradients_twice() -> None:
     for usual, again in run_ranks(2, body):
         for name, value in usual.items():
             torch.testing.assert_close(again[name], value)
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_step_that_fails_leaves_gradients_bit_for_bit(fp16: bool) -> None:
+    """Of 3 ranks, whose share is no float; in fp16 the sum of their gradients is none either."""
+    models = [make() for _ in range(3)]
+
+    def body(rank: int, group: Any) -> Any:
+        more = {"fp16": {"enabled": True, "initial_scale_power": 0}} if fp16 else {}
+        engine = deepspeed.DeepSpeedEngine(models[rank], config(0, **more), group=group)
+        engine.gradient_average = False
+        # The gradient of the head's bias is the factor times 4 rows times the gain, 1.5.
+        engine.backward(engine(batch(rank)[0]).float().sum() * (5000 if fp16 else 0.1))
+        params = list(engine.module.parameters())
+        engine.tessera_engine.grad_norm()  # all have come
+        before = [safe_get_full_grad(param).clone() for param in params]
+        assert not fp16 or before[-1].tolist() == [30000.0] * 3
+        with pytest.raises(ValueError, match="global_norm"):
+            engine.tessera_engine.step(global_norm=-1.0)
+        after = [safe_get_full_grad(param) for param in params]
+        engine.destroy()
+        return before, after
+
+    for before, after in run_ranks(3, body):
+        for value, again in zip(before, after, strict=True):
+            assert torch.equal(value.nan_to_num(), again.nan_to_num())
 
 
 def test_gradient_average_is_changed_at_stage_0_only() -> None:

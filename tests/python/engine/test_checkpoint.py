@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import OPTIMIZERS, Net, config, engines, losses_of, make, run, same_bits, weights
+from support import OPTIMIZERS, Net, config, engines, losses_of, make, run, run_processes, same_bits, weights
 from torch import nn
 
 import tessera
@@ -307,6 +307,22 @@ def test_a_full_disk_or_a_folder_without_rights_is_an_error_and_training_goes_on
         assert engine.save_checkpoint(tmp_path)
 
     engines(make(Net), 2, config(2), body)
+
+
+def exports_what_the_other_does(rank: int, folder: Path) -> None:
+    engine = tessera.initialize(model=make(Net, seed=rank), config=config())[0]
+    own, others = (make(Net, seed=seed).state_dict() for seed in (rank, 1 - rank))
+    for _ in range(30):
+        assert engine.save_16bit_model(folder, "both.bin")
+        found = torch.load(folder / "both.bin")
+        assert same_bits(found, own) or same_bits(found, others)
+    engine.destroy()
+
+
+def test_two_processes_that_export_one_file(tmp_path: Path) -> None:
+    """It is always whole, and of one of them."""
+    run_processes(2, exports_what_the_other_does, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["both.bin"]
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from link_ranks import RAY_ENVIRONMENT
-from tessera.hybrid._object_store import Exchange, MeetingStore
+from tessera.hybrid._object_store import Exchange, RendezvousStore
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +50,6 @@ def store_for(request: pytest.FixtureRequest) -> Callable[[str], Any]:
         if transport != "ray":
             return dist.HashStore()
         exchange = request.getfixturevalue("ray_exchange")
-        return MeetingStore(request.node.name, dist.HashStore(), lambda: exchange)
+        return RendezvousStore(request.node.name, dist.HashStore(), lambda: exchange)
 
     return store

@@ -119,11 +119,11 @@ def test_the_store_listens_where_the_driver_is_known(ray_cluster):
     """And finds no key for who does not know the program's secret."""
     groups = [ActorGroup("numbers", ray_ranks.Plain, 1, timeout=300)]
     with Program(groups) as program:
+        (place,) = program.group("numbers").call("where")
         tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
         lines = [line.split() for table in tables for line in table]
-        ours = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{program._store.port:04X}")]
-        assert ours and all(place.split(":")[0].strip("0") for place in ours), "0: any address"
-        (place,) = program.group("numbers").call("where")
+        ours = [line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{place.port:04X}")]
+        assert ours and all(where.split(":")[0].strip("0") for where in ours), "0: any address"
         assert len(place.name) >= 32
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,62 @@ def test_a_connection_lost_by_a_stage_that_is_built_is_an_error_on_all() -> None
     in_processes(2, loses_its_connection)
 
 
+class Odd(PipelineModule):
+    """Raises where it is asked for what `word` names."""
+
+    def __init__(self, word: str, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.word = word
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "__dict__").get("word"):
+            raise OSError(f"no {name} today")
+        return super().__getattribute__(name)
+
+
+def built_on_one_rank_only(rank: int, world: int) -> None:
+    more: dict[str, Any] = {"num_stages": 2, "loss_fn": loss_fn, "partition_method": "uniform"}
+    spoiled = config(1, pipeline={"activation_checkpoint_interval": 1})
+    rows: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+        # what is asked of the module, the configuration, arguments, and what is said
+        ("", config(1, gradient_clipping="x"), {}, "gradient_clipping"),
+        ("num_stages", config(1), {}, "no num_stages today"),  # check()
+        ("", config(1), {"tensor_parallel": "2"}, "mesh_shape"),  # Grid
+        ("", config(1), {"tensor_parallel": 3}, "tensor_parallel"),
+        ("tied_stages", config(1), {}, "no tied_stages today"),  # tied(), Ties
+        ("activation_checkpoint_interval", spoiled, {}, "no activation_checkpoint_interval"),  # _connect()
+    ]
+    last = world - 1
+    for word, bad, arguments, said in rows:
+        mine = rank == last
+        model: Any = Odd(word, layers(True), **more) if mine else module(2, tied=True, partition_method="uniform")
+        begun = time.monotonic()
+        with pytest.raises(Exception, match=said) as caught:
+            pipeline(model, bad if mine else config(1), **(arguments if mine else {}))
+        assert time.monotonic() - begun < 20, said
+        named = rf"(rank {last}|stage 1 \(rank {last}\)) failed while it was built: "
+        assert mine or (caught.type is StageFailed and re.search(named, str(caught.value))), (said, caught.value)
+    engine = pipeline(module(2, tied=True), config(1))
+    assert float(engine.train_batch(data(rank % (world // 2)))) > 0, "nothing is left behind"
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_one_rank_cannot_build_is_an_error_on_all(world: int) -> None:
+    in_processes(world, built_on_one_rank_only, world)
+
+
+def stages_that_differ(rank: int) -> None:
+    """In how many they are: before process groups are made for them."""
+    model = PipelineModule(layers(), num_stages=1 + rank, loss_fn=loss_fn)
+    with pytest.raises(tessera.ConfigError, match=r"num_stages is \d on rank \d and \d on rank \d"):
+        pipeline(model, config(1))
+
+
+def test_ranks_that_count_stages_differently() -> None:
+    in_processes(2, stages_that_differ)
+
+
 class Fails(Block):
     """In its third forward, in one of several ways."""
 
@@ -253,10 +310,9 @@ def damaged(rank: int) -> Any:
 def data_fails_on_one_rank(rank: int) -> None:
     engine = pipeline(module(3), config(1))
     for call in (engine.train_batch, engine.eval_batch):
-        with pytest.raises(
-            OSError if rank == 2 else StageFailed, match=r"a damaged sample|stage 2 \(rank 2\) could not"
-        ):
+        with pytest.raises(OSError if rank == 2 else StageFailed, match="a damaged sample") as caught:
             call(damaged(rank))
+        assert rank == 2 or "stage 2 (rank 2) could not read its data: OSError: " in str(caught.value)
     assert float(engine.train_batch(data(0))) > 0, "it goes on"
     engine.destroy()
 

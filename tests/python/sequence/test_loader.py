@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -58,6 +59,34 @@ def worker(rank: int, port: int) -> None:
 
 def test_parts_of_a_batch_and_wrong_ones() -> None:
     run_processes(2, worker, free_port())
+
+
+class Damaged:
+    """A dataset whose second sample nobody can read."""
+
+    def __iter__(self) -> Any:
+        yield make(6)
+        raise OSError("a damaged sample")
+
+
+def one_dataset_raises(rank: int, port: int) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    loader = SequenceLoader(Damaged() if rank else [make(6), make(6)], rank, dist.group.WORLD, 2, "cpu")
+    assert [next(loader)["input_ids"].size(1) for _ in range(2)] == [3, 3]
+    begun = time.monotonic()
+    if rank:
+        with pytest.raises(OSError, match=r"^a damaged sample$"):
+            next(loader)
+    else:
+        with pytest.raises(RuntimeError, match=r"batch of rank 1 of the sequence .*: OSError: a damaged sample"):
+            next(loader)
+    assert time.monotonic() - begun < 10
+    dist.barrier()  # nobody's end is what the other one has seen
+    dist.destroy_process_group()
+
+
+def test_a_dataset_that_raises_on_one_rank_is_an_error_on_all() -> None:
+    run_processes(2, one_dataset_raises, free_port())
 
 
 def test_one_rank() -> None:
