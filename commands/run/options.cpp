@@ -8,6 +8,8 @@
 #include <sstream>
 #include <string_view>
 
+#include "tessera/base/version.h"
+
 namespace tessera::run {
 
 const char* const kUsage = R"(usage: tessera-run [options] program arguments...
@@ -21,6 +23,7 @@ Starts the ranks of this host, one process each, with the variables that torchru
   --master-port PORT   where the ranks meet; default: a free port on one host, 29500 on several
   --log-dir DIR        what rank N prints goes into DIR/N/stdout.log and DIR/N/stderr.log, too
   --grace-seconds S    how long ranks may take to end before they are killed; default: 10
+  --version            says the version, and no more
 
 Names of options may have _ in place of -. Exit code: that of the first rank that failed (128 + number of a signal).
 )";
@@ -50,6 +53,7 @@ struct Option {
 const std::vector<Option>& table() {
   static const std::vector<Option> all = {
       {{"-h", "--help"}, false, [](Options& o, const std::string&, const std::string&) { o.help = true; }},
+      {{"--version"}, false, [](Options& o, const std::string&, const std::string&) { o.version = true; }},
       {{"-n", "--nproc-per-node", "--num-gpus", "--num-accelerators"},
        true,
        [](Options& o, const std::string& name, const std::string& value) {
@@ -147,7 +151,7 @@ Options parse(const std::vector<std::string>& arguments) {
     option.set(options, name, value);
   }
   options.command.assign(arguments.begin() + static_cast<std::ptrdiff_t>(at), arguments.end());
-  if (!options.help) check(options);
+  if (!options.help && !options.version) check(options);
   return options;
 }
 

@@ -8,7 +8,7 @@
 namespace tessera::run {
 
 struct Options {
-  bool help = false;
+  bool help = false, version = false;
   int ranks = 0;  // of this host
   int nodes = 1, node = -1;
   std::string master_addr;
