@@ -47,7 +47,7 @@ help:
 	@echo "make gpu-kit  what 'make gpu' takes along to a machine without a network (PYTHON: with that machine's torch)"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make docs    API reference in build/docs (pdoc; with doxygen installed the C++ headers too)"
-	@echo "make lint    layer rules, names of both front ends, clang-format, ruff, mypy"
+	@echo "make lint    layer rules, names of both front ends, clang-format, ruff, mypy, hadolint"
 	@echo "make tidy    clang-tidy over the C++ sources"
 	@echo "make cuda    the CUDA kernels by a compiler from PyPI: warnings, registers, machine code, the library without a driver"
 	@echo "make sanitize  C++ tests of the layers with threads under the address, undefined-behaviour and thread sanitizers"
@@ -224,6 +224,7 @@ lint: $(VENV)/stamp-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/hadolint Dockerfile
 
 # The wheel of clang-tidy has no omp.h: the compiler's serves.
 tidy: $(VENV)/stamp-tidy $(BUILD)/stamp-configure-tests

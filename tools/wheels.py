@@ -1,6 +1,6 @@
 """Wheels for each torch of requirements/matrix.txt and each Python of pyproject.toml, for the CPU and for CUDA: an
-sdist of what is committed, a wheel of the unpacked sdist in an environment of its own, audited, installed in another one
-with nothing but its dependencies, and used there by Python, by commands and by a C++ program.
+sdist of what is committed, a wheel of the unpacked sdist in an environment of its own, audited, installed in another
+one with nothing but its dependencies, and used there by Python, by commands and by a C++ program.
 
     python tools/wheels.py [--all] [--torch 2.15.0] [--python 3.13] [--kind cpu|cuda] [--policy manylinux_2_28] [--list]
 
@@ -100,23 +100,25 @@ def clean_environment(python: Path | None = None, environment: dict[str, str] | 
         for folder in given.get("PATH", "").split(os.pathsep)
         if folder and not Path(folder).is_relative_to(ROOT) and not Path(folder, "nvcc").exists()
     ]
-    return kept | {"PATH": os.pathsep.join([str(python.parent)] * (python is not None) + folders)}
+    own = [] if python is None else [str(python.parent)]
+    return kept | {"PATH": os.pathsep.join(own + folders)}
 
 
-def run(*command: str | Path, folder: Path, environment: dict[str, str], log: Path | None = None) -> str:
-    """What it printed, which goes to `log`, too. SystemExit with its end where it fails."""
+def run(*command: str | Path, folder: Path, environment: dict[str, str], log: Path) -> str:
+    """What it printed, which `log` has, too. SystemExit with its end where it fails."""
     words = [str(word) for word in command]
     found = shutil.which(words[0], path=environment["PATH"]) or words[0]
-    done = subprocess.run(
-        [found, *words[1:]], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if log is not None:
-        with log.open("a") as file:
-            file.write(f"$ {' '.join(words)}\n{done.stdout}\n")
+    with log.open("a+b") as file:
+        file.write(f"$ {' '.join(words)}\n".encode())
+        file.flush()
+        begin = file.tell()
+        done = subprocess.run([found, *words[1:]], cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        file.seek(begin)
+        text = file.read().decode(errors="replace")
     if done.returncode != 0:
-        end = "\n".join(done.stdout.splitlines()[-30:])
+        end = "\n".join(text.splitlines()[-30:])
         raise SystemExit(f"{end}\n[wheels] failed with {done.returncode}: {' '.join(words)}")
-    return done.stdout
+    return text
 
 
 def interpreter(version: str) -> Path:
@@ -181,7 +183,7 @@ def build(entry: Entry, sdist: Path, work: Path, log: Path, jobs: int) -> tuple[
     home.pip("install", "-q", "-r", REQUIREMENTS / "build.txt")
     home.pip("install", "-q", "--no-deps", entry.requirement)
     with tarfile.open(sdist) as archive:
-        archive.extractall(work)
+        archive.extractall(work, filter="data")
     source = work / sdist.name.removesuffix(".tar.gz")
     more = {"TESSERA_WHEEL_LABEL": entry.label, "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
     options = ["-C", "cmake.define.CMAKE_IGNORE_PATH=/usr/local/cuda/bin"]  # the build looks there, too
