@@ -12,7 +12,6 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN dnf install -y git make gcc-toolset-14-gcc-c++ \
   && { test -d /opt/python || dnf install -y "python${PYTHON}-devel" "python${PYTHON}-pip"; } \
   && dnf clean all
-ENV PATH=/opt/rh/gcc-toolset-14/root/usr/bin:$PATH
 COPY . /src
 WORKDIR /src
 # cpu or cuda; a version of requirements/matrix.txt, else that of requirements/torch.txt.
@@ -20,7 +19,7 @@ ARG KIND=cpu
 ARG TORCH=
 # Where pip finds torch for the CPU, which PyPI does not have.
 ARG PIP_EXTRA_INDEX_URL=
-RUN make wheels "PYTHON=python${PYTHON}" \
+RUN scl enable gcc-toolset-14 -- make wheels "PYTHON=python${PYTHON}" \
   ARGS="--kind ${KIND} --policy manylinux_2_28 ${TORCH:+--torch ${TORCH}}"
 
 FROM scratch AS wheels

@@ -259,7 +259,7 @@ def use(entry: Entry, wheel: Path, source: Path, tools: Environment, work: Path,
 
     own = wheel.name.split("-")[1].partition("+")[0]
     program = "import importlib.metadata as m, tessera; print(m.version('tessera'), tessera.__file__)"
-    said(rf"^{re.escape(own)}\+{re.escape(entry.label)} {re.escape(str(home.folder))}", "python", "-c", program)
+    said(rf"(?m)^{re.escape(own)}\+{re.escape(entry.label)} {re.escape(str(home.folder))}", "python", "-c", program)
     for command in ("tessera", "tessera-run"):
         said(rf"\b{re.escape(own)}\n", command, "--version")
         said("usage: ", command, "--help")
@@ -286,15 +286,18 @@ def use(entry: Entry, wheel: Path, source: Path, tools: Environment, work: Path,
 def make(entry: Entry, sdist: Path, tools: Environment, options: argparse.Namespace) -> Path:
     name = f"{entry.label}-{entry.python}"
     work = options.work / name
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    before = [*(work / "made").glob("*.whl"), work / sdist.name.removesuffix(".tar.gz")]
+    again = options.again and len(before) == 2 and all(path.exists() for path in before)
+    if not again:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
     log, begin = work / "log.txt", time.monotonic()
 
     def tell(what: str) -> None:
         print(f"[wheels] {name} {time.monotonic() - begin:5.0f} s: {what}", flush=True)
 
     tell(f"building, log in {log}")
-    wheel, source = build(entry, sdist, work, log, options.jobs)
+    wheel, source = before if again else build(entry, sdist, work, log, options.jobs)
     tell(f"built {wheel.name}, {wheel.stat().st_size >> 10} KiB")
     audited = audit(entry, wheel, tools, work / "audited", (ROOT, options.work), options.policy)
     tell(f"audited {audited.name}")
@@ -316,6 +319,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--work", type=Path, default=ROOT / "build" / "wheels")
     made.add_argument("--out", type=Path, default=ROOT / "dist")
     made.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    made.add_argument("--again", action="store_true", help="a wheel that was built and has failed is not built anew")
     made.add_argument("--list", action="store_true", help="names what would be built")
     return made.parse_args(argv)
 

@@ -5,9 +5,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <sstream>
 #include <string_view>
 
+#include "tessera/base/launchers.h"
 #include "tessera/base/version.h"
 
 namespace tessera::run {
@@ -97,8 +99,18 @@ const Option& option_of(std::string name) {
   throw UsageError("[launch] unknown option " + name + "; the program and its arguments come behind the options");
 }
 
+std::optional<std::string> variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr || *value == '\0' ? std::nullopt : std::optional<std::string>(value);
+}
+
 void check(Options& options) {
   if (options.command.empty()) throw UsageError("[launch] which program? tessera-run [options] program arguments...");
+  if (options.nodes == 0) {
+    if (const std::string why = why_not_started_here(variable); !why.empty())
+      throw std::invalid_argument("[launch] " + why);
+    options.nodes = 1;
+  }
   const std::string nodes = std::to_string(options.nodes);
   if (options.nodes == 1 && options.node < 0) options.node = 0;
   if (options.node < 0 || options.node >= options.nodes)
