@@ -186,9 +186,9 @@ def build(entry: Entry, sdist: Path, work: Path, log: Path, jobs: int) -> tuple[
         archive.extractall(work, filter="data")
     source = work / sdist.name.removesuffix(".tar.gz")
     more = {"TESSERA_WHEEL_LABEL": entry.label, "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}
-    options = ["-C", "cmake.define.CMAKE_IGNORE_PATH=/usr/local/cuda/bin"]  # the build looks there, too
+    options = ["-C", f"cmake.define.TESSERA_CUDA={'ON' if entry.cuda else 'OFF'}"]
     if entry.cuda:
-        options, more["CUDACXX"] = [], str(nvcc(work, log))
+        more["CUDACXX"] = str(nvcc(work, log))
     made = ("--no-build-isolation", "--no-deps", "--no-index", "-w", work / "made")
     home.pip("wheel", "-v", *made, *options, source, **more)
     (wheel,) = (work / "made").glob("*.whl")
