@@ -34,7 +34,7 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package archive
+.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package archive wheels
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
@@ -47,12 +47,13 @@ help:
 	@echo "make gpu-kit  what 'make gpu' takes along to a machine without a network (PYTHON: with that machine's torch)"
 	@echo "make bench   build and run the benchmarks"
 	@echo "make docs    API reference in build/docs (pdoc; with doxygen installed the C++ headers too)"
-	@echo "make lint    layer rules, names of both front ends, clang-format, ruff, mypy"
+	@echo "make lint    layer rules, names of both front ends, clang-format, ruff, mypy, hadolint"
 	@echo "make tidy    clang-tidy over the C++ sources"
 	@echo "make cuda    the CUDA kernels by a compiler from PyPI: warnings, registers, machine code, the library without a driver"
 	@echo "make sanitize  C++ tests of the layers with threads under the address, undefined-behaviour and thread sanitizers"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make archive  library, headers, CMake package and commands for C++ as one file in dist/, tested where it is unpacked"
+	@echo "make wheels  sdist and wheel for $(PYTHON) and the torch of requirements/torch.txt, audited, installed and used elsewhere (ALL=1: all)"
 	@echo "make clean   remove build/ and demo-out/ (the environment .venv stays)"
 
 # ---- environment. One stamp per requirements file; a changed file installs again.
@@ -116,6 +117,11 @@ archive: $(BUILD)/stamp-configure
 	$(CMAKE) -DBUILD=$(BUILD) -DOUT=$(ROOT)/dist -DNAME=$(ARCHIVE) "-DFOLDERS=$(ROOT);$(VENV)" -P cmake/archive.cmake
 	$(CMAKE) -DARCHIVE=$(ROOT)/dist/$(ARCHIVE).tar.gz -DSOURCE=$(ROOT)/tests/consumer -DWORK=$(ROOT)/$(BUILD)/archive \
 	  -DTORCH=$$($(PY) -c "import torch; print(torch.__path__[0])") -DCXX=$${CXX:-c++} -DNINJA=$(VENV)/bin/ninja -P tests/consumer/run.cmake
+
+# Each in environments of its own, of an sdist; nothing of .venv or of a build tree is used. ARGS: see the program.
+wheels:
+	@bash tools/check_system.sh base
+	$(PYTHON) tools/wheels.py $(ALL:%=--all) --jobs $(JOBS) $(ARGS)
 
 test: test-cpp test-python
 
@@ -218,6 +224,7 @@ lint: $(VENV)/stamp-lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/hadolint Dockerfile
 
 # The wheel of clang-tidy has no omp.h: the compiler's serves.
 tidy: $(VENV)/stamp-tidy $(BUILD)/stamp-configure-tests

@@ -6,6 +6,7 @@
 
 #include "commands/run/options.h"
 #include "commands/run/ranks.h"
+#include "tessera/base/version.h"
 
 int main(int argc, char** argv) {
   using namespace tessera::run;
@@ -22,6 +23,10 @@ int main(int argc, char** argv) {
   }
   if (options.help) {
     std::fputs(kUsage, stdout);
+    return 0;
+  }
+  if (options.version) {
+    std::puts(TESSERA_VERSION);
     return 0;
   }
   int code = 1;

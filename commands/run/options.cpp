@@ -5,8 +5,12 @@
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <optional>
 #include <sstream>
 #include <string_view>
+
+#include "tessera/base/launchers.h"
+#include "tessera/base/version.h"
 
 namespace tessera::run {
 
@@ -21,6 +25,7 @@ Starts the ranks of this host, one process each, with the variables that torchru
   --master-port PORT   where the ranks meet; default: a free port on one host, 29500 on several
   --log-dir DIR        what rank N prints goes into DIR/N/stdout.log and DIR/N/stderr.log, too
   --grace-seconds S    how long ranks may take to end before they are killed; default: 10
+  --version            says the version, and no more
 
 Names of options may have _ in place of -. Exit code: that of the first rank that failed (128 + number of a signal).
 )";
@@ -50,6 +55,7 @@ struct Option {
 const std::vector<Option>& table() {
   static const std::vector<Option> all = {
       {{"-h", "--help"}, false, [](Options& o, const std::string&, const std::string&) { o.help = true; }},
+      {{"--version"}, false, [](Options& o, const std::string&, const std::string&) { o.version = true; }},
       {{"-n", "--nproc-per-node", "--num-gpus", "--num-accelerators"},
        true,
        [](Options& o, const std::string& name, const std::string& value) {
@@ -93,8 +99,18 @@ const Option& option_of(std::string name) {
   throw UsageError("[launch] unknown option " + name + "; the program and its arguments come behind the options");
 }
 
+std::optional<std::string> variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr || *value == '\0' ? std::nullopt : std::optional<std::string>(value);
+}
+
 void check(Options& options) {
   if (options.command.empty()) throw UsageError("[launch] which program? tessera-run [options] program arguments...");
+  if (options.nodes == 0) {
+    if (const std::string why = why_not_started_here(variable); !why.empty())
+      throw std::invalid_argument("[launch] " + why);
+    options.nodes = 1;
+  }
   const std::string nodes = std::to_string(options.nodes);
   if (options.nodes == 1 && options.node < 0) options.node = 0;
   if (options.node < 0 || options.node >= options.nodes)
@@ -147,7 +163,7 @@ Options parse(const std::vector<std::string>& arguments) {
     option.set(options, name, value);
   }
   options.command.assign(arguments.begin() + static_cast<std::ptrdiff_t>(at), arguments.end());
-  if (!options.help) check(options);
+  if (!options.help && !options.version) check(options);
   return options;
 }
 

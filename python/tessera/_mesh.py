@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tessera import _core
-from tessera.errors import ConfigError
+from tessera.errors import ConfigError, UsageError
 
 OneGroup = Union["dist.ProcessGroup", _core.Group]
 """Ranks, as core_group() takes them."""
@@ -25,11 +25,22 @@ def core_group(group: Any = None) -> _core.Group:
         return group
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
+            _check_alone()
             return _core.single_group()
         group = dist.group.WORLD
     if dist.get_world_size(group) == 1:
         return _core.single_group()
     return _core.c10d_group(group.group_name)
+
+
+def _check_alone() -> None:
+    """UsageError where a launcher has started several ranks, which would all be worlds of their own."""
+    own = _core.read_launch(-1, -1, True, False, 0)
+    if own.size > 1:
+        raise UsageError(
+            f"[initialize] this is rank {own.rank} of {own.size}, but there is no process group: call "
+            "tessera.init_distributed() first, or pass the group"
+        )
 
 
 class RankOrder(tuple[int, ...]):

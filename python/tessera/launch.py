@@ -83,7 +83,9 @@ def own_devices() -> int:
 
 def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nodes: int = 1, node: int = 0) -> int:
     """The ranks of this host, one a slot; `named`: slots are the numbers of its devices. Returns the exit code of the
-    first that failed, whose errors are shown last; else 0."""
+    first that failed, whose errors are shown last; else 0. ConfigError where several tasks of srun do this."""
+    if nodes == 1 and options.num_nodes < 1 and (why := _core.why_not_started_here()):
+        raise ConfigError(f"[launch] {why}")
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.utils.api import macros

@@ -3,12 +3,12 @@
 #include <c10/util/StringUtil.h>
 
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <string_view>
 
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
+#include "tessera/base/launchers.h"
 #include "tessera/comm/slurm_lists.h"
 
 namespace tessera::comm {
@@ -16,45 +16,10 @@ namespace {
 
 constexpr int kPort = 29500;                            // torchrun's
 constexpr uint64_t kFirstPort = 20000, kPorts = 12000;  // below those that systems give out themselves
-constexpr uint64_t kNoStep = 0xfffffff0;                // from here on: a job's script, its shell and the like
 constexpr uint64_t kOfStep = 1009;                      // has no factor in common with kPorts
 
-struct Names {
-  const char *rank, *size, *local_rank, *local_size;
-  bool slurm = false;
-};
-constexpr Names kTorchrun{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
-constexpr Names kOpenMpi{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                         "OMPI_COMM_WORLD_LOCAL_SIZE"};
-constexpr Names kPmi{"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
-constexpr Names kSlurm{"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", true};
+using Names = LauncherNames;
 constexpr Names kDiscovered[] = {kOpenMpi, kPmi, kSlurm};
-
-std::optional<std::string> first_of(std::initializer_list<const char*> names) {
-  for (const char* name : names)
-    if (auto text = env::get(name)) return text;
-  return std::nullopt;
-}
-
-// What it is called in a step of SLURM, as a batch script has kSlurm.size, too; nothing outside of one.
-std::optional<Names> slurm_step() {
-  const auto step = digits_as_number(first_of({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or(""));
-  const bool later = env::get_int(kSlurm.rank).value_or(0) > 0;  // the script's own process is number 0
-  if (!later && (!step || *step >= kNoStep)) return std::nullopt;
-  Names names = kSlurm;
-  if (env::get("SLURM_STEP_NUM_TASKS")) names.size = "SLURM_STEP_NUM_TASKS";
-  return names;
-}
-
-std::optional<Names> other_launcher() {
-  if (env::get(kOpenMpi.rank) || env::get(kOpenMpi.size)) return kOpenMpi;
-  const auto slurm = slurm_step();
-  const auto rank = env::get(kPmi.rank), size = env::get(kPmi.size);
-  // srun --mpi=pmi2 sets them beside its own, which say more.
-  const bool of_srun = slurm && rank == env::get(slurm->rank) && size == env::get(slurm->size);
-  if ((rank || size) && !of_srun) return kPmi;
-  return slurm;
-}
 
 struct Chosen {
   Names names = kTorchrun;
@@ -65,7 +30,7 @@ struct Chosen {
 Chosen choose(const LaunchRequest& request) {
   const auto rank = env::get(kTorchrun.rank), size = env::get(kTorchrun.size);
   const bool whole = (rank || request.rank >= 0) && (size || request.size > 0);
-  const auto other = request.discover && !(whole && (rank || size)) ? other_launcher() : std::nullopt;
+  const auto other = request.discover && !(whole && (rank || size)) ? other_launcher(env::get) : std::nullopt;
   const auto unknown = request.discover && !other && !whole && !rank && !size ? env::get("PMIX_RANK") : std::nullopt;
   TESSERA_CHECK_VALUE(!unknown, "comm", "PMIX_RANK is ", *unknown,
                       ", but nothing says how many ranks there are; set RANK and WORLD_SIZE");
@@ -98,7 +63,8 @@ void read_ranks(Launch& own, const LaunchRequest& request, const Chosen& by) {
 }
 
 int ranks_of_host(const Names& by) {
-  const auto counts = by.slurm ? first_of({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}) : std::nullopt;
+  const auto counts =
+      by.slurm ? first_set(env::get, {"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}) : std::nullopt;
   if (counts) return tasks_of_host(*counts, env::get_int("SLURM_NODEID").value_or(0));
   return env::get_int(by.local_size).value_or(0);
 }
@@ -115,8 +81,10 @@ uint64_t hash_of_name(std::string_view text) {
 int port_of_job(const Names& by) {
   std::optional<uint64_t> job;
   if (by.slurm) {
-    job = digits_as_number(first_of({"SLURM_JOB_ID", "SLURM_JOBID"}).value_or(""));
-    if (job) *job += kOfStep * digits_as_number(first_of({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or("")).value_or(0);
+    job = digits_as_number(first_set(env::get, {"SLURM_JOB_ID", "SLURM_JOBID"}).value_or(""));
+    if (job)
+      *job +=
+          kOfStep * digits_as_number(first_set(env::get, {"SLURM_STEP_ID", "SLURM_STEPID"}).value_or("")).value_or(0);
   } else if (const auto name = env::get("PMIX_NAMESPACE")) {
     job = hash_of_name(*name);
   }
@@ -170,6 +138,10 @@ int launched_local_rank(bool discover) {
   for (const Names& names : kDiscovered)
     if (const auto own = env::get_int(names.local_rank)) return *own;
   return 0;
+}
+
+std::string why_not_started_here() {
+  return tessera::why_not_started_here(env::get);
 }
 
 }  // namespace tessera::comm

@@ -9,7 +9,8 @@ namespace tessera::comm {
 // The variables of one launcher say rank and number of ranks, never those of two: RANK and WORLD_SIZE (torchrun's, or set by
 // hand), else Open MPI's, else PMI's (MPICH, Intel MPI), else those of a step of SLURM. Without any the process is a world of
 // its own. SLURM sets most of its variables for the script of a job, too, and for the shell of salloc, where they tell of
-// ranks that are yet to be started: only a step (srun) has ranks, which SLURM_STEP_ID shows.
+// ranks that are yet to be started: only a step (srun) has ranks, which SLURM_STEP_ID shows, or, where that is not passed on, that there
+// are a number among several tasks and no ENVIRONMENT=BATCH.
 // LOCAL_RANK, MASTER_ADDR and MASTER_PORT win over what a launcher knows by other names. Where they are not set, ranks of a step
 // have their rendezvous at the first host of its list (127.0.0.1 where that is the only one), at a port from the numbers of job and step; ranks
 // that Open MPI or PMI started, and which are all on one host, at 127.0.0.1.
@@ -35,5 +36,8 @@ Launch read_launch(const LaunchRequest& request = {});
 
 // LOCAL_RANK, or what another launcher has for it; 0 without any. It may be negative: read_launch() checks it.
 int launched_local_rank(bool discover = true);
+
+// As in base/launchers.h, of the environment: empty where this process may start ranks.
+std::string why_not_started_here();
 
 }  // namespace tessera::comm

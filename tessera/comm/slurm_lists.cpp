@@ -1,19 +1,15 @@
 #include "tessera/comm/slurm_lists.h"
 
 #include <algorithm>
-#include <charconv>
+#include <cstdint>
+#include <optional>
+#include <string_view>
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/base/launchers.h"
 
 namespace tessera::comm {
-
-std::optional<uint64_t> digits_as_number(std::string_view text) {
-  uint64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
-}
 
 namespace {
 

@@ -1,16 +1,10 @@
 // Lists in SLURM's short forms.
 #pragma once
 
-#include <cstdint>
-#include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace tessera::comm {
-
-// Decimal digits and nothing else.
-std::optional<uint64_t> digits_as_number(std::string_view text);
 
 // The hosts of a list in SLURM's short form: "node[003-005,07],other" are node003, node004, node005, node07, other. Value error
 // for any other form, which begins with `name`.

@@ -9,6 +9,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/support/errors.h"
@@ -23,7 +24,8 @@ struct Started {
   explicit Started(const Variables& values) : values_(values) {
     for (std::string entry : std::vector<std::string>(environ, environ + count())) {  // a job may run the tests
       entry.resize(entry.find('='));
-      for (const char* prefix : {"RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "SLURM_"})
+      for (const char* prefix :
+           {"RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "SLURM_", "ENVIRONMENT"})
         if (entry.starts_with(prefix)) unsetenv(entry.c_str());
     }
     for (const auto& [name, value] : values_)
@@ -62,19 +64,18 @@ Variables pmi(const char* rank, const char* size, const char* local_size) {
   return {{"PMI_RANK", rank}, {"PMI_SIZE", size}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", local_size}};
 }
 // Of a job of 4 tasks on two hosts: all that its script has, and more of a step.
-const Variables kScript = {{"SLURM_JOB_ID", "1234567"},
-                           {"SLURM_NTASKS", "4"},
-                           {"SLURM_PROCID", "0"},
-                           {"SLURM_LOCALID", "0"},
-                           {"SLURM_NODEID", "0"},
-                           {"SLURM_TASKS_PER_NODE", "3,1"},
-                           {"SLURM_JOB_NODELIST", "node[003-004]"}};
+const Variables kScript = {{"ENVIRONMENT", "BATCH"},        {"SLURM_JOB_ID", "1234567"},
+                           {"SLURM_NTASKS", "4"},           {"SLURM_PROCID", "0"},
+                           {"SLURM_LOCALID", "0"},          {"SLURM_NODEID", "0"},
+                           {"SLURM_TASKS_PER_NODE", "3,1"}, {"SLURM_JOB_NODELIST", "node[003-004]"}};
 Variables step(const char* rank, const char* id = "0") {
   return kScript + Variables{{"SLURM_STEP_ID", id},
                              {"SLURM_PROCID", rank},
                              {"SLURM_LOCALID", "2"},
                              {"SLURM_STEP_NODELIST", "node[003-004]"}};
 }
+// What a container that passes on some of a job's variables may see.
+const Variables kOutside = kScript + Variables{{"ENVIRONMENT", ""}};
 const Variables kOneHost = {{"SLURM_STEP_NODELIST", "node7"}, {"SLURM_STEP_TASKS_PER_NODE", "4"}};
 const Variables kOfStepOfTwo = {{"SLURM_STEP_NUM_TASKS", "2"}};
 
@@ -162,7 +163,16 @@ const Row kRows[] = {
     {"a step of one host", step("3") + kOneHost, "3/4 2/4 127.0.0.1:30567"},
     {"a step of two tasks", step("1") + kOfStepOfTwo, "1/2 2/3 node003:30567"},
     {"a step of one task", step("0") + Variables{{"SLURM_STEP_NUM_TASKS", "1"}}, "0/1 2/3 :30567"},
-    {"a step without a number", kScript + Variables{{"SLURM_PROCID", "1"}}, "1/4 0/3 node003:30567"},
+    {"a step without a number", kOutside, "0/4 0/3 node003:30567"},
+    {"its last task", kOutside + Variables{{"SLURM_PROCID", "3"}}, "3/4 0/3 node003:30567"},
+    {"a lone task without a number", kOutside + Variables{{"SLURM_NTASKS", "1"}}, "0/1 0/0 :29500"},
+    {"a task of an unknown number of tasks", kOutside + Variables{{"SLURM_NTASKS", ""}}, "0/1 0/0 :29500"},
+    {"the shell of salloc, without a number", kOutside + Variables{{"SLURM_PROCID", ""}}, "0/1 0/0 :29500"},
+    {"a step that names its hosts alone", kScript + Variables{{"SLURM_STEP_NODELIST", "node[005-006]"}},
+     "0/4 0/3 node005:30567"},
+    {"a step's hosts", kScript + Variables{{"SLURM_PROCID", "1"}, {"SLURM_JOB_NODELIST", "node[01-03,7],gpu-a"}},
+     "1/4 0/3 node01:30567"},
+    {"a task behind the first", kScript + Variables{{"SLURM_PROCID", "1"}}, "1/4 0/3 node003:30567"},
     {"a step with an address", step("3") + Variables{{"MASTER_ADDR", "h"}}, "3/4 2/3 h:30567"},
     {"a step with a port", step("3") + Variables{{"MASTER_PORT", "80"}}, "3/4 2/3 node003:80"},
     {"a step and a port of the caller", step("3"), "3/4 2/3 node003:81", {.port = 81}},
@@ -186,6 +196,20 @@ TEST(Launch, IsReadFromTheVariablesOfOneLauncher) {
       EXPECT_EQ(text_of(read_launch(row.request)), row.expected);
     else
       EXPECT_HAS(testing::message_of<c10::ValueError>([&] { read_launch(row.request); }), row.expected);
+  }
+}
+
+TEST(Launch, OneOfSeveralTasksStartsNoWorldOfItsOwn) {
+  for (const auto& [variables, says] : {std::pair(step("1"), "SLURM_NTASKS is 4"),
+                                        {step("0") + kOfStepOfTwo, "SLURM_STEP_NUM_TASKS is 2"},
+                                        {open_mpi("0", "2", "2"), "OMPI_COMM_WORLD_SIZE is 2"},
+                                        {pmi("0", "3", "3"), "PMI_SIZE is 3"},
+                                        {step("0") + Variables{{"SLURM_STEP_NUM_TASKS", "1"}}, ""},
+                                        {kScript, ""},
+                                        {torchrun("1", "2"), ""}}) {
+    const Started started(variables);
+    EXPECT_EQ(why_not_started_here().substr(0, std::string(says).size()), says);
+    EXPECT_EQ(why_not_started_here().empty(), *says == 0) << why_not_started_here();
   }
 }
 

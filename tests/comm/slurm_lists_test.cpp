@@ -17,6 +17,7 @@ TEST(SlurmLists, HostsAreThoseOfTheShortForm) {
       {"node", "node"},
       {"node1,node2", "node1 node2"},
       {"node[003-005,07],other", "node003 node004 node005 node07 other"},
+      {"node[01-03,7],gpu-a", "node01 node02 node03 node7 gpu-a"},
       {"n[8-11]", "n8 n9 n10 n11"},
       {"n[098-101]", "n098 n099 n100 n101"},
       {"n[5]", "n5"},

@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/base/version.h"
 #include "tests/support/errors.h"
 
 namespace {
@@ -122,6 +123,9 @@ void expect_gone(const std::vector<pid_t>& pids) {
 const std::string kShow =
     "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE $MASTER_ADDR";
 
+const std::map<std::string, std::string> kOfSrun = {
+    {"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}};
+
 struct Row {
   Words words;
   int code;
@@ -144,6 +148,10 @@ TEST(Run, OptionsExitCodesAndWhatIsSaid) {
       {{"--master-port", "81", "sh", "-c", "echo $MASTER_PORT"}, 0, "[rank 0] 81\n", ""},
       {{"-n", "2", "sh", "-c", "echo omp $OMP_NUM_THREADS"}, 0, "[rank 1] omp 3\n", "", {{"OMP_NUM_THREADS", "3"}}},
       {{"-n", "1", "sh", "-c", "echo omp=$OMP_NUM_THREADS."}, 0, "[rank 0] omp=.\n", ""},
+      {{"--version", "-n", "999"}, 0, TESSERA_VERSION "\n", ""},
+      {{"sh", "-c", kShow}, 1, "", "[launch] SLURM_NTASKS is 2: each of these processes would start a world", kOfSrun},
+      {{"-n", "4", "x"}, 1, "", "[launch] OMPI_COMM_WORLD_SIZE is 2: each", {{"OMPI_COMM_WORLD_SIZE", "2"}}},
+      {{"--num-nodes", "1", "sh", "-c", kShow}, 0, "[rank 0] 0/1 0/1", "", kOfSrun},
       {{"-n", "999", "--help"}, 0, "usage: tessera-run", ""},
       {{"sh", "-c", "echo \"$@\" \"$#\"", "sh", "a b", "-n"}, 0, "[rank 0] a b -n 2\n", ""},
       {{"sh", "-c", "echo $TORCHELASTIC_USE_AGENT_STORE."}, 0, "] .\n", "", {{"TORCHELASTIC_USE_AGENT_STORE", "True"}}},

@@ -406,6 +406,8 @@ STARTED_BY: list[tuple[list[str], dict[str, str]]] = [
         ["SLURM_PROCID", "SLURM_LOCALID"],
         {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "node[07]", "SLURM_JOB_ID": "17"},
     ),
+    # A container that has passed on some.
+    (["SLURM_PROCID", "SLURM_LOCALID"], {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node[07]"}),
 ]
 
 
@@ -421,6 +423,21 @@ def started(rank: int, port: int, names: list[str], environment: dict[str, str])
 @pytest.mark.parametrize(("names", "environment"), STARTED_BY)
 def test_ranks_of_another_launcher_are_one_world(names: list[str], environment: dict[str, str]) -> None:
     run_processes(2, started, free_port(), names, environment)
+
+
+SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[01-03,7],gpu-a"}
+
+
+@pytest.mark.parametrize("way", ["Engine", "groups"])
+def test_a_task_of_srun_is_no_world_of_its_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes no process group itself asks for one."""
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(tessera.UsageError, match="this is rank 0 of 2, but there is no process group"):
+        if way == "Engine":
+            tessera.Engine(make(), config())
+        else:
+            tessera.sequence.SequenceParallelGroups(None, None, None)
 
 
 def test_another_launcher_is_not_asked_where_torchruns_names_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

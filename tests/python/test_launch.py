@@ -78,6 +78,16 @@ def test_both_refuse_alike(start: Start, arguments: list[str], says: str) -> Non
     assert child.returncode == 1 and says in errors
 
 
+def test_tasks_of_srun_are_no_worlds_of_their_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}.items():
+        monkeypatch.setenv(name, value)
+    child = start([], "program.py")
+    errors = child.communicate(timeout=120)[1]
+    assert child.returncode == 1 and "[launch] SLURM_NTASKS is 2: each of these processes would start" in errors
+    meant = start(["-n", 1, "--num_nodes", 1], "/bin/true", python=False)
+    assert meant.wait(timeout=120) == 0
+
+
 def test_ranks_of_one_host(start: Start, launched_program: Path, tmp_path: Path) -> None:
     port = free_port()
     child = start(["-n", 2, "--master_port", port], launched_program, tmp_path, 'quoted "text"', "x=1")

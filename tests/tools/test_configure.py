@@ -68,6 +68,11 @@ def test_a_torch_for_cuda_without_a_compiler(cuda_torch, tmp_path):
     assert "Remedy: pip install -r requirements/cuda.txt" in said
 
 
+def test_the_kernels_for_cuda_can_be_left_out(cuda_torch, tmp_path):
+    done = configured(tmp_path, f"-DTESSERA_TORCH_DIR={cuda_torch}", "-DTESSERA_CUDA=OFF", CUDACXX="/bin/false")
+    assert done.returncode == 0 and "CUDA" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "says"),
     [

@@ -25,19 +25,22 @@ def test_requirement(version, expected):
     assert wheel_metadata.torch_requirement(version) == expected
 
 
-def test_only_dependencies_are_made():
+def test_only_version_and_dependencies_are_made():
     (requirement,) = wheel_metadata.dynamic_metadata("dependencies")
     assert requirement == wheel_metadata.torch_requirement(importlib.metadata.version("torch"))
-    with pytest.raises(ValueError, match="asked for version"):
-        wheel_metadata.dynamic_metadata("version")
+    with pytest.raises(ValueError, match="asked for readme"):
+        wheel_metadata.dynamic_metadata("readme")
 
 
-def test_metadata_of_the_project(tmp_path, monkeypatch):
+@pytest.mark.parametrize("label", ["", "torch2.13.cpu"])
+def test_metadata_of_the_project(label, tmp_path, monkeypatch):
     """What the back end makes of pyproject.toml, without compiling."""
     back_end = pytest.importorskip("scikit_build_core.build")
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("TESSERA_WHEEL_LABEL", label)
     folder = back_end.prepare_metadata_for_build_wheel(str(tmp_path))
     found = importlib.metadata.PathDistribution(tmp_path / folder)
+    assert found.metadata["Version"] == wheel_metadata.own_version(label)
     required = [text for text in found.requires if "extra" not in text]
     assert required == wheel_metadata.dynamic_metadata("dependencies")
     assert found.metadata["License-Expression"] == "Apache-2.0"
