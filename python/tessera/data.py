@@ -197,7 +197,7 @@ def _dealt(loader: TorchLoader[Any], start: int) -> list[int] | None:
     if not of_torch or type(loader.batch_sampler) is not BatchSampler:
         return None
     assert isinstance(sampler, DistributedSampler)
-    alone = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
+    alone: DistributedSampler[Any] = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
     alone.set_epoch(sampler.epoch)
     order, ranks = list(alone), sampler.num_replicas
     left = max(0, len(order) - start)
@@ -206,8 +206,8 @@ def _dealt(loader: TorchLoader[Any], start: int) -> list[int] | None:
 
 
 def _like(loader: TorchLoader[Any], dataset: Dataset[Any], batches: Iterable[Any]) -> TorchLoader[Any]:
-    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-    kept += ("generator", "prefetch_factor", "in_order")
+    kept = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    kept += ["generator", "prefetch_factor", "in_order"]
     return TorchLoader(dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in kept})
 
 

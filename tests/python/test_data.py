@@ -108,14 +108,13 @@ def test_other_ranks_give_what_is_left_once_each(ranks: int, later: int, workers
     given: list[int] = []
     for loader in loaders(ranks, 2):
         assert len(list(loader)) * 2 == size // ranks
-        for batch in itertools.islice(loader, 2):
-            given += batch.tolist()
+        given += [number for numbers in itertools.islice(loader, 2) for number in numbers.tolist()]
         state = loader.state_dict()
     for loader in loaders(later, 3):
         loader.load_state_dict(state)
         passes = iter(loader)
         given += next(passes, torch.empty(0)).tolist()
         loader.load_state_dict(loader.state_dict())  # a resume of what was resumed
-        given += [number for batch in passes for number in batch.tolist()]
+        given += [number for numbers in passes for number in numbers.tolist()]
         assert loader.state_dict() == {"epoch": 2, "samples": 0}
     assert set(given) == set(range(size)) and len(given) < size + later  # but those that fill the last round
