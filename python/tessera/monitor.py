@@ -219,11 +219,11 @@ class Monitor:
         if missing:
             lines = [f"{name}.enabled needs the package {package}: pip install {package}" for name, package in missing]
             raise ConfigError("[config] " + "; ".join(lines))
-        lines = config.tessera.json_lines
-        self.enabled = bool(wanted) or lines is not None
+        file = config.tessera.json_lines
+        self.enabled = bool(wanted) or file is not None
         self.writers: dict[str, Writer] = {name: WRITERS[name][0](sections[name]) for name in wanted if rank == 0}
-        if lines is not None and rank == 0:
-            self.writers["json"] = JsonLines(lines)
+        if file is not None and rank == 0:
+            self.writers["json"] = JsonLines(file)
         self._rank, self._said = rank, [] if said is None else said
         self._told: dict[int, int] = {}  # how many of them, by writer
 
