@@ -15,6 +15,17 @@ sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || ne
 command -v "$cxx" >/dev/null || need+=(g++)
 if [ "${1:-base}" = tests ]; then
   echo '#include <gtest/gtest.h>' | "$cxx" -x c++ -E - >/dev/null 2>&1 || need+=(libgtest-dev)
+  # A test looks at pages in it; without one that test is skipped.
+  if ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null && ! command -v google-chrome >/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+      echo "[setup] installing chromium"
+      apt-get update -qq
+      DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null ||
+        echo "[setup] chromium cannot be had: the test of pages in a browser is skipped" >&2
+    else
+      echo "[setup] no chromium: the test of pages in a browser is skipped; as root run: apt-get install chromium" >&2
+    fi
+  fi
 fi
 
 if [ "${1:-base}" = bench ]; then

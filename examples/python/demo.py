@@ -2,9 +2,9 @@
 GPUs where there are any, else on two ranks of the CPU.
 
 Starts one process a rank (on the CPU gloo, one thread each), first for Tessera, then for PyTorch's
-DistributedDataParallel with bf16 weights and fp32 master weights. Writes losses.csv, losses.png and sample.txt to
-demo-out/. Tessera's run is saved there, too, four times; with --resume it goes on from the newest of them, as if it had
-not been stopped.
+DistributedDataParallel with bf16 weights and fp32 master weights. Writes losses.csv, losses.png, sample.txt, the
+numbers of every step (*.jsonl) and a page of them, page.html, to demo-out/. Tessera's run is saved there, too, four
+times; with --resume it goes on from the newest of them, as if it had not been stopped.
 """
 
 from __future__ import annotations
@@ -134,10 +134,12 @@ def make_step(args, model, config):
     import tessera
 
     engine, *_ = tessera.initialize(model=model, config=config)
+    engine.expect(args.steps, tokens_per_sample=args.context)
+    engine.count_flops()  # by torch's counter, in the first forward
 
     def train_step(x, y):
         loss = engine(x, y)
-        loss.backward()
+        engine.backward(loss)  # which keeps the loss among the numbers
         engine.step()
         return loss
 
@@ -161,6 +163,7 @@ def work(args: argparse.Namespace) -> None:
     import torch.distributed.nn  # before there is a group, so that destroy_process_group() ends it
     import tqdm  # noqa: F401
     from gpt import Gpt, GptOptions
+    from tessera.monitor import JsonLines
     from text import Text, load_text
 
     import tessera
@@ -184,7 +187,11 @@ def work(args: argparse.Namespace) -> None:
     baseline = used.now()
     torch.manual_seed(0)
     model = Gpt(GptOptions(layers=args.layers, width=args.width, context=args.context)).to(device)
-    train_step, engine = make_step(args, model, configuration(args))
+    config, numbers = configuration(args), numbers_of(args, rank)
+    if args.worker == "tessera":
+        config["tessera"] = {"json_lines": str(numbers)}
+    train_step, engine = make_step(args, model, config)
+    writer = JsonLines(numbers) if args.worker == "plain" and rank == 0 else None
     saved = str(Path(args.out, "checkpoint"))
     losses: list[float] = []
     if args.resume and args.worker == "tessera":
@@ -197,12 +204,17 @@ def work(args: argparse.Namespace) -> None:
     start = warm = time.perf_counter()
     for step in range(first, args.steps):
         loss = train_step(*batch(step)).detach().float()
+        own = 0.0 if writer is None else loss.item()
         dist.all_reduce(loss)
         losses.append(loss.item() / ranks)
         if step == min(first + 4, args.steps - 2):
             warm = time.perf_counter()
         speed = tokens * (step + 1 - first) / (time.perf_counter() - start)
         progress.show(step + 1, losses[-1], speed, (used.now() - baseline) / 1e6)
+        if writer is not None:  # as an engine names them
+            of_step = {"global_steps": step + 1, "train_loss": own, "tokens_per_second": speed}
+            samples = (step + 1) * args.rows * ranks
+            writer.write([(f"Train/Samples/{name}", value, samples) for name, value in of_step.items()])
         if args.worker == "tessera" and (step + 1) % max(1, args.steps // 4) == 0:
             began = time.perf_counter()
             engine.save_checkpoint(saved, client_state={"losses": losses}, keep_last=1)
@@ -220,6 +232,14 @@ def work(args: argparse.Namespace) -> None:
     # Before the group: whoever holds that last waits for its threads, and DistributedDataParallel does so with the GIL.
     del train_step, engine
     dist.destroy_process_group()
+
+
+def numbers_of(args: argparse.Namespace, rank: int) -> Path:
+    """The file for the numbers of a run; a run that does not go on begins it anew."""
+    path = Path(args.out, f"{args.worker}.jsonl")
+    if rank == 0 and not (args.resume and args.worker == "tessera"):
+        path.unlink(missing_ok=True)
+    return path
 
 
 def whole(args, model):
@@ -346,6 +366,14 @@ def draw(args, results: list[dict], path: Path) -> None:
     figure.savefig(path)
 
 
+def write_page(out: Path) -> None:
+    """`tessera page`, which says what it has written."""
+    from tessera import cli
+
+    if cli.main(["page", str(out / "tessera.jsonl"), str(out / "plain.jsonl"), "--out", str(out / "page.html")]):
+        raise SystemExit("demo: there is no page")
+
+
 def main() -> None:
     args = parse()
     out = Path(args.out)
@@ -362,6 +390,7 @@ def main() -> None:
     print(f"\nsample ({len(results[0]['prompt'])} bytes of held-out text, then the model's own):")
     print("  " + (results[0]["prompt"] + "|" + results[0]["sample"]).replace("\n", "\n  "))
     print(f"\nwritten: {out}/losses.png, {out}/losses.csv, {out}/sample.txt")
+    write_page(out)
 
 
 if __name__ == "__main__":

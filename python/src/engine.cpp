@@ -3,10 +3,13 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <sstream>
+
 #include "bindings.h"
 #include "tessera/base/transforms.h"
 #include "tessera/engine/build.h"
 #include "tessera/engine/logical.h"
+#include "tessera/engine/watch.h"
 #include "tessera/offload/states.h"
 #include "tessera/shard/device.h"
 #include "tessera/zero/early_params.h"
@@ -141,6 +144,13 @@ void bind_structs(py::module_& m) {
       .def_readonly("host", &Engine::Memory::host)
       .def_readonly("disk", &Engine::Memory::disk)
       .def_readonly("shared", &Engine::Memory::shared);
+  py::class_<engine::MemoryUse, Engine::Memory>(m, "MemoryUse")
+      .def_readonly("formula", &engine::MemoryUse::formula)
+      .def("__repr__", [](const engine::MemoryUse& memory) {
+        std::ostringstream text;
+        text << memory;
+        return text.str();
+      });
 }
 
 void bind_writes(py::module_& m) {

@@ -52,7 +52,8 @@ void bind_watch(py::module_& m) {
               metrics.push_back({name, value, step});
             writer.write(metrics);
           },
-          py::arg("events"));
+          py::arg("events"))
+      .def("warn", &MetricWriter::warn, py::arg("text"), py::arg("step"));
   m.def("csv_metrics", &io::csv_metrics, py::arg("folder"));
   m.def("tensorboard_metrics", &io::tensorboard_metrics, py::arg("folder"));
   m.def("json_metrics", &io::json_metrics, py::arg("path"));
@@ -75,6 +76,7 @@ void bind_watch(py::module_& m) {
       .def("attach", &Watch::attach, py::arg("core"), py::arg("speaks"))
       .def("listen", &Watch::listen, py::arg("core"))
       .def("wants_rates", &Watch::wants_rates, py::arg("core"))
+      .def("memory", &Watch::memory, py::arg("core"))
       .def("expect", &Watch::expect, py::arg("steps"), py::arg("tokens_per_sample"))
       .def("count_flops", &Watch::count_flops, py::arg("core"), py::arg("per_sample"), py::arg("peak"))
       .def_property(

@@ -10,6 +10,7 @@ import torch
 from tessera._core_checkpoint import *  # noqa: F403  (python/src/checkpoint.cpp)
 from tessera._core_checkpoint import CheckpointReader, Objects
 from tessera._core_commands import *  # noqa: F403  (python/src/commands.cpp)
+from tessera._core_commands import Estimate
 from tessera._core_config import _Keys
 from tessera._core_launch import *  # noqa: F403  (python/src/comm.cpp)
 from tessera._core_offload import *  # noqa: F403  (python/src/engine.cpp)
@@ -329,6 +330,9 @@ class Memory:
     host: int
     disk: int
     shared: int
+
+class MemoryUse(Memory):
+    formula: Final[Estimate]
 
 class Outline:
     def __init__(self) -> None: ...

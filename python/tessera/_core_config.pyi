@@ -190,6 +190,7 @@ class _Tessera:
     device_share: Final[float | Literal["auto"]]
     device_reserve: Final[float]
     sequence_parallel_norms: Final[bool]
+    json_lines: Final[str | None]
 
 class _Keys:
     train_batch_size: Final[int | None]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 
-def random_states() -> dict[str, Any]:
+def random_states(of_device: bool = True) -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         states["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
-    if (device := _device()) is not None:
+    if of_device and (device := _device()) is not None:
         states["device"] = device.get_rng_state()
     return states
 
@@ -29,8 +29,12 @@ def _device() -> Any:
 
 def try_random_states(states: dict[str, Any]) -> None:
     """Raises where the generators do not take them. They stay as they are."""
+    begin = states.get("pass", {})
+    if isinstance(begin, torch.Tensor):
+        begin = {"torch": begin}
+    if begin:
+        try_random_states({key: value for key, value in begin.items() if key != "pass"})
     torch.Generator().set_state(states["torch"])
-    torch.Generator().set_state(states.get("pass", states["torch"]))
     if "python" in states:  # not of a program in C++
         random.Random().setstate(states["python"])
     if "numpy" in states:
@@ -67,12 +71,12 @@ def put_random_states(states: dict[str, Any]) -> None:
 
 
 @contextmanager
-def aside(begin: torch.Tensor | None = None) -> Iterator[None]:
-    """What is drawn inside leaves the generators as they were. `begin`: where torch's begins."""
+def aside(begin: Any = None) -> Iterator[None]:
+    """What is drawn inside leaves the generators as they were. `begin`: random_states() to begin with, or torch's."""
     states = random_states()
     try:
         if begin is not None:
-            torch.set_rng_state(begin)
+            put_random_states(begin if isinstance(begin, dict) else {"torch": begin})
         yield
     finally:
         put_random_states(states)

@@ -17,11 +17,17 @@ def check(argv: Sequence[str] | None = None) -> int:
     return run(["check", *(sys.argv[1:] if argv is None else argv)])
 
 
+def page(argv: Sequence[str] | None = None) -> int:
+    """`tessera page RUN...`: a page of HTML of how runs went."""
+    return run(["page", *(sys.argv[1:] if argv is None else argv)])
+
+
 COMMANDS: dict[str, Callable[[Sequence[str] | None], int]] = {
     "launch": launch.main,
     "report": report.main,
     "estimate": estimate.main,
     "check": check,
+    "page": page,
     **dict.fromkeys(("inspect", "export", "deepspeed", "universal"), checkpoints.main),
 }
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
 
-from tessera._random import aside
+from tessera._random import aside, random_states
 from tessera.errors import ConfigError
 
 __all__ = ["Loader", "RepeatingLoader"]
@@ -28,79 +30,88 @@ class Indexed(Protocol):
 
 class Loader:
     """A DataLoader whose sampler gets a new epoch number, and so a new order, at every pass. Its position can be saved:
-    after load_state_dict() the next pass, or the one under way, gives the batches that were to come, and draws nothing
-    from the random generators that the pass had drawn before it was saved (the seed of its iterator, of a sampler)."""
+    after load_state_dict() the next pass, or the one under way, gives what was to come, and draws nothing from the
+    random generators that the pass had drawn before it was saved (the seed of its iterator, of a sampler).
+
+    On as many ranks with the same batches what comes has the same bits, whatever a dataset draws and in how many
+    workers: these begin each batch with a seed of its own. On other ranks, or with other batches, samples that a
+    DistributedSampler deals out come once each; those of another sampler, or of a stream, go on at the batch that holds
+    the place."""
 
     def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0, world_size: int = 1) -> None:
         self.loader = loader
         self.epoch = first_epoch
         self._world_size = world_size
         self._under_way = False
-        self._taken = 0  # batches of the pass under way
-        self._skip = 0  # of the next one
+        self._given = 0  # samples of all ranks, of the pass under way
+        self._start = 0  # those that the next one leaves out
         self._loads = 0
-        self._begin_with: torch.Tensor | None = None  # of the next one, where it goes on
-        self.begin: torch.Tensor | None = None  # torch's generator when the pass under way began
+        self._begin_with: Any = None  # of the next one, where it goes on
+        self.begin: Any = None  # random_states() of when the pass under way began
 
     def __iter__(self) -> Iterator[Any]:
         """A pass begins with its first batch."""
         again = True
         while again:
             again, loads = False, self._loads
-            for batch in self._from(self._begin()):
-                self._taken += 1
+            for batch in self._begun():
+                self._given += self._round
                 yield batch
                 if self._loads != loads:  # meanwhile: it goes on from there
                     again = True
                     break
-        self._under_way, self._taken = False, 0
+        self._under_way, self._given = False, 0
 
-    def _begin(self) -> int:
-        """How many batches the pass skips."""
-        skip, self._skip = self._skip, 0
+    @property
+    def _round(self) -> int:
+        """Samples of a batch of every rank."""
+        return (self.batch_size or 1) * self._world_size
+
+    def _begun(self) -> Iterator[Any]:
+        start, self._start = self._start, 0
         if hasattr(self.loader.sampler, "set_epoch"):
             self.loader.sampler.set_epoch(self.epoch)
         self.epoch += 1
-        self._under_way, self._taken = True, skip
+        self._under_way, self._given = True, start
         self.begin, self._begin_with = self._begin_with, None
-        if skip == 0 or self.begin is None:
-            self.begin = torch.get_rng_state()
-        return skip
-
-    def _from(self, skip: int) -> Iterator[Any]:
-        if skip == 0:
-            return iter(self.loader)
+        if start == 0 or self.begin is None:
+            self.begin = random_states(of_device=False)
+        if start == 0:
+            return self._batches(start)
         with aside(self.begin):
-            return self._after(skip)
+            return self._batches(start)
 
-    def _after(self, skip: int) -> Iterator[Any]:
-        batches = self.loader.batch_sampler
-        if batches is None or isinstance(self.loader.dataset, IterableDataset):
-            return _after(iter(self.loader), skip)
-        after = _After(batches, skip)
-        rest = TorchLoader(
-            self.loader.dataset,
-            batch_sampler=after,
-            num_workers=self.loader.num_workers,
-            collate_fn=self.loader.collate_fn,
-            pin_memory=self.loader.pin_memory,
-        )
-        iterator = iter(rest)
+    def _batches(self, start: int) -> Iterator[Any]:
+        loader = self.loader
+        batches = loader.batch_sampler
+        if batches is None or isinstance(loader.dataset, IterableDataset):
+            self._given = start - start % self._round
+            return _after(iter(loader), start // self._round)
+        seeds = loader.num_workers > 0 and not loader.persistent_workers and loader.worker_init_fn is None
+        if start == 0 and not seeds:
+            return iter(loader)
+        skip = start // self._round
+        rest = None if start == 0 else _dealt(loader, start)
+        if rest is not None:
+            after = _After(BatchSampler(rest, self.batch_size or 1, loader.drop_last), skip, 0)
+        else:
+            after = _After(batches, skip, skip)
+            self._given = skip * self._round
+        iterator = iter(_like(loader, _Seeded(loader.dataset) if seeds else loader.dataset, after))
         after.start()  # it draws once the iterator has drawn its seed
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
         """The pass under way and the samples of all ranks that it has given."""
-        samples = self._taken * (self.batch_size or 1) * self._world_size
-        return {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": samples}
+        return {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For the next pass; with another batch size or number of ranks it begins at the batch that holds the place.
-        `begin` beside what state_dict() gave: where torch's generator was when the pass began, on this rank."""
+        """For the next pass, or the one under way. `begin` beside what state_dict() gave: where the random generators
+        were when the pass began, on this rank."""
         self.epoch = state["epoch"]
-        self._under_way, self._taken = False, 0
+        self._under_way, self._given = False, 0
         self._loads += 1
-        self._skip = state["samples"] // ((self.batch_size or 1) * self._world_size)
+        self._start = state["samples"]
         self._begin_with = state.get("begin")
 
     def __len__(self) -> int:
@@ -122,12 +133,23 @@ class Loader:
         return self.loader.batch_size
 
 
-class _After:
-    """The batches of a sampler after the first ones, once."""
+class _Batch(list[Any]):
+    """Indices of a batch, and which of its pass it is."""
 
-    def __init__(self, batches: Iterable[Any], skip: int) -> None:
-        self.batches = batches
-        self.skip = skip
+    def __init__(self, indices: Iterable[Any], number: int) -> None:
+        super().__init__(indices)
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _Batch, (list(self), self.number)
+
+
+class _After:
+    """The batches of a sampler after the first ones, once; the first of them has the number `first`."""
+
+    def __init__(self, batches: Iterable[Any], first: int, skip: int) -> None:
+        self.batches, self.skip = batches, skip
+        self.numbers = itertools.count(first)
         self.rest: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -139,7 +161,54 @@ class _After:
         return self.rest
 
     def __next__(self) -> Any:
-        return next(self.start())
+        return _Batch(next(self.start()), next(self.numbers))
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose workers begin each batch with a seed of its own: what they draw for it is then the same whoever
+    of them has it, and whatever came before."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, batch: _Batch) -> list[Any]:
+        worker = get_worker_info()
+        assert worker is not None
+        seed = worker.seed - worker.id + batch.number
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        at_once = getattr(self.dataset, "__getitems__", None)
+        return at_once(list(batch)) if at_once else [self.dataset[index] for index in batch]
+
+
+def _dealt(loader: TorchLoader[Any], start: int) -> list[int] | None:
+    """What this rank's DistributedSampler gives of a pass whose first samples are gone, whoever had them. None for
+    another sampler."""
+    sampler = loader.sampler
+    of_torch = isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+    if not of_torch or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    assert isinstance(sampler, DistributedSampler)
+    alone: DistributedSampler[Any] = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
+    alone.set_epoch(sampler.epoch)
+    order, ranks = list(alone), sampler.num_replicas
+    left = max(0, len(order) - start)
+    each = left // ranks if sampler.drop_last else -(-left // ranks)
+    return [order[(start + k * ranks + sampler.rank) % len(order)] for k in range(each)]
+
+
+def _like(loader: TorchLoader[Any], dataset: Dataset[Any], batches: Iterable[Any]) -> TorchLoader[Any]:
+    kept = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+    kept += ["generator", "prefetch_factor", "in_order"]
+    return TorchLoader(dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in kept})
 
 
 def _after(iterator: Iterator[Any], skip: int) -> Iterator[Any]:

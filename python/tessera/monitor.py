@@ -1,5 +1,6 @@
-"""Where an engine's numbers go while it trains: TensorBoard, CSV files, Weights & Biases, Comet; sections of the
-configuration of these names. Rank 0 writes. Files are the core's (io/metrics.h), of which `JsonLines` is one more.
+"""Where an engine's numbers go while it trains: TensorBoard, CSV files, Weights & Biases, Comet, sections of the
+configuration of these names; lines of JSON (tessera.json_lines); functions. Rank 0 writes. Files are the core's
+(io/metrics.h).
 
 An event is (name, value, x), as ("Train/Samples/lr", 1e-3, 640): x counts samples. Files lie in OUTPUT_PATH/JOB_NAME,
 by default in ~/tensorboard and ~/csv_monitor; a CSV file is called as its event, with _ for /, and has the columns step
@@ -23,7 +24,8 @@ Event = tuple[str, float, int]
 
 
 class Writer(Protocol):
-    """What engine.monitor.writers takes: an object with these two methods, called on rank 0."""
+    """What engine.monitor.writers takes: an object with these two methods, called on rank 0. One that has a method
+    warn(text, x), too, gets the engine's warnings by it."""
 
     def write(self, events: Iterable[Event]) -> None:
         """Takes events (name, value, x)."""
@@ -42,6 +44,10 @@ class _File:
 
     def write(self, events: Iterable[Event]) -> None:
         self._writer.write([(name, value, int(x)) for name, value, x in events])
+
+    def warn(self, text: str, x: int) -> None:
+        """A warning, where the format has a place for texts."""
+        self._writer.warn(text, x)
 
     def close(self) -> None: ...
 
@@ -123,7 +129,8 @@ class Csv(_File):
 
 
 class JsonLines(_File):
-    """A line of JSON for each event, appended to a file: engine.monitor.writers["json"] = JsonLines("run.jsonl")."""
+    """A line of JSON for each event and warning, appended to a file, as tessera.json_lines has it:
+    engine.monitor.writers["json"] = JsonLines("run.jsonl")."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(_core.json_metrics(str(path)))
@@ -173,6 +180,19 @@ class Comet:
         self.experiment.end()
 
 
+class _Call:
+    """A function as a writer."""
+
+    def __init__(self, call: Callable[[str, float, int], object]) -> None:
+        self._call = call
+
+    def write(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._call(*event)
+
+    def close(self) -> None: ...
+
+
 # Section of the configuration -> (what writes, the package that it needs).
 WRITERS: dict[str, tuple[Callable[[Any], Writer], str | None]] = {
     "tensorboard": (TensorBoard, None),
@@ -185,8 +205,9 @@ WRITERS: dict[str, tuple[Callable[[Any], Writer], str | None]] = {
 class Monitor:
     """The writers that a configuration switches on; without any, and on other ranks than 0, a call does nothing."""
 
-    def __init__(self, config: _core.Config, rank: int = 0) -> None:
-        """ConfigError, on all ranks, where a package is not installed that a section needs."""
+    def __init__(self, config: _core.Config, rank: int = 0, said: list[tuple[str, int]] | None = None) -> None:
+        """ConfigError, on all ranks, where a package is not installed that a section needs. `said`: warnings, which
+        grow: every writer gets all of them, before the events that come next."""
         sections: dict[str, _Section] = {
             "tensorboard": config.tensorboard,
             "csv_monitor": config.csv_monitor,
@@ -198,17 +219,42 @@ class Monitor:
         if missing:
             lines = [f"{name}.enabled needs the package {package}: pip install {package}" for name, package in missing]
             raise ConfigError("[config] " + "; ".join(lines))
-        self.enabled = bool(wanted)
+        file = config.tessera.json_lines
+        self.enabled = bool(wanted) or file is not None
         self.writers: dict[str, Writer] = {name: WRITERS[name][0](sections[name]) for name in wanted if rank == 0}
+        if file is not None and rank == 0:
+            self.writers["json"] = JsonLines(file)
+        self._rank, self._said = rank, [] if said is None else said
+        self._told: dict[int, int] = {}  # how many of them, by writer
+
+    def on_metric(self, call: Callable[[str, float, int], object]) -> None:
+        """call(name, value, x) for every event from here on, on rank 0."""
+        if self._rank == 0:
+            self.writers[f"call {len(self.writers)}"] = _Call(call)
+
+    def warn(self, text: str, x: int) -> None:
+        """A warning of your own, for files of CSV and JSON."""
+        self._said.append((text, x))
+        self.tell()
+
+    def tell(self) -> None:
+        """Gives writers the warnings that they have not had yet."""
+        for writer in self.writers.values():
+            for text, x in self._said[self._told.get(id(writer), 0) :]:
+                if hasattr(writer, "warn"):
+                    writer.warn(text, x)
+            self._told[id(writer)] = len(self._said)
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Gives (name, value, x) to every writer; x counts samples."""
+        self.tell()
         events = list(events)
         for writer in self.writers.values():
             writer.write(events)
 
     def close(self) -> None:
         """Ends what was opened; safe to call twice."""
+        self.tell()
         writers, self.writers = self.writers, {}
         for writer in writers.values():
             writer.close()

@@ -1,5 +1,5 @@
-"""What this environment has of all that Tessera uses: the command `tessera report` (tessera/commands), and what Python
-knows of it."""
+"""What this environment has of all that Tessera uses, and what is missing for more: the command `tessera report`
+(tessera/commands), and what Python knows of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +18,14 @@ from tessera._command import run
 
 __all__ = ["main"]
 
+# What for, where it is not there.
+_OPTIONAL = {
+    "numpy": "its random generator in checkpoints, torch's own conversions",
+    "transformers": "models of Hugging Face, `tessera estimate` of a folder",
+    "tensorboard": "a look at what the section tensorboard writes",
+    "wandb": "the section wandb",
+    "comet_ml": "the section comet",
+}
 _PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "peft", "trl", "tensorboard", "wandb")
 
 
@@ -38,12 +47,14 @@ def _devices() -> list[str]:
 def _facts() -> list[tuple[str, str]]:
     """Name and JSON value of each."""
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available")()]
+    missing = [f"no package {name}: {what}" for name, what in _OPTIONAL.items() if find_spec(name) is None]
     found: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "packages": {name: there for name in _PACKAGES if (there := _installed(name))},
         "devices": _devices(),
         "transports": ["shared memory (ranks of one host)", *backends],
+        "missing for more": missing,
     }
     return [(name, json.dumps(value)) for name, value in found.items()]
 

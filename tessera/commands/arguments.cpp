@@ -28,7 +28,7 @@ bool is_option(const std::string& text) {
 std::string Syntax::usage() const {
   std::string text = "usage: tessera " + command;
   for (const Argument& argument : needed)
-    text += " " + argument.name;
+    text += " " + argument.name + (argument.several ? "..." : "");
   for (const Argument& option : options)
     text += " [" + shown(option) + "]";
   text += "\n\n" + summary + "\n\n";
@@ -47,8 +47,9 @@ Arguments::Arguments(const Syntax& syntax, const std::vector<std::string>& given
       return;
     }
     if (!is_option(given[at])) {
-      if (place == syntax.needed.size()) refuse("too many arguments: " + given[at]);
-      values_[syntax.needed[place++].name] = {given[at]};
+      const bool more = place > 0 && place == syntax.needed.size() && syntax.needed.back().several;
+      if (place == syntax.needed.size() && !more) refuse("too many arguments: " + given[at]);
+      values_[syntax.needed[more ? place - 1 : place++].name].push_back(given[at]);
       continue;
     }
     const size_t equals = given[at].find('=');

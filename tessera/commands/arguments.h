@@ -14,8 +14,8 @@ struct Syntax {
   struct Argument {
     std::string name;  // "dir", or of an option "--tag"; - and _ are one letter there
     std::string help;
-    std::string value = {};     // of an option: what stands for its value in the usage; empty: a flag
-    bool several = false;       // one value or more, up to the next option
+    std::string value = {};  // of an option: what stands for its value in the usage; empty: a flag
+    bool several = false;  // one value or more: of an option up to the next one, of the last argument all that are none
     std::string fallback = {};  // of an option with a value that is not given
   };
   std::string command;  // "inspect"

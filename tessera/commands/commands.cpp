@@ -13,7 +13,7 @@ constexpr int kFailed = 1, kWrongUsage = 2;
 
 const std::vector<Command>& table() {
   static const std::vector<Command> all{inspect_command(), export_command(),   deepspeed_command(), universal_command(),
-                                        check_command(),   estimate_command(), report_command()};
+                                        check_command(),   estimate_command(), page_command(),      report_command()};
   return all;
 }
 

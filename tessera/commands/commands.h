@@ -1,5 +1,5 @@
 // The commands of `tessera`: what a checkpoint holds, its weights for other tools, whether a configuration is valid, what a rank will
-// hold, what this machine has. One program for both front ends: commands/tessera is its C++ one, Python's `tessera` calls run().
+// hold, how runs went, what this machine has. One program for both front ends: commands/tessera is its C++ one, Python's `tessera` calls run().
 #pragma once
 
 #include <functional>
@@ -15,7 +15,8 @@ namespace tessera::commands {
 struct FrontEnd {
   // Sizes of a model that is more than a number, e.g. a folder: those of one rank's slice. Empty: only numbers are known.
   std::function<config::ModelSizes(const std::string& model, const config::Config& config)> sizes_of{};
-  // Lines of the report: name and JSON value, in place of ours of that name or behind the version of torch.
+  // Lines of the report: name and JSON value, in place of ours of that name or behind the version of torch. "missing for more": a list
+  // of texts, behind ours.
   std::vector<std::pair<std::string, std::string>> facts{};
 };
 

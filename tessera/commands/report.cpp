@@ -14,12 +14,15 @@
 #include "tessera/base/env.h"
 #include "tessera/base/version.h"
 #include "tessera/commands/table.h"
+#include "tessera/shard/device.h"
 
 namespace tessera::commands {
 
 namespace {
 
 using nlohmann::ordered_json;
+
+constexpr const char* kMissing = "missing for more";
 
 double in_tenths(double value) {
   return std::round(value * 10) / 10;
@@ -56,6 +59,35 @@ ordered_json free_space(const std::string& folder) {
           {"total_gb", in_tenths(static_cast<double>(space.capacity) / 1e9)}};
 }
 
+// What is not there, and what it would be for.
+ordered_json missing(const ordered_json& devices_found) {
+  ordered_json found = ordered_json::array();
+  const auto kind = at::accelerator::getAccelerator(false);
+  if (devices_found.empty()) {
+    found.push_back("no device that this torch sees: ranks train on the CPU");
+  } else if (kind) {
+    try {
+      shard::check_device(at::Device(*kind, 0));
+    } catch (const c10::Error& error) {
+      found.push_back(error.what_without_backtrace());
+    }
+  }
+#if defined(__x86_64__)
+  const ordered_json sets = instruction_sets();
+  for (const auto& [name, what] : {std::pair{"avx2", "updates run without vectors"},
+                                   std::pair{"avx512_bf16", "matrix products of bf16 are emulated and slow"}})
+    if (std::find(sets.begin(), sets.end(), name) == sets.end())
+      found.push_back(std::string("no ") + name + ": " + what);
+#endif
+  constexpr double kSmall = 1e9;
+  std::error_code error;
+  const auto shared = std::filesystem::space("/dev/shm", error);
+  if (error || static_cast<double>(shared.capacity) < kSmall)
+    found.push_back(
+        "less than 1 GB of /dev/shm: ranks of one host may need it to exchange large units (docker: --shm-size)");
+  return found;
+}
+
 std::string machine() {
 #if defined(__aarch64__)
   return "Linux aarch64";
@@ -85,10 +117,13 @@ ordered_json collect(const FrontEnd& front) {
   ordered_json given = ordered_json::object();
   for (const auto& [name, value] : front.facts) {
     given[name] = ordered_json::parse(value);
-    if (!ours.contains(name)) found[name] = given[name];
+    if (!ours.contains(name) && name != kMissing) found[name] = given[name];
   }
   for (const auto& [name, value] : ours.items())
     found[name] = given.contains(name) ? given[name] : value;
+  found[kMissing] = missing(found["devices"]);
+  for (const ordered_json& line : given.value(kMissing, ordered_json::array()))
+    found[kMissing].push_back(line);
   return found;
 }
 
@@ -116,14 +151,18 @@ void report(const Arguments& given, const FrontEnd& front, Result& result) {
     return;
   }
   for (const auto& [name, value] : found.items())
-    result.output += name + std::string(kColumn - std::min(kColumn, name.size()), ' ') + " " + text_of(value) + "\n";
+    if (name != kMissing)
+      result.output += name + std::string(kColumn - std::min(kColumn, name.size()), ' ') + " " + text_of(value) + "\n";
+  result.output += std::string(kMissing) + (found[kMissing].empty() ? std::string(3, ' ') + "nothing\n" : "\n");
+  for (const ordered_json& line : found[kMissing])
+    result.output += "  " + line.get<std::string>() + "\n";
 }
 
 }  // namespace
 
 Command report_command() {
   return {{.command = "report",
-           .summary = "What this machine has of all that Tessera uses.",
+           .summary = "What this machine has of all that Tessera uses, and what is missing for more.",
            .options = {{"--json", "for programs"}}},
           report};
 }

@@ -21,6 +21,7 @@ Command deepspeed_command();  // checkpoints.cpp
 Command universal_command();  // checkpoints.cpp
 Command check_command();      // check.cpp
 Command estimate_command();   // estimate.cpp
+Command page_command();       // page.cpp
 Command report_command();     // report.cpp
 
 }  // namespace tessera::commands

@@ -4,7 +4,6 @@
 #include <functional>
 #include <numeric>
 
-#include "tessera/comm/mesh.h"
 #include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
@@ -98,11 +97,15 @@ Config with_stage(const Config& config, int64_t stage) {
 }
 
 Estimate estimate(const ModelSizes& sizes, const Config& config, int ranks) {
+  return estimate(sizes, config,
+                  comm::mesh_shape(ranks, static_cast<int>(config.zero_optimization.mics_shard_size),
+                                   static_cast<int>(config.sequence_parallel_size),
+                                   static_cast<int>(tensor_parallel_ranks(config))));
+}
+
+Estimate estimate(const ModelSizes& sizes, const Config& config, const comm::MeshShape& mesh) {
   const shard::StagePlacements& places = placements(config);
   const ZeroOptimization& zero = config.zero_optimization;
-  const comm::MeshShape mesh =
-      comm::mesh_shape(ranks, static_cast<int>(zero.mics_shard_size), static_cast<int>(config.sequence_parallel_size),
-                       static_cast<int>(tensor_parallel_ranks(config)));
   const int64_t sharing = mesh.size(comm::kStateAxes), most = largest_two(sizes.units);
   const Widths widths = widths_of(config);
   const auto share = [&](int64_t count, bool sharded) { return sharded ? (count + sharing - 1) / sharing : count; };

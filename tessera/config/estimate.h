@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "tessera/comm/mesh.h"
 #include "tessera/config/config.h"
 
 namespace tessera::config {
@@ -30,6 +31,8 @@ struct Estimate {
 // `ranks`: all of the job, of which `config` makes tensor-parallel, sequence-parallel and shard groups. What is found on the
 // device ("auto") counts as if all states were away and the host updated them. Value error where the ranks do not divide.
 Estimate estimate(const ModelSizes& sizes, const Config& config, int ranks);
+// On ranks that lie so.
+Estimate estimate(const ModelSizes& sizes, const Config& config, const comm::MeshShape& mesh);
 
 // `config` with another zero_optimization.stage; value error, not-implemented error where the two do not go together.
 Config with_stage(const Config& config, int64_t stage);

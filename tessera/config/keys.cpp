@@ -367,6 +367,9 @@ std::vector<Key> later_rows() {
        between(0, 1)},
       {FIELD(tessera.sequence_parallel_norms),
        "with autotp_size: activations between blocks are cut along the sequence, see docs/tensor_parallel.md"},
+      {FIELD(tessera.json_lines),
+       "a file to which the first rank appends the numbers of every step, and warnings, as lines of JSON; "
+       "`tessera page` draws it, see docs/watching.md"},
   };
 }
 

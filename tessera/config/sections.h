@@ -219,8 +219,9 @@ struct Own {
   bool clip_by_unit = false;            // the same as "unit"
   // Of states that live elsewhere and that the host would update, the share of the device; unset: what is fastest.
   std::optional<double> device_share = 0.0;
-  double device_reserve = 0.4;           // of the device's memory, what offload_optimizer.ratio "auto" leaves free
-  bool sequence_parallel_norms = false;  // tensor parallelism cuts the activations between blocks
+  double device_reserve = 0.4;            // of the device's memory, what offload_optimizer.ratio "auto" leaves free
+  bool sequence_parallel_norms = false;   // tensor parallelism cuts the activations between blocks
+  std::optional<std::string> json_lines;  // a file for the numbers and warnings of a run
 };
 
 }  // namespace tessera::config

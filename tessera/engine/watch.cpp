@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <ostream>
 #include <utility>
 #include <variant>
 
@@ -15,7 +16,7 @@ namespace {
 
 template <class... A>
 std::string formatted(const char* format, A... arguments) {
-  std::array<char, 64> text{};
+  std::array<char, 96> text{};
   std::snprintf(text.data(), text.size(), format, arguments...);
   return text.data();
 }
@@ -45,6 +46,45 @@ Kinds kinds_of(const Engine::Memory& memory) {
           {"shared", memory.shared}, {"host", memory.host},       {"disk", memory.disk}};
 }
 
+// By kind wherever it lives, with what of it does not live on the device.
+config::Estimate formula_of(const Engine& engine, config::Config config) {
+  config::ModelSizes sizes;
+  std::map<std::string, int64_t> units;
+  for (const ParamSpec& param : engine.params()) {
+    (param.group >= 0 ? sizes.trained : sizes.frozen) += param.tensor.numel();
+    units[param.unit] += param.tensor.numel();
+  }
+  for (const auto& [unit, numel] : units)
+    sizes.units.push_back(numel);
+  comm::MeshShape mesh;
+  for (const comm::Axis axis : comm::kAxes)
+    mesh.sizes[static_cast<size_t>(axis)] = engine.mesh().size(axis);
+  const config::Estimate placed = config::estimate(sizes, config, mesh);
+  config.zero_optimization.offload_optimizer.device = config::OffloadDevice::None;
+  config.zero_optimization.offload_param.device = config::OffloadDevice::None;
+  config::Estimate formula = config::estimate(sizes, config, mesh);
+  formula.host = placed.host;
+  formula.disk = placed.disk;
+  return formula;
+}
+
+// Bytes by operation, of all groups of a mesh.
+std::map<std::string, int64_t> bytes_of(const comm::Mesh& mesh) {
+  comm::MeshShape shape;
+  for (const comm::Axis axis : comm::kAxes)
+    shape.sizes[static_cast<size_t>(axis)] = mesh.size(axis);
+  std::map<std::string, int64_t> bytes;
+  for (const comm::Axes axes : shape.groups()) {
+    const comm::CommStats stats = mesh.group(axes)->stats();
+    bytes["all_gather"] += stats.all_gather.bytes;
+    bytes["reduce_scatter"] += stats.reduce_scatter.bytes;
+    bytes["all_reduce"] += stats.all_reduce.bytes;
+    bytes["broadcast"] += stats.broadcast.bytes;
+    bytes["all_to_all"] += stats.all_to_all.bytes;
+  }
+  return bytes;
+}
+
 // What a schedule is for; 0: not known.
 int64_t total_steps_of(const config::Config& config) {
   const auto schedule = config::native_schedule(config);
@@ -62,7 +102,8 @@ int64_t total_steps_of(const config::Config& config) {
 }  // namespace
 
 Watch::Watch(const config::Config& config)
-    : times_(config.wall_clock_breakdown),
+    : config_(config),
+      times_(config.wall_clock_breakdown),
       scales_(config.fp16.enabled),
       shows_calls_(config.comms_logger.verbose),
       shows_labels_(config.comms_logger.debug) {
@@ -77,9 +118,13 @@ void Watch::attach(Engine& engine, bool speaks) {
   speaks_ = speaks && every_ > 0;
   if (speaks_) engine.keep_losses();
   first_step_ = engine.global_steps();
+  formula_ = formula_of(engine, config_);
 }
 
 void Watch::listen(Engine& engine) {
+  if (!listens_ && !times_) take_times(engine);
+  std::vector<io::Metric> before;
+  if (!listens_) add_calls(engine, before);
   listens_ = true;
   engine.keep_losses();
 }
@@ -104,9 +149,10 @@ std::optional<std::pair<double, double>> Watch::Laps::next(int64_t samples_now) 
 
 Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates, const std::string& more) {
   Report report;
+  if (times_ || listens_) seconds_ = take_times(engine);
   if (times_) {
-    take_times(engine);
-    report.lines.push_back(times_line(*step_seconds_));
+    step_seconds_ = seconds_;
+    report.lines.push_back(times_line(seconds_));
   }
   loss_ = engine.take_loss();
   if (listens_) add_numbers(engine, rates, report.metrics);
@@ -123,15 +169,54 @@ void Watch::add_numbers(Engine& engine, const std::vector<double>& rates, std::v
   const auto add = [&](const std::string& name, double value) {
     metrics.push_back({"Train/Samples/" + name, value, samples});
   };
+  add("global_steps", static_cast<double>(engine.global_steps()));
   if (loss_) add("train_loss", *loss_);
   if (!rates.empty()) add("lr", rates[0]);
   if (scales_) add("loss_scale", engine.scaling().scaler().scale());
   if (times_) add_times(samples, metrics);
   add_norm(engine, metrics);
   add("skipped_steps", static_cast<double>(engine.skipped_steps()));
-  add_speeds(engine, metrics);
+  for (const Phase phase : kPhases)
+    add(std::string("phase_ms_") + phase_name(phase), of_phase(seconds_, phase) * 1e3);
+  if (const auto lap = updates_.next(samples)) add_speeds(engine, *lap, metrics);
+  add_memory(engine, metrics);
+  add_calls(engine, metrics);
+}
+
+void Watch::add_memory(const Engine& engine, std::vector<io::Metric>& metrics) const {
+  const auto add = [&](const std::string& name, int64_t bytes) {
+    if (bytes > 0)
+      metrics.push_back({"Train/Samples/memory_" + name, static_cast<double>(bytes), engine.global_samples()});
+  };
   for (const auto& [kind, bytes] : kinds_of(engine.memory()))
-    if (bytes > 0) add(std::string("memory_bytes_") + kind, static_cast<double>(bytes));
+    add(std::string("bytes_") + kind, bytes);
+  add("formula_params", formula_.params);
+  add("formula_grads", formula_.grads);
+  add("formula_states", formula_.states);
+  add("formula_gathered", formula_.gathered);
+  add("formula_host", formula_.host);
+  add("formula_disk", formula_.disk);
+}
+
+// Since the update before. Times are known of calls that comms_logger notes.
+void Watch::add_calls(const Engine& engine, std::vector<io::Metric>& metrics) {
+  std::map<std::string, Calls> now;
+  for (const auto& [op, bytes] : bytes_of(engine.mesh()))
+    now[op].bytes = bytes;
+  if (calls_ != nullptr)
+    for (const comm::CallTimes& total : calls_->totals())
+      now[total.op].seconds += total.seconds;
+  for (const auto& [op, calls] : now) {
+    Calls& before = sent_[op];
+    const auto add = [&](const std::string& name, double value) {
+      metrics.push_back({"Train/Samples/" + name + op, value, engine.global_samples()});
+    };
+    // A record that was reset begins anew.
+    const double seconds = calls.seconds - (calls.seconds < before.seconds ? 0 : before.seconds);
+    if (calls.bytes > 0) add("comm_bytes_", static_cast<double>(std::max<int64_t>(0, calls.bytes - before.bytes)));
+    if (calls.seconds > 0) add("comm_ms_", seconds * 1e3);
+    before = calls;
+  }
 }
 
 // Where an update has not waited for its norm, asking would.
@@ -188,14 +273,16 @@ void Watch::count_flops(const Engine& engine, double per_sample, std::optional<d
 }
 
 // By the time since the update before.
-void Watch::add_speeds(const Engine& engine, std::vector<io::Metric>& metrics) {
-  const int64_t samples = engine.global_samples();
-  const auto lap = updates_.next(samples);
-  if (!lap) return;
-  const double speed = lap->first / lap->second;
+void Watch::add_speeds(const Engine& engine, const std::pair<double, double>& lap,
+                       std::vector<io::Metric>& metrics) const {
+  const double speed = lap.first / lap.second;
   const auto add = [&](const char* name, double value) {
-    metrics.push_back({std::string("Train/Samples/") + name, value, samples});
+    metrics.push_back({std::string("Train/Samples/") + name, value, engine.global_samples()});
   };
+  double other = lap.second;
+  for (const Phase phase : {Phase::Forward, Phase::Backward, Phase::Step})
+    other -= of_phase(seconds_, phase);
+  add("phase_ms_other", std::max(0.0, other) * 1e3);
   add("samples_per_second", speed);
   if (tokens_ > 0) add("tokens_per_second", speed * tokens_);
   if (flops_ <= 0) return;
@@ -204,13 +291,14 @@ void Watch::add_speeds(const Engine& engine, std::vector<io::Metric>& metrics) {
   if (peak_) add("mfu", rate / *peak_);
 }
 
-void Watch::take_times(Engine& engine) {
-  step_seconds_.emplace();
+Watch::Seconds Watch::take_times(const Engine& engine) {
+  Seconds seconds{};
   for (const Phase phase : kPhases) {
     const auto i = static_cast<size_t>(phase);
     const double total = std::chrono::duration<double>(engine.phases().total(phase).time).count();
-    (*step_seconds_)[i] = total - std::exchange(total_[i], total);
+    seconds[i] = total - std::exchange(total_[i], total);
   }
+  return seconds;
 }
 
 void Watch::add_times(int64_t step, std::vector<io::Metric>& metrics) const {
@@ -232,6 +320,7 @@ std::vector<std::unique_ptr<io::MetricWriter>> metric_writers(const config::Conf
   };
   if (config.tensorboard.enabled) writers.push_back(io::tensorboard_metrics(folder(config.tensorboard, "tensorboard")));
   if (config.csv_monitor.enabled) writers.push_back(io::csv_metrics(folder(config.csv_monitor, "csv_monitor")));
+  if (config.tessera.json_lines) writers.push_back(io::json_metrics(*config.tessera.json_lines));
   return writers;
 }
 
@@ -243,6 +332,30 @@ std::string text_of(const Engine::Memory& memory) {
     text += (text.empty() ? "" : " | ") + name + formatted(": %.1f", static_cast<double>(bytes) / (1 << 20));
   }
   return text;
+}
+
+std::ostream& operator<<(std::ostream& stream, const MemoryUse& memory) {
+  const config::Estimate& formula = memory.formula;
+  struct Row {
+    const char* kind;
+    int64_t held;
+    std::optional<int64_t> formula;
+  };
+  const std::array<Row, 8> rows{{{"params", memory.params, formula.params},
+                                 {"grads (formula: after a backward)", memory.grads, formula.grads},
+                                 {"masters and states", memory.master + memory.states, formula.states},
+                                 {"buckets (formula: gathered units)", memory.buckets, formula.gathered},
+                                 {"buckets at their most", memory.peak_buckets, {}},
+                                 {"of these in host memory", memory.host, formula.host},
+                                 {"of these on disk", memory.disk, formula.disk},
+                                 {"params that ranks share", memory.shared, {}}}};
+  constexpr const char* kLine = "%-34s%12s%12s\n";
+  std::string text = formatted(kLine, "memory of this rank (MiB)", "held", "formula");
+  const auto mib = [](int64_t bytes) { return formatted("%.2f", static_cast<double>(bytes) / (1 << 20)); };
+  for (const Row& row : rows)
+    if (row.held > 0 || row.formula.value_or(0) > 0)
+      text += formatted(kLine, row.kind, mib(row.held).c_str(), row.formula ? mib(*row.formula).c_str() : "");
+  return stream << text;
 }
 
 std::vector<CallRow> call_rows(const comm::CallRecord& record, Engine& engine, bool stragglers) {

@@ -3,6 +3,8 @@
 
 #include <array>
 #include <chrono>
+#include <iosfwd>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,11 +14,20 @@
 #include "tessera/base/phases.h"
 #include "tessera/comm/timed_group.h"
 #include "tessera/config/config.h"
+#include "tessera/config/estimate.h"
 #include "tessera/engine/engine.h"
 #include "tessera/io/metrics.h"
 #include "tessera/io/progress.h"
 
 namespace tessera::engine {
+
+// What an engine holds on this rank, and what the memory formula (config/estimate.h) says of it, by kind wherever it lives; `host`
+// and `disk` are parts of them.
+struct MemoryUse : Engine::Memory {
+  config::Estimate formula;
+};
+// A table of kinds in MiB.
+std::ostream& operator<<(std::ostream& stream, const MemoryUse& memory);
 
 class Watch {
  public:
@@ -41,6 +52,8 @@ class Watch {
   };
   // After a step: stepped() wants rates.
   bool wants_rates(const Engine& engine) const { return listens_ || says_progress(engine); }
+  // Local.
+  MemoryUse memory(const Engine& engine) const { return {engine.memory(), formula_}; }
   // After every optimizer step, also a skipped one. `rates`: those of the next step. `more`: what the front end has to say of groups.
   // No step waits for a device for it: what is not known yet is left out. Local.
   Report stepped(Engine& engine, const std::vector<double>& rates, const std::string& more = "");
@@ -56,11 +69,13 @@ class Watch {
   const std::optional<Seconds>& step_seconds() const { return step_seconds_; }
 
  private:
-  void take_times(Engine& engine);
+  Seconds take_times(const Engine& engine);
   void add_times(int64_t step, std::vector<io::Metric>& metrics) const;
   void add_numbers(Engine& engine, const std::vector<double>& rates, std::vector<io::Metric>& metrics);
   void add_norm(const Engine& engine, std::vector<io::Metric>& metrics) const;
-  void add_speeds(const Engine& engine, std::vector<io::Metric>& metrics);
+  void add_memory(const Engine& engine, std::vector<io::Metric>& metrics) const;
+  void add_calls(const Engine& engine, std::vector<io::Metric>& metrics);
+  void add_speeds(const Engine& engine, const std::pair<double, double>& lap, std::vector<io::Metric>& metrics) const;
   bool says_progress(const Engine& engine) const;
   std::string progress_of(const Engine& engine, const std::vector<double>& rates, const std::string& more);
   std::string time_left(int64_t step) const;
@@ -72,9 +87,18 @@ class Watch {
     std::optional<std::pair<double, double>> next(int64_t samples_now);
   };
 
+  // Collectives of one kind, until the last update.
+  struct Calls {
+    int64_t bytes = 0;
+    double seconds = 0;
+  };
+
+  config::Config config_;
+  config::Estimate formula_;
   bool times_, scales_, shows_calls_, shows_labels_;
   std::shared_ptr<comm::CallRecord> calls_;
-  Seconds total_{};
+  std::map<std::string, Calls> sent_;
+  Seconds total_{}, seconds_{};  // until the last update; of it
   std::optional<Seconds> step_seconds_;
   double flops_ = 0;  // of a sample; 0: not counted
   std::optional<double> peak_;
@@ -88,7 +112,7 @@ class Watch {
   std::unique_ptr<io::ProgressLine> line_ = std::make_unique<io::ProgressLine>();
 };
 
-// The writers that the sections tensorboard and csv_monitor switch on; IoError where their folders cannot be made.
+// The writers that the sections tensorboard and csv_monitor and the key tessera.json_lines switch on; IoError where their folders cannot be made.
 std::vector<std::unique_ptr<io::MetricWriter>> metric_writers(const config::Config& config);
 
 // What an engine holds on this rank, by kind, in MiB: "params: 1.0 | grads: ...".

@@ -58,15 +58,20 @@ class Csv final : public MetricWriter {
       std::string stem = metric.name;
       std::ranges::replace(stem, '/', '_');
       std::ranges::replace(stem, ' ', '_');
-      const fs::path path = folder_ / (stem + ".csv");
-      std::ofstream file = opened(path);
-      const bool is_new = file.tellp() == std::streampos(0);
-      const std::string head = "step," + quoted(metric.name.substr(metric.name.rfind('/') + 1)) + "\r\n";
-      put(file, path, (is_new ? head : "") + std::to_string(metric.step) + "," + shortest(metric.value) + "\r\n");
+      add(stem, metric.name.substr(metric.name.rfind('/') + 1), metric.step, shortest(metric.value));
     }
   }
 
+  void warn(const std::string& text, int64_t step) override { add("warnings", "warning", step, quoted(text)); }
+
  private:
+  void add(const std::string& stem, const std::string& column, int64_t step, const std::string& cell) {
+    const fs::path path = folder_ / (stem + ".csv");
+    std::ofstream file = opened(path);
+    const bool is_new = file.tellp() == std::streampos(0);
+    put(file, path, (is_new ? "step," + quoted(column) + "\r\n" : "") + std::to_string(step) + "," + cell + "\r\n");
+  }
+
   const fs::path folder_;
 };
 
@@ -179,17 +184,26 @@ class JsonLines final : public MetricWriter {
     std::string lines;
     for (const Metric& metric : metrics)
       lines += "{\"name\": " + json_text(metric.name) +
-               ", \"value\": " + (std::isfinite(metric.value) ? shortest(metric.value) : "null") +
-               ", \"step\": " + std::to_string(metric.step) + ", \"time\": " + shortest(now()) + "}\n";
+               ", \"value\": " + (std::isfinite(metric.value) ? shortest(metric.value) : "null") + where(metric.step);
     put(file_, path_, lines);
   }
 
+  void warn(const std::string& text, int64_t step) override {
+    put(file_, path_, "{\"warning\": " + json_text(text) + where(step));
+  }
+
  private:
+  static std::string where(int64_t step) {
+    return ", \"step\": " + std::to_string(step) + ", \"time\": " + shortest(now()) + "}\n";
+  }
+
   const fs::path path_;
   std::ofstream file_;
 };
 
 }  // namespace
+
+void MetricWriter::warn(const std::string& /*text*/, int64_t /*step*/) {}
 
 std::unique_ptr<MetricWriter> csv_metrics(const std::string& folder) {
   return std::make_unique<Csv>(folder);

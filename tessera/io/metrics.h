@@ -23,15 +23,17 @@ class MetricWriter {
   virtual ~MetricWriter() = default;
   // What was written is in the file on return. IoError.
   virtual void write(const std::vector<Metric>& metrics) = 0;
+  // A warning, and where the run was then. Nothing where the format has no place for texts.
+  virtual void warn(const std::string& text, int64_t step);
 };
 
 // A folder, made where it is missing, with one file for each name, "/" and " " in it as "_": columns step and the last part of the
-// name. A run that goes on appends to what is there.
+// name; warnings are in warnings.csv. A run that goes on appends to what is there.
 std::unique_ptr<MetricWriter> csv_metrics(const std::string& folder);
 // A folder with an event file of this writer's own, which TensorBoard shows as scalars. Values are rounded to fp32, as there.
 std::unique_ptr<MetricWriter> tensorboard_metrics(const std::string& folder);
 // A file to which a line is appended for each: {"name": "Train/loss", "value": 1.25, "step": 640, "time": 1735689600.5}. A value
-// that is not finite is null.
+// that is not finite is null; a warning is {"warning": "...", "step": 640, "time": ...}.
 std::unique_ptr<MetricWriter> json_metrics(const std::string& path);
 
 // The folder that DeepSpeed's sections mean: output_path/job_name; without a path, below ~/`standard`.

@@ -89,6 +89,7 @@ class Pipeline : private Session {
   using Session::core;
   using Session::loss_scale;
   using Session::lr;
+  using Session::memory;
   using Session::rank;
   using Session::size;
   using Session::states;

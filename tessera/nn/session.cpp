@@ -169,18 +169,22 @@ void Session::read_checkpoint_section(const Config& config) {
   keeps_random_ = section.random_state;
 }
 
-void Session::warn(const std::vector<std::string>& warnings) const {
-  for (const std::string& line : logs_ ? warnings : std::vector<std::string>())
+void Session::warn(const std::vector<std::string>& warnings) {
+  for (const std::string& line : logs_ ? warnings : std::vector<std::string>()) {
     TORCH_WARN(line);
+    said_.emplace_back(line, core_ == nullptr ? 0 : core_->global_samples());
+    for (const auto& writer : writers_)
+      writer->warn(line, said_.back().second);
+  }
 }
 
-void Session::warn_of_region() const {
+void Session::warn_of_region() {
   warn(
       {"[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
        "region around it is switched off inside"});
 }
 
-void Session::warn_of_cuts() const {
+void Session::warn_of_cuts() {
   const int ranks = live().mesh().size(comm::Axis::Tp);
   const auto cut = [](const engine::ParamSpec& spec) { return spec.varies.has(comm::Axis::Tp); };
   if (ranks == 1 || std::ranges::any_of(live().params(), cut)) return;
@@ -191,7 +195,7 @@ void Session::warn_of_cuts() const {
       "parallelism")});
 }
 
-void Session::warn_of_frozen() const {
+void Session::warn_of_frozen() {
   const auto trains = [](const engine::ParamSpec& spec) { return spec.group >= 0; };
   if (std::ranges::any_of(live().params(), trains)) return;
   warn({c10::str("[initialize] nothing is trained: ",
@@ -258,8 +262,7 @@ at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) c
 }
 
 void Session::warn_of_step() {
-  for (const std::string& line : live().take_notices())
-    TORCH_WARN(line);
+  warn(live().take_notices());
   if (!checks_sequence_ || !live().was_step_applied()) return;
   checks_sequence_ = false;
   const comm::GroupPtr sequence = live().mesh().group(comm::Axis::Sp);
@@ -280,6 +283,8 @@ void Session::on_metric(OnMetric call) {
 void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
   if (!logs_) return;
   watch_.listen(live());
+  for (const auto& [text, samples] : said_)
+    writer->warn(text, samples);
   writers_.push_back(std::move(writer));
 }
 

@@ -173,8 +173,8 @@ class Session {
   std::optional<double> grad_norm() const { return live().global_grad_norm(); }
 
   // ---- what it says while it trains; the first rank of the engine says it
-  // After every optimizer step, numbers go to the writers of the configuration (tensorboard, csv_monitor) and to these. `step`
-  // counts samples. A writer's error is that of step(), after the update.
+  // After every optimizer step, numbers go to the writers of the configuration (tensorboard, csv_monitor, tessera.json_lines) and to
+  // these; warnings go to writers. `step` counts samples. A writer's error is that of step(), after the update.
   using OnMetric = std::function<void(const std::string& name, double value, int64_t step)>;
   void on_metric(OnMetric call);
   void add_writer(std::unique_ptr<io::MetricWriter> writer);
@@ -185,6 +185,8 @@ class Session {
   void count_flops(double per_sample, std::optional<double> peak = {}) { watch_.count_flops(live(), per_sample, peak); }
   // For the progress line (steps_per_print) and metrics: Watch::expect().
   void expect(int64_t steps, double tokens_per_sample = 0) { watch_.expect(steps, tokens_per_sample); }
+  // What it holds on this rank, beside the formula: std::cout << engine.memory(). Local.
+  engine::MemoryUse memory() const { return watch_.memory(live()); }
   // Of the last optimizer step, by phase; empty without wall_clock_breakdown.
   const std::optional<engine::Watch::Seconds>& step_seconds() const { return watch_.step_seconds(); }
   // What this engine's collectives took on this rank, by operation and size: print engine::text_of(rows). State error without
@@ -214,11 +216,11 @@ class Session {
   // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
   void look_before_update();
   // A forward has switched an autocast region of the caller's off. One rank says so.
-  void warn_of_region() const;
+  void warn_of_region();
   // Nothing is cut along tp. (A stage of a pipeline may be so.)
-  void warn_of_cuts() const;
+  void warn_of_cuts();
   // Nothing is trained. (A stage of a pipeline may be so.)
-  void warn_of_frozen() const;
+  void warn_of_frozen();
   // The scope of parameters that belong to no Hooked module.
   const ScopeHandle& rest() const { return rest_; }
 
@@ -234,7 +236,7 @@ class Session {
   void check_contents(const char* call);
   void read_checkpoint_section(const Config& config);
   std::vector<std::vector<std::string>> trained_names() const;
-  void warn(const std::vector<std::string>& warnings) const;
+  void warn(const std::vector<std::string>& warnings);
   void report_step();
   void warn_of_step();
   std::map<std::string, std::vector<std::string>> aliases() const;
@@ -264,6 +266,7 @@ class Session {
   bool gathers_for_export_ = true;
   engine::Watch watch_;
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
+  std::vector<std::pair<std::string, int64_t>> said_;  // warnings, and after how many samples; every writer has all
   std::vector<OnMetric> calls_;
   bool logs_ = false;
   bool logs_memory_ = false;

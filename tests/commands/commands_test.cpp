@@ -6,6 +6,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 
 namespace tessera::commands {
@@ -103,6 +104,10 @@ const std::vector<Case>& cases() {
        {},
        {"nonsense"}},
       {"report", {"report"}, 0, {"tessera            ", "built for torch    2.", "cores ", "disk "}, {}},
+      {"page of nothing", {"page"}, 2, {}, {"it needs run", "usage: tessera page run... [--out FILE]"}},
+      {"page of what is not there", {"page", "/nowhere"}, 1, {}, {"[page] there is no '/nowhere'"}},
+      {"page of no numbers", {"page", "/proc/self"}, 1, {}, {"no file *.csv and none *.jsonl in '/proc/self'"}},
+      {"page of other lines", {"page", "/proc/cpuinfo"}, 1, {}, {"'/proc/cpuinfo', line 1, is no number"}},
       {"inspect of nothing",
        {"inspect", "/nowhere"},
        1,
@@ -144,7 +149,7 @@ TEST(Commands, AFrontEndAddsWhatItKnows) {
   };
   const FrontEnd front{
       .sizes_of = sizes,
-      .facts = {{"python", "\"3\""}, {"devices", "[\"a\", \"b\"]"}},
+      .facts = {{"python", "\"3\""}, {"devices", "[\"a\", \"b\"]"}, {"missing for more", "[\"no thing\"]"}},
   };
   expect_parts(run({"estimate", "/", "--ranks", "2"}, front).output,
                {"     2      3       2.00       1.00       5.00       3.00"});
@@ -153,8 +158,65 @@ TEST(Commands, AFrontEndAddsWhatItKnows) {
   for (const auto& [name, value] : found.items())
     names.push_back(name);
   EXPECT_EQ(names, (std::vector<std::string>{"tessera", "built for torch", "python", "machine", "cores", "memory_gb",
-                                             "instruction sets", "devices", "transports", "disk"}));
-  expect_parts(run({"report"}, front).output, {"python             3\n", "devices            a; b\n"});
+                                             "instruction sets", "devices", "transports", "disk", "missing for more"}));
+  EXPECT_EQ(found["missing for more"].back(), "no thing");
+  expect_parts(run({"report"}, front).output,
+               {"python             3\n", "devices            a; b\n", "missing for more\n", "  no thing\n"});
+}
+
+nlohmann::json data_of(const std::string& page) {
+  std::ifstream file(page);
+  const std::string text{std::istreambuf_iterator<char>(file), {}}, begin = "const DATA = ";
+  const size_t from = text.find(begin) + begin.size();
+  return nlohmann::json::parse(text.substr(from, text.find(";\n", from) - from));
+}
+
+// Of lines as a run leaves them that was killed, and went on from the step before; of CSV files; and of many points.
+TEST(Commands, PagesHaveTheNumbersOfRuns) {
+  const io::TempFolder folder;
+  const auto write = [&](const std::string& name, auto put) {
+    std::filesystem::create_directories(std::filesystem::path(folder / name).parent_path());
+    std::ofstream file(folder / name);
+    put(file);
+  };
+  const auto number = [](const char* name, const std::string& value, int step) {
+    return R"({"name": "Train/Samples/)" + std::string(name) + R"(", "value": )" + value + R"(, "step": )" +
+           std::to_string(step) + "}\n";
+  };
+  write("a.jsonl", [&](auto& file) {
+    for (int step = 1; step <= 3; ++step)
+      file << number("global_steps", std::to_string(step), 8 * step) << number("train_loss", "5", 8 * step);
+    file << R"({"warning": "</script>", "step": 8})" << "\n" << number("skipped_steps", "0", 8);
+    file << number("global_steps", "2", 16) << number("train_loss", "null", 16) << number("skipped_steps", "1", 16);
+    file << R"({"name": "Trai)";
+  });
+  write("b/lines/a.jsonl", [&](auto& file) {
+    for (int step = 1; step <= 2500; ++step)
+      file << number("train_loss", std::to_string(step), step);
+  });
+  write("b/tables/Train_Samples_lr.csv", [](auto& file) { file << "step,lr\r\n8,0.5\r\n16,inf\r\n24,0"; });
+  write("b/tables/warnings.csv", [](auto& file) { file << "step,warning\r\n8,\"a, \"\"b\"\"\nc\"\r\n"; });
+  const std::string out = folder / "page.html";
+  const auto written = run({"page", folder / "a.jsonl", "--out", out});
+  EXPECT_EQ(written.code, 0) << written.errors;
+  EXPECT_EQ(written.output, "written: " + out + "\n");
+  auto data = data_of(out);
+  EXPECT_EQ(data["x"], "step");
+  const auto series = data["runs"][0]["series"];
+  EXPECT_EQ(series["Train/Samples/train_loss"], nlohmann::json::parse("[[1, 5], [2, null]]"));
+  EXPECT_EQ(data["runs"][0]["warnings"],
+            nlohmann::json::parse(R"([[1, "</script>"], [2, "the update was skipped: inf or NaN in a gradient"]])"));
+  EXPECT_EQ(run({"page", folder / "a.jsonl", folder / "b/lines", folder / "b/tables/", "--out", out}).code, 0);
+  data = data_of(out);
+  EXPECT_EQ(data["x"], "samples");
+  EXPECT_EQ(data["runs"][0]["name"], folder / "a.jsonl");
+  EXPECT_EQ(data["runs"][1]["name"], folder / "b/lines/a.jsonl");
+  EXPECT_EQ(data["runs"][2]["name"], "tables");
+  const auto many = data["runs"][1]["series"]["Train/Samples/train_loss"];
+  EXPECT_EQ(many.size(), 834U);
+  EXPECT_EQ(many[0], nlohmann::json::parse("[3, 2]"));
+  EXPECT_EQ(data["runs"][2]["series"]["Train/Samples/lr"], nlohmann::json::parse("[[8, 0.5], [16, null]]"));
+  EXPECT_EQ(data["runs"][2]["warnings"], nlohmann::json::parse(R"([[8, "a, \"b\"\nc"]])"));
 }
 
 TEST(Commands, SizesOfFiles) {

@@ -153,6 +153,7 @@ const std::vector<std::string>& frozen_keys() {
       "tessera.clip_by_unit",
       "tessera.device_reserve",
       "tessera.device_share",
+      "tessera.json_lines",
       "tessera.min_unit_elements",
       "tessera.rounding",
       "tessera.seed",

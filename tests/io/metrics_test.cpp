@@ -115,6 +115,15 @@ TEST(Metrics, CsvFilesAreNamedAsTheirNumbersAndGoOn) {
   EXPECT_EQ(text_of(folder / "a/b/x_a,\"b.csv"), "step,\"a,\"\"b\"\r\n8,1.0\r\n16,1.0\r\n");
 }
 
+TEST(Metrics, WarningsAreTextsAmongThem) {
+  const TempFolder folder;
+  csv_metrics(folder / "csv")->warn("a, \"b\"", 8);
+  json_metrics(folder / "lines")->warn("a \"b\"\n", 8);
+  tensorboard_metrics(folder / "events")->warn("has no place there", 8);
+  EXPECT_EQ(text_of(folder / "csv/warnings.csv"), "step,warning\r\n8,\"a, \"\"b\"\"\"\r\n");
+  EXPECT_TRUE(text_of(folder / "lines").starts_with(R"({"warning": "a \"b\"\u000a", "step": 8, "time": )"));
+}
+
 TEST(Metrics, EventFilesHaveRecordsWithChecksums) {
   const TempFolder folder;
   auto first = tensorboard_metrics(folder.path()), second = tensorboard_metrics(folder.path());

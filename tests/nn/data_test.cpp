@@ -2,9 +2,12 @@
 
 #include <gtest/gtest.h>
 #include <torch/data.h>
+#include <torch/nn.h>
 
 #include <algorithm>
 
+#include "tessera/nn/engine.h"
+#include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 
 namespace tessera::nn {
@@ -71,6 +74,44 @@ TEST(Loader, GoesOnWhereItWasWithAnyNumberOfRanks) {
         EXPECT_EQ(last - given.begin(), kSize);  // all of them
         EXPECT_LT(given.end() - last, later);    // but those that fill the last round
       }
+}
+
+// With dropout; in the same program, and as in a new one.
+TEST(Loader, ARunGoesOnAmidAPassBitForBit) {
+  const Config config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 2,
+      "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "checkpoint": {"random_state": true}})");
+  for (const size_t workers : {0, 1, 3}) {
+    const io::TempFolder folder;
+    const auto start = [&](uint64_t seed) {
+      torch::manual_seed(seed);
+      auto model = torch::nn::Sequential(torch::nn::Linear(2, 8), torch::nn::Dropout(0.5), torch::nn::Linear(8, 1));
+      return std::pair(initialize(model, config), Loader<Numbers>(Numbers(24), 0, 1, 2, {.workers = workers}));
+    };
+    const auto train = [&](auto& engine, Loader<Numbers>& loader, int64_t until) {
+      std::vector<double> losses;
+      while (engine.global_steps() < until)
+        for (const auto& batch : loader) {
+          const at::Tensor loss = engine.forward(at::tensor(batch, at::kFloat).view({1, 2})).square().mean();
+          engine.backward(loss);
+          engine.step();
+          losses.push_back(loss.item<double>());
+          if (engine.global_steps() == 17) engine.save_checkpoint(folder.path(), {}, {{"loader", loader.state()}});
+          if (engine.global_steps() == until) break;
+        }
+      return losses;
+    };
+    const auto go_on = [&](auto& engine, Loader<Numbers>& loader) {
+      loader.load_state(engine.load_checkpoint(folder.path()).client.at("loader"));
+      EXPECT_EQ(engine.global_steps(), 17);
+      return train(engine, loader, 40);
+    };
+    auto [engine, loader] = start(1);
+    std::vector<double> straight = train(engine, loader, 40);
+    straight.erase(straight.begin(), straight.begin() + 17);
+    EXPECT_EQ(go_on(engine, loader), straight) << workers;
+    auto [other, others_loader] = start(2);
+    EXPECT_EQ(go_on(other, others_loader), straight) << workers;
+  }
 }
 
 TEST(Loader, StatesThatAreNoneAreRefused) {

@@ -312,6 +312,9 @@ TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
     }
     const std::map<Point, double> expected{{{"train_loss", batch}, 0.5},
                                            {{"lr", batch}, 0.5},
+                                           {{"global_steps", batch}, 1},
+                                           {{"memory_formula_params", batch}, 3 * 4},
+                                           {{"memory_formula_grads", batch}, 3 * 4},
                                            {{"grad_norm", batch}, 0},
                                            {{"skipped_steps", batch}, 0},
                                            {{"train_loss", 2 * batch}, 2.5},
@@ -325,6 +328,11 @@ TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
     EXPECT_GT(samples, 0);
     EXPECT_NEAR(found.at({"tokens_per_second", 2 * batch}) / samples, 7, 1e-6);
     EXPECT_FALSE(found.contains({"samples_per_second", batch})) << "since when is not known";
+    for (const char* phase : {"forward", "backward", "step", "other"})
+      EXPECT_GT(found.at({std::string("phase_ms_") + phase, 2 * batch}), 0) << phase;
+    EXPECT_EQ(found.contains({"comm_bytes_all_reduce", batch}), ranks > 1);
+    EXPECT_TRUE(ranks == 1 ||
+                found.at({"comm_bytes_all_reduce", batch}) == found.at({"comm_bytes_all_reduce", 2 * batch}));
     EXPECT_GE(found.at({"memory_bytes_params", batch}), 3 * 4);
     EXPECT_EQ(text_of(folder / "job/Train_Samples_train_loss.csv"),
               c10::str("step,train_loss\r\n", batch, ",0.5\r\n", 2 * batch, ",2.5\r\n"));
@@ -334,6 +342,47 @@ TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
     std::vector<std::filesystem::path> files(std::filesystem::directory_iterator(folder / "job"), {});
     EXPECT_EQ(files.size(), names.size() + 1);  // a file of CSV for each, one of events
   }
+}
+
+// Those of the construction, too, for who comes later; once each.
+TEST(Session, WarningsGoToWriters) {
+  const io::TempFolder folder;
+  const std::string config = R"({"train_micro_batch_size_per_gpu": 3, "data_parallel_size": 4,
+      "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "tessera": {"json_lines": ")" +
+                             (folder / "a") + "\"}}";
+  auto engine = initialize(torch::nn::Linear(2, 1), Config::from_json(config));
+  engine.add_writer(io::json_metrics(folder / "b"));
+  engine.backward(engine.forward(at::zeros({1, 2})).sum());
+  engine.step();
+  engine.step();  // without a backward
+  for (const char* name : {"a", "b"}) {
+    const std::string lines = text_of(folder / name);
+    EXPECT_TRUE(lines.starts_with(R"({"warning": "data_parallel_size: has no effect)")) << lines;
+    const size_t second = lines.find(R"({"warning": "[engine.step])");
+    ASSERT_NE(second, std::string::npos) << lines;
+    EXPECT_LT(lines.find(R"("step": 3)"), second);
+    EXPECT_EQ(lines.find("{\"warning", second + 1), std::string::npos) << lines;
+  }
+}
+
+TEST(Session, MemoryPrintsItselfBesideTheFormula) {
+  for (const int stage : {0, 3})
+    testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+      const std::string config = R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {}},
+          "zero_optimization": {"stage3_param_persistence_threshold": 0, "stage": )" +
+                                 std::to_string(stage) + "}}";
+      const auto layer = torch::nn::Linear(torch::nn::LinearOptions(1024, 1024).bias(false));
+      auto engine = initialize(layer, Config::from_json(config), comm::Mesh(group));
+      engine.backward(engine.forward(at::zeros({1, 1024})).sum());
+      engine.step();
+      const engine::MemoryUse memory = engine.memory();
+      EXPECT_EQ(memory.params, memory.formula.params);
+      EXPECT_EQ(memory.master + memory.states, memory.formula.states);
+      const std::string text = c10::str(memory);
+      EXPECT_HAS(text, "memory of this rank (MiB)                 held     formula\nparams        ");
+      EXPECT_HAS(text, stage == 0 ? "masters and states                        8.00        8.00\n"
+                                  : "masters and states                        4.00        4.00\n");
+    });
 }
 
 TEST(Session, OperationsOverTime) {

@@ -93,3 +93,28 @@ def test_a_loader_goes_on_where_it_was(taken: int, before: int | None) -> None:
     resumed.load_state_dict(saved.state_dict())
     after = after or RepeatingLoader(resumed)
     assert [next(after).tolist() for _ in range(9)] == everything[taken : taken + 9]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("later", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_other_ranks_give_what_is_left_once_each(ranks: int, later: int, workers: int) -> None:
+    size = 24
+
+    def loaders(world: int, batch_size: int) -> list[Loader]:
+        of: dict[str, Any] = {"batch_size": batch_size, "world_size": world, "num_workers": workers}
+        return [make_loader(Numbers(size), rank=rank, **of) for rank in range(world)]
+
+    given: list[int] = []
+    for loader in loaders(ranks, 2):
+        assert len(list(loader)) * 2 == size // ranks
+        given += [number for numbers in itertools.islice(loader, 2) for number in numbers.tolist()]
+        state = loader.state_dict()
+    for loader in loaders(later, 3):
+        loader.load_state_dict(state)
+        passes = iter(loader)
+        given += next(passes, torch.empty(0)).tolist()
+        loader.load_state_dict(loader.state_dict())  # a resume of what was resumed
+        given += [number for numbers in passes for number in numbers.tolist()]
+        assert loader.state_dict() == {"epoch": 2, "samples": 0}
+    assert set(given) == set(range(size)) and len(given) < size + later  # but those that fill the last round

@@ -291,6 +291,10 @@ def test_demo_writes_its_results(tmp_path):
         _, tessera_loss, plain_loss = map(float, row.split(","))
         assert tessera_loss == pytest.approx(plain_loss, abs=0.02)
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.endswith(f"written: {tmp_path}/out/page.html\n")
+    page = (tmp_path / "out" / "page.html").read_text()
+    assert '"name":"tessera"' in page and '"name":"plain"' in page and "phase_ms_backward" in page
+    assert "Train/Samples/tflops" in page
 
 
 def marked(path: Path, comment: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -17,7 +18,11 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert {entry["folder"] for entry in found["disk"]} >= {"/dev/shm"}
     assert report.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0].strip() for line in lines] == list(found)
+    assert [line.split("  ")[0].strip() for line in lines if not line.startswith("  ")] == list(found)
+    assert [line.strip() for line in lines if line.startswith("  ")] == found["missing for more"]
+    for name in ("wandb", "comet_ml"):
+        assert any(name in line for line in found["missing for more"]) == (importlib.util.find_spec(name) is None)
+    assert ("train on the CPU" in str(found["missing for more"])) == (found["devices"] == [])
 
 
 def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

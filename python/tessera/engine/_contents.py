@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from tessera import _core
-from tessera.engine._report import logger
 from tessera.errors import UsageError
 from tessera.optim.engines import params_of
 
@@ -20,10 +19,17 @@ _END = (object(),)  # behind all that is compared: a list that has grown does no
 
 
 class Contents:
-    """`core`, `base`: the engine's, and the optimizer that updates it. `logs`: this rank warns, for all."""
+    """`core`, `base`: the engine's, and the optimizer that updates it. `warn`: tells the user; None on ranks that
+    do not."""
 
-    def __init__(self, model: nn.Module, core: _core.Engine, base: torch.optim.Optimizer | None, logs: bool) -> None:
-        self._core, self._base, self._logs = core, base, logs
+    def __init__(
+        self,
+        model: nn.Module,
+        core: _core.Engine,
+        base: torch.optim.Optimizer | None,
+        warn: Callable[[list[str]], None] | None,
+    ) -> None:
+        self._core, self._base, self._warn = core, base, warn
         self._built = _named(model)
         self._names = {name for name, *_ in self._built}
         # Behind something else from the start.
@@ -59,8 +65,8 @@ class Contents:
         fault, warning = _core.compare_contents(self._built, self._read(model), known)
         if not fault:
             self._note(model, known)
-            if warning and self._logs:
-                logger.warning(warning)
+            if warning and self._warn is not None:
+                self._warn([warning])
         return fault
 
     def check(self, model: nn.Module, call: str) -> None:

@@ -147,13 +147,14 @@ class Engine(nn.Module):
         self._checkpoints, self._loaders = Checkpoints(this), Loaders(this)
         device = checked_device(group, model.parameters())
         self._ranks = Ranks(group, self._settings, device, sequence_parallel, tensor_parallel)
+        self._said: list[tuple[str, int]] = []
         self._warn(self._settings.warnings)
         put_back = [keep_optimizer(optimizer), keep_device(model)]
         try:
             batch = self._settings.resolve_batch(self._ranks.dp_world_size)
             partitions = self._settings.placements.shards_params and self._ranks.share_states() > 1
             check_modules(model, partitions, runs_on=bool(self._settings.tessera.update_runs_on))
-            self._watch = Watch(self._settings, self._logging_rank())
+            self._watch = Watch(self._settings, self._logging_rank(), self._said)
             if self._watch.calls is not None:
                 self._ranks.mesh = _core.timed_mesh(self._ranks.mesh, self._watch.calls)
             self._parallel = TensorParallel(model, self._settings, self._ranks.mesh, cuts=self._ranks.cuts)
@@ -191,6 +192,12 @@ class Engine(nn.Module):
         """Once, of what all ranks would say alike."""
         if self._logging_rank() == 0:
             warn_of(lines)
+            self._note(lines)
+
+    def _note(self, lines: list[str]) -> None:
+        """For the files of numbers."""
+        samples = self.core.global_samples() if hasattr(self, "core") else 0
+        self._said += [(line, samples) for line in lines]
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
         more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._program.of_several}
@@ -232,14 +239,15 @@ class Engine(nn.Module):
         self._add_parts(base)
 
     def _add_parts(self, base: torch.optim.Optimizer | None) -> None:
-        core, logs = self.core, self._logging_rank() == 0
-        self._contents = Contents(self.module, core, base, logs)
+        core, this = self.core, weak(self)
+        warn = (lambda lines: this._warn(lines)) if self._logging_rank() == 0 else None
+        self._contents = Contents(self.module, core, base, warn)
         self._joining = Joining(weak(self), self._updates, self._partition)
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
         self._moving = Moving(core, self._settings, self._updates.runner)
         self._accumulation = Accumulation(core, self._settings.managed_gradient_accumulation)
-        warn, shares = warn_of if logs else None, self._ranks.sp_world_size > 1
+        shares = self._ranks.sp_world_size > 1
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares)
         if self._settings.fp16.enabled and self._settings.fp16.auto_cast:
             self._forward.input_dtype = torch.float16
@@ -262,10 +270,8 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or self._settings.placements.shards_params:
             self.core.check_not_captured("forward")
-        if self._watch.profiles(self):
-            with self._watch.profiled(self):
-                return self._forward.run(self.module, args, kwargs)
-        return self._forward.run(self.module, args, kwargs)
+        with self._watch.around_forward(self):
+            return self._forward.run(self.module, args, kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """loss.backward(); returns loss / accumulation steps, or the loss with scale_wrt_gas=False. With that neither
@@ -326,6 +332,7 @@ class Engine(nn.Module):
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:
                 self.optimizer.overflow = not core.was_step_applied()
         for line in core.take_notices():
+            self._note([line])
             warnings.warn(line, stacklevel=3)
         if core.global_steps() == steps:
             return
@@ -439,6 +446,7 @@ class Engine(nn.Module):
     recompute = method_of("_info", Info.recompute)
     expect = method_of("_info", Info.expect)
     count_flops = method_of("_info", Info.count_flops)
+    memory = method_of("_info", Info.memory)
     phase_seconds = method_of("_info", Info.phase_seconds)
     step_seconds = property_of("_info", Info.step_seconds)
     timed_calls = property_of("_info", Info.timed_calls)

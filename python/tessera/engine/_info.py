@@ -128,10 +128,16 @@ class Info:
         the schedule's total_num_steps), and tokens of a sample. 0: not known."""
         self._engine._watch.expect(steps, tokens_per_sample)
 
-    def count_flops(self, per_sample: float, peak: float | None = None) -> None:
+    def count_flops(self, per_sample: float | None = None, peak: float | None = None) -> None:
         """Events Train/Samples/tflops, of each rank, and with the `peak` of a device, in operations a second, mfu:
-        `per_sample` operations in forward and backward of a sample, over the time from one update to the next."""
+        `per_sample` operations in forward and backward of a sample, over the time from one update to the next. None:
+        three times those of the next forward that trains, as torch's FlopCounterMode counts them; local."""
         self._engine._watch.count_flops(self._engine.core, per_sample, peak)
+
+    def memory(self) -> _core.MemoryUse:
+        """Bytes that the engine holds on this rank, by kind (params, grads, master, states, buckets, peak_buckets;
+        of these host and disk), and in `formula` what the memory formula says; printed, a table of both. Local."""
+        return self._engine._watch.memory(self._engine.core)
 
     def phase_seconds(self) -> dict[str, float]:
         """What this rank spent since the engine was built in forward, backward and step, and of these in gather

@@ -4,6 +4,7 @@ and the profile of a forward. One Watch belongs to one engine; rank 0 speaks."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -36,8 +37,9 @@ class Watched(Protocol):
 
 
 class Watch:
-    def __init__(self, config: _core.Config, rank: int) -> None:
-        """Before the engine has a core: all that can be wrong of the configuration is an error here."""
+    def __init__(self, config: _core.Config, rank: int, said: list[tuple[str, int]]) -> None:
+        """Before the engine has a core: all that can be wrong of the configuration is an error here. `said`: warnings
+        so far, which grow."""
         self._config = config
         self._speaks = rank == 0
         self._every: int = config.steps_per_print or 0
@@ -49,8 +51,10 @@ class Watch:
         self._numbers = _core.Watch(config)
         self._terminal = self._numbers.in_place
         self._listens = False
+        self._counts = False  # operations of the next forward
+        self._peak: float | None = None
         self.calls = self._numbers.calls
-        self.monitor = Monitor(config, rank)
+        self.monitor = Monitor(config, rank, said)
         if config.log_level:
             logger.setLevel(_LEVELS[config.log_level])
         lines = self._every or config.wall_clock_breakdown or self._memory or self.calls is not None
@@ -78,7 +82,14 @@ class Watch:
 
     # ---------------------------------------------------------------- forward
 
-    def profiles(self, engine: Watched) -> bool:
+    def around_forward(self, engine: Watched) -> contextlib.AbstractContextManager[None]:
+        if self._profiles(engine):
+            return self._profiled(engine)
+        if self._counts and torch.is_grad_enabled() and engine.module.training:
+            return self._counted(engine)
+        return contextlib.nullcontext()
+
+    def _profiles(self, engine: Watched) -> bool:
         """The next forward is the one to profile: the first of its optimizer step."""
         return (
             self.profile_step is not None
@@ -88,7 +99,7 @@ class Watch:
         )
 
     @contextlib.contextmanager
-    def profiled(self, engine: Watched) -> Any:
+    def _profiled(self, engine: Watched) -> Iterator[None]:
         """Counts and times the forward inside; the report is printed by rank 0."""
         section = self._config.flops_profiler
         self.profiler = FlopsProfiler(engine.module, recompute_fwd_factor=section.recompute_fwd_factor)
@@ -143,8 +154,26 @@ class Watch:
     def expect(self, steps: int, tokens_per_sample: float) -> None:
         self._numbers.expect(steps, tokens_per_sample)
 
-    def count_flops(self, core: _core.Engine, per_sample: float, peak: float | None) -> None:
-        self._numbers.count_flops(core, per_sample, peak)
+    def memory(self, core: _core.Engine) -> _core.MemoryUse:
+        return self._numbers.memory(core)
+
+    def count_flops(self, core: _core.Engine, per_sample: float | None, peak: float | None) -> None:
+        self._counts = per_sample is None
+        self._peak = peak
+        if per_sample is not None:
+            self._numbers.count_flops(core, per_sample, peak)
+
+    @contextlib.contextmanager
+    def _counted(self, engine: Watched) -> Iterator[None]:
+        """A backward has twice the operations of a forward."""
+        from torch.utils.flop_counter import FlopCounterMode  # imports much
+
+        self._counts = False
+        with FlopCounterMode(display=False) as counter:
+            yield
+        if flops := counter.get_total_flops():
+            core = engine.core
+            self._numbers.count_flops(core, 3 * flops / core.options().micro_batch_size, self._peak)
 
     # ---------------------------------------------------------------- collectives
 

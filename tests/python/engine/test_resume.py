@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from support import OPTIMIZERS, Net, batch, config, engines, losses_of, make, run, same_bits, weights, with_blob
+from support import (
+    OPTIMIZERS,
+    Net,
+    batch,
+    config,
+    engines,
+    losses_of,
+    make,
+    run,
+    run_program,
+    same_bits,
+    weights,
+    with_blob,
+)
 from tessera.errors import ConfigError, IoError
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -136,56 +150,98 @@ def test_a_norm_that_is_none_is_refused(value: float) -> None:
     engine.step()
 
 
-class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 32
+PROGRAM = """
+import json, multiprocessing, random, sys
+import numpy, torch
+import tessera
+from torch import nn
+from tessera.data import RepeatingLoader
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((5,), index / 32)
-
-
-class Drawn(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Its rows are random."""
-
-    def __iter__(self) -> Any:
-        return (torch.randn(5) + random.random() + np.random.rand() for _ in range(32))
+kind, workers, folder, begin, seed = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+SIZE = 36
 
 
-@pytest.mark.parametrize("kind", ["rows", "random order", "workers", "stream"])
-def test_what_is_drawn_after_a_resume_amid_an_epoch(kind: str, tmp_path: Path) -> None:
-    """Dropout, and the order that a sampler has drawn, are those of the run that went on."""
-    cfg = config(1, checkpoint={"random_state": True})
+class Rows(torch.utils.data.Dataset):  # each is drawn by all generators
+    def __len__(self):
+        return SIZE
 
-    def engine_and_batches() -> Any:
-        data: Any = Drawn() if kind == "stream" else Rows()
-        sampler = torch.utils.data.RandomSampler(data) if kind == "random order" else None
-        engine = tessera.Engine(make(lambda: nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5))), cfg)
-        engine.num_local_io_workers = 1 if kind == "workers" else 0
-        engine.training_dataloader = engine.data_loader(data, data_sampler=sampler)
-        return engine, iter(engine.training_dataloader)
+    def __getitem__(self, index):
+        return torch.cat([torch.full((2,), index / SIZE), torch.rand(1) + random.random() + numpy.random.rand()])
 
-    def steps(engine: Any, batches: Any, count: int) -> list[Any]:
-        seen = []
-        for x in (next(batches) for _ in range(count)):
-            loss = engine(x).square().mean()
-            engine.backward(loss)
-            engine.step()
-            seen.append((x.tolist(), loss.item()))
-        return seen
 
-    torch.manual_seed(7)
-    engine, batches = engine_and_batches()
-    steps(engine, batches, 3)
-    engine.save_checkpoint(tmp_path)
-    drawn = torch.get_rng_state()
-    want = steps(engine, batches, 4)
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return (Rows()[index] for index in range(12))  # of each worker
+
+
+class Shuffled(torch.utils.data.Sampler):  # by Python's generator and numpy's
+    def __iter__(self):
+        order = random.sample(range(SIZE), SIZE)
+        return iter(numpy.random.permutation(order).tolist())
+
+    def __len__(self):
+        return SIZE
+
+
+def start():
+    sampler = {"drawn order": torch.utils.data.RandomSampler(Rows()), "own sampler": Shuffled()}.get(kind)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 2},
+    }
+    engine = tessera.initialize(model=model, config=config)[0]
+    data = Stream() if kind == "stream" else Rows()
+    loader = engine.data_loader(data, data_sampler=sampler, num_local_io_workers=workers)
+    engine.training_dataloader = loader
+    return engine, RepeatingLoader(loader)
+
+
+def train(engine, batches, until):
+    losses = []
+    while engine.global_steps < until:
+        loss = engine(next(batches)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+multiprocessing.set_start_method("fork", force=True)  # of workers: they need not import all again
+tessera.init_distributed("gloo")
+torch.set_num_threads(1)
+seed += torch.distributed.get_rank()
+for put in (torch.manual_seed, random.seed, numpy.random.seed):
+    put(seed)
+engine, batches = start()
+if begin == 0:
+    first = train(engine, batches, 23)
+    engine.save_checkpoint(folder, random_state=True)
+    straight = train(engine, batches, 31)
+    engine.load_checkpoint(folder)  # a live iterator
+    live = train(engine, batches, 31)
     engine.destroy()
-    torch.manual_seed(8)
-    engine, batches = engine_and_batches()
-    engine.load_checkpoint(tmp_path)
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert steps(engine, batches, 4) == want
-    engine.destroy()
+    engine, batches = start()
+engine.load_checkpoint(folder)
+fresh = train(engine, batches, 31)
+print(json.dumps([straight, live, fresh] if begin == 0 else [fresh]))
+engine.destroy()
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["rows", "drawn order", "own sampler", "stream"])
+def test_a_run_goes_on_amid_an_epoch_bit_for_bit(kind: str, workers: int, tmp_path: Path) -> None:
+    """Dropout, orders that are drawn, and rows that draw, in this process and in a new one."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, program, kind, str(workers), tmp_path / "saved"]
+    ran = [json.loads(text.splitlines()[-1]) for text in run_program([*command, "0", "7"], 2)]
+    again = [json.loads(text.splitlines()[-1]) for text in run_program([*command, "23", "90"], 2)]
+    for (straight, live, fresh), (new,) in zip(ran, again, strict=True):
+        assert len(set(straight)) == 8  # no two alike
+        assert live == straight and fresh == straight and new == straight
 
 
 CUT = "tessera.cut"  # beside the states of a parameter: of which elements they are

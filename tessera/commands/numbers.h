@@ -1,0 +1,25 @@
+// What writers of numbers (io/metrics.h) have left of runs: files of JSON lines, folders of CSV files.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera::commands {
+
+struct Run {
+  using Points = std::vector<std::pair<double, std::optional<double>>>;  // over samples; none: not a finite number
+  std::string name;
+  std::map<std::string, Points> series{};  // by the name of a metric
+  std::vector<std::pair<double, std::string>> warnings{};
+};
+
+// Of a file of JSON lines; a folder of CSV files; a folder with files *.jsonl, a run each. Where a run went on from an earlier place,
+// what it had after that is left out. Names are those of files and folders, whole paths where they would be alike. IoError for a path
+// without any, and for a line that is none (but the last one of a run that was killed).
+std::vector<Run> read_runs(const std::vector<std::string>& paths);
+
+}  // namespace tessera::commands
