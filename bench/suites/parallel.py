@@ -173,13 +173,13 @@ def own_range(length: int) -> tuple[int, int]:
 
 
 def tessera_shared(sizes: LlamaSizes, ranks: int, bf16: bool, flags: list[str]) -> Plain:
-    from tessera.sequence import DistributedAttention
+    from tessera.sequence import SequenceAttention
 
     import tessera
 
     with mock.patch.dict(os.environ, {"TESSERA_TRANSPORT": "gloo"} if "gloo" in flags else {}):
         group = tessera.c10d_group(dist.new_group().group_name)
-    attention = DistributedAttention(attend, group, parts=2 if "parts" in flags else 1)
+    attention = SequenceAttention(attend, group, parts=2 if "parts" in flags else 1)
     entry = Ulysses("Tessera Ulysses" + named(flags), shared_model(sizes, attention, bf16))
     entry.group = group
     return entry
@@ -191,11 +191,11 @@ def deepspeed_shared(sizes: LlamaSizes, ranks: int, bf16: bool, flags: list[str]
 
     deepspeed.init_distributed("gloo", verbose=False)
     attention = DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-    return Ulysses("DeepSpeed Ulysses", shared_model(sizes, attention, bf16))
+    return Ulysses("DeepSpeed Ulysses", shared_model(sizes, lambda q, k, v: attention(q, k, v, 0), bf16))
 
 
 def shared_model(sizes: LlamaSizes, attention: Any, bf16: bool) -> nn.Module:
-    model = llama(sizes, lambda q, k, v: attention(q, k, v, 0))
+    model = llama(sizes, attention)
     return model.bfloat16() if bf16 else model
 
 

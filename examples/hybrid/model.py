@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from pictures import IDS, MERGE, PATCH, Batch
-from tessera.sequence import DistributedAttention
+from tessera.sequence import SequenceAttention
 from torch import nn
 from torch.nn import functional as F
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -105,14 +105,14 @@ class _Attention:
 
     def __init__(self, module: Any, group: Any) -> None:
         self._module = module
-        self._exchange = DistributedAttention(_windows, group)
+        self._exchange = SequenceAttention(_windows, group)
 
     def __call__(self, hidden_states: torch.Tensor, cu_seqlens: Any, position_embeddings: Any, **_: Any) -> Any:
         module = self._module
         tokens = hidden_states.size(0)
         q, k, v = module.qkv(hidden_states).view(tokens, 3, module.num_heads, -1).unbind(1)
         q, k = apply_rotary_pos_emb_vision(q, k, *position_embeddings)
-        mixed = self._exchange(q[None], k[None], v[None], 0, None, cu_seqlens, module.scaling)
+        mixed = self._exchange(q[None], k[None], v[None], cu_seqlens, module.scaling)
         return module.proj(mixed.reshape(tokens, -1))
 
 

@@ -10,7 +10,7 @@ import torch
 from model import Tower, configuration, language_of, whole_loss, whole_model
 from pictures import Batch, batch
 from tessera.hybrid import Layout, Link, Place
-from tessera.sequence import initialize_sequence_parallel
+from tessera.sequence import make_groups
 
 import tessera
 
@@ -80,7 +80,7 @@ class VisionRank:
 
     def __init__(self, place: Place, job: Job) -> None:
         self.job = job
-        groups = initialize_sequence_parallel(job.vision_ranks)
+        groups = make_groups(job.vision_ranks)
         tower = Tower(job.model(), groups.sequence, place.rank, place.ranks)
         config = job.config() | (LOW_STATES if job.precision == "low" else {})
         self.engine, *_ = tessera.initialize(model=tower, config=config, group=groups)

@@ -1,5 +1,5 @@
-"""Names of DeepSpeed's that this package took before. They go on for a while, each with a FutureWarning that says what
-took its place; the package `deepspeed` has them for good."""
+"""Names of DeepSpeed's that this package took before. They go on until 0.3.0 (CHANGELOG.md), which is without this
+file, each with a FutureWarning that says what took its place; the package `deepspeed` has them for good."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def warn(old: str, new: str, level: int = 2) -> None:
     """`level`: calls from who warns up to the user's."""
-    warnings.warn(f"{old} is DeepSpeed's name; here it is {new}", FutureWarning, stacklevel=level + 1)
+    warnings.warn(
+        f"{old} is DeepSpeed's name, and goes with 0.3.0; here it is {new}", FutureWarning, stacklevel=level + 1
+    )
 
 
 def takes_former(turn: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]) -> Callable[[F], F]:
@@ -117,14 +119,17 @@ def of_zero_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
     return args
 
 
-def former_names(module: str, names: Mapping[str, str], where: dict[str, Any]) -> Callable[[str], Any]:
-    """The __getattr__ of a module whose globals are `where`."""
+def former_names(
+    module: str, names: Mapping[str, str], where: Mapping[str, Any], shapes: Mapping[str, Any] | None = None
+) -> Callable[[str], Any]:
+    """The __getattr__ of a module whose globals are `where`. `shapes`: what was called in another way than what took
+    its place."""
 
     def get(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         warn(f"{module}.{name}", names[name])
-        return where[names[name]]
+        return shapes[name] if shapes and name in shapes else where[names[name]]
 
     return get
 

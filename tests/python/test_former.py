@@ -12,7 +12,7 @@ import torch
 from support import config, make
 
 import tessera
-from tessera import zero
+from tessera import sequence, zero
 
 
 def calls(folder: Path) -> dict[str, tuple[tuple[Any, ...], dict[str, Any], str]]:
@@ -72,6 +72,57 @@ def test_other_names(recwarn: pytest.WarningsRecorder) -> None:
     with zero.Init(config_dict_or_path=config(3), mem_efficient_linear=True):
         make()
     texts = [str(w.message) for w in recwarn if issubclass(w.category, FutureWarning)]
-    assert len(texts) == 5 and "get_global_grad_norm() is DeepSpeed's name; here it is global_grad_norm()" in texts
+    norm = "get_global_grad_norm() is DeepSpeed's name, and goes with 0.3.0; here it is global_grad_norm()"
+    assert len(texts) == 5 and norm in texts
     with pytest.raises(AttributeError, match="no_such"):
         _ = zero.no_such
+
+
+def of_sequences() -> dict[str, tuple[Any, Any]]:
+    """What a former name of tessera.sequence gives, and what took its place."""
+    group, x, target = tessera.single_group(), torch.arange(24.0).view(1, 4, 3, 2), torch.tensor([[0, 1, 0, 1]])
+    old: Any = sequence
+
+    def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, factor: float = 1) -> torch.Tensor:
+        return q * k + factor * v
+
+    def plus(layer: float, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return layer + (x.mean() if more else x)
+
+    cut = {"layer": 1.0}
+    angles = (torch.zeros(4, 1, 1, 2), torch.ones(4, 1, 1, 2))
+    attend = sequence.SequenceAttention(local, group)
+    before = old.DistributedAttention(local, group, 2, 0)
+    return {
+        "DistributedAttention": (before(x, x, x, 0, angles, 2.0), attend(x, x, x, 2.0, rotary=angles)),
+        "seq_all_to_all": (old.seq_all_to_all(group, x, 2, 1), sequence.to_heads(x, group)),
+        "back": (old.seq_all_to_all(group, x, 1, 2, 0, heads=3), sequence.to_sequence(x, group, heads=3)),
+        "sequence_tiled_compute": (
+            old.sequence_tiled_compute(plus, 4, 2, {"x": x}, cut, "x", None, 1, None),
+            sequence.tiled(plus, {"x": x}, cut, tiles=2, reduction=None),
+        ),
+        "SequenceTiledCompute": (
+            old.SequenceTiledCompute.apply(plus, 4, 2, ["x"], ["layer"], "x", None, 1, None, x, 1.0),
+            1 + x,
+        ),
+        "TiledMLP": (old.TiledMLP.apply(plus, 1.0, x, 2, []), 1 + x),
+        "TiledFusedLogitsLoss": (
+            old.TiledFusedLogitsLoss.apply(plus, 1.0, x[..., 0], target, None, 2, [], "sum"),
+            sequence.tiled_loss(lambda x, y: 1 + x.mean(), x[..., 0], target, tiles=2, reduction="sum"),
+        ),
+        "vocab_sequence_parallel_cross_entropy": (
+            old.vocab_sequence_parallel_cross_entropy(x[..., 0], target, group),
+            sequence.sequence_cross_entropy(x[..., 0], target, group),
+        ),
+        "initialize_sequence_parallel": (old.initialize_sequence_parallel, sequence.make_groups),
+    }
+
+
+def test_names_of_sequences() -> None:
+    with pytest.warns(
+        FutureWarning, match=r"tessera\.sequence\..* is DeepSpeed's name, and goes with 0\.3\.0"
+    ) as caught:
+        found = of_sequences()
+    assert all(warning.filename == __file__ for warning in caught)
+    for name, (old, new) in found.items():
+        assert torch.equal(old, new) if isinstance(new, torch.Tensor) else old is new, name

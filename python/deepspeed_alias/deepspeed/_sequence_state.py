@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
 def initialize_sequence_parallel(sequence_parallel_size: int, **sizes: int) -> Any:
     """Ranks that follow one another share a sequence. Returns the groups. Collective over all processes."""
-    made = Mpu(sequence.initialize_sequence_parallel(sequence_parallel_size, **sizes))
+    made = Mpu(sequence.make_groups(sequence_parallel_size, **sizes))
     _made[:] = [torch_dist.group.WORLD, made]
     return made
 

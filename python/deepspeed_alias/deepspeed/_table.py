@@ -24,7 +24,6 @@ def _refused(names: str, feature: str) -> Rows:
 
 _INFERENCE = "inference engines; call the model itself, inside zero.GatheredParameters where it is partitioned"
 _MOE = "expert parallelism (section `expert_parallel`); leaf modules (zero_optimization.leaf_module) train MoE models"
-_ULYSSES = "sequence parallelism (`sequence_parallel_size`)"
 _AUTOTP = "tensor parallelism (section `tensor_parallel`)"
 _UNIVERSAL = "universal checkpoints (`checkpoint.load_universal`); Tessera's own load into any world and stage"
 _OFFLOAD = "offload (zero_optimization.offload_optimizer, offload_param)"
@@ -125,7 +124,7 @@ _BUILD = {  # what an installation says of itself
 _ULYSSES_SP = {
     **_same("._sequence", "UlyssesSPAttentionHF"),
     "UlyssesSPDataLoaderAdapter": "tessera.sequence:SequenceLoader",
-    **_same("tessera.sequence", "TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute"),
+    **_same("._sequence", "TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute"),
 }
 
 MODULES: dict[str, Rows] = {
@@ -451,10 +450,11 @@ MODULES: dict[str, Rows] = {
     ),
     "deepspeed.sequence": {},
     "deepspeed.sequence.layer": {
-        **_same("tessera.sequence", "DistributedAttention", _ULYSSES),
-        **_same("._sequence", "_SeqAllToAll"),
+        **_same("._sequence", "DistributedAttention _SeqAllToAll"),
     },
-    "deepspeed.sequence.cross_entropy": _same("tessera.sequence", "vocab_sequence_parallel_cross_entropy", _ULYSSES),
+    "deepspeed.sequence.cross_entropy": {
+        "vocab_sequence_parallel_cross_entropy": "tessera.sequence:sequence_cross_entropy"
+    },
     "deepspeed.pipe": _PIPE,
     "deepspeed.moe": {},
     "deepspeed.moe.layer": _refused("MoE", _MOE),

@@ -14,7 +14,7 @@ from typing import Any
 from tessera.distributed import free_port, init_distributed
 from tessera.errors import ConfigError, UsageError
 from tessera.hybrid._joining import C10D
-from tessera.hybrid._object_store import Exchange, RendezvousStore
+from tessera.hybrid._object_store import Relay, RendezvousStore
 
 _GRACE = 2.0  # seconds after a first failure for the others to say theirs
 _STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "strict_pack": "STRICT_PACK", "strict_spread": "STRICT_SPREAD"}
@@ -48,13 +48,13 @@ class Rendezvous:
     def store(self, timeout: float) -> Any:
         """A client of the caller's own."""
         client = C10D.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout))
-        return RendezvousStore(self.name, client, lambda: self.exchange)
+        return RendezvousStore(self.name, client, lambda: self.relay)
 
     @functools.cached_property
-    def exchange(self) -> Any:
+    def relay(self) -> Any:
         """The actor that hands references on. The first rank that needs it makes it; it ends with that rank."""
         ray = import_ray()
-        return ray.remote(Exchange).options(name=self.name, get_if_exists=True, num_cpus=0).remote()
+        return ray.remote(Relay).options(name=self.name, get_if_exists=True, num_cpus=0).remote()
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Host:
 
     def __init__(self) -> None:
         self.object: Any = None
-        self.place: Place | None = None  # as long as this process: see Rendezvous.exchange
+        self.place: Place | None = None  # as long as this process: see Rendezvous.relay
 
     def address(self) -> tuple[str, int]:
         """Where the store of the ranks is."""

@@ -34,7 +34,7 @@ class End:
         counts = (link.source.ranks, link.target.ranks)
         names = [f"rank {r} of {part}" for part, count in zip(sides, counts, strict=True) for r in range(count)]
         number = rank if side == "source" else link.source.ranks + rank
-        if link.transport == "ray" and not hasattr(store, "exchange"):
+        if link.transport == "ray" and not hasattr(store, "relay"):
             raise UsageError(
                 f'[hybrid] {names[number]}: transport="ray" is for links of actor groups; make the end with '
                 "place.store() of a Program's actor"
@@ -49,7 +49,7 @@ class End:
                 from tessera.hybrid._object_store import ObjectStore
 
                 channel = ObjectStore(
-                    store.exchange(), f"{store.rendezvous}/{link.name}", number, names, processes, timeout
+                    store.relay(), f"{store.rendezvous}/{link.name}", number, names, processes, timeout
                 )
                 p2p = _core.PythonPointToPoint(number, len(names), channel)
             else:

@@ -19,7 +19,7 @@ _LOOK = 0.25  # seconds between two looks at whether the sender is still there
 _SMALL = 4096  # bytes that go with the call itself
 
 
-class Exchange:
+class Relay:
     """The actor: keeps references until they are asked for, so that Ray counts them on their way and frees what they
     stand for as soon as it was taken."""
 
@@ -27,34 +27,34 @@ class Exchange:
         self._kept: dict[Any, asyncio.Future[list[Any]]] = {}
 
     async def keep(self, key: Any, reference: list[Any]) -> None:
-        self._place(key).set_result(reference)
+        self._coming(key).set_result(reference)
 
     async def take(self, key: Any) -> list[Any]:
         """Waits until it is there; once."""
-        reference = await self._place(key)
+        reference = await self._coming(key)
         del self._kept[key]
         return reference
 
-    def _place(self, key: Any) -> asyncio.Future[list[Any]]:
+    def _coming(self, key: Any) -> asyncio.Future[list[Any]]:
         return self._kept.setdefault(key, asyncio.get_running_loop().create_future())
 
 
 class RendezvousStore(C10D.PrefixStore):
-    """The store of a Place, with the way to the exchange of all groups of its program."""
+    """The store of a Place, with the way to the relay of all groups of its program."""
 
-    def __init__(self, prefix: str, store: Any, exchange: Callable[[], Any]) -> None:
+    def __init__(self, prefix: str, store: Any, relay: Callable[[], Any]) -> None:
         super().__init__(prefix, store)
         self.rendezvous = prefix
-        self.exchange = exchange
+        self.relay = relay
 
 
 class ObjectStore:
-    """Messages of rank `number` of a link, as the core sends and receives them. `link`: no other one of the exchange
+    """Messages of rank `number` of a link, as the core sends and receives them. `link`: no other one of the relay
     has this name; `names` and `processes`: of all ranks, to say who has ended."""
 
     def __init__(
         self,
-        exchange: Any,
+        relay: Any,
         link: str,
         number: int,
         names: Sequence[str],
@@ -64,7 +64,7 @@ class ObjectStore:
         import ray
 
         self._ray = ray
-        self._exchange = exchange
+        self._relay = relay
         self._link = link
         self._number = number
         self._names = names
@@ -75,13 +75,13 @@ class ObjectStore:
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         """Bytes on the CPU; waits for nobody."""
         message = data.numpy().tobytes() if data.numel() <= _SMALL else self._ray.put(data.numpy())
-        self._exchange.keep.remote(self._key(self._number, to, tag), [message])
+        self._relay.keep.remote(self._key(self._number, to, tag), [message])
 
     def receive(self, data: torch.Tensor, source: int, tag: int) -> None:
         """Fills `data` with the next message of that rank and tag."""
         deadline = time.monotonic() + self._timeout
         try:
-            (message,) = self._wait(self._exchange.take.remote(self._key(source, self._number, tag)), deadline, source)
+            (message,) = self._wait(self._relay.take.remote(self._key(source, self._number, tag)), deadline, source)
             if not isinstance(message, bytes):
                 message = self._wait(message, deadline, source)
             # A copy: what is in the object store must stay as it is.

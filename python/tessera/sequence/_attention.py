@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera._mesh import core_group
+from tessera._mesh import OneGroup, core_group
 from tessera.errors import ConfigError
 
 _HEADS = 2  # dim of [sequence, batch, heads, head_dim] and of [batch, sequence, heads, head_dim]
@@ -21,55 +21,55 @@ def check_parts(parts: Any, label: str) -> None:
         raise ConfigError(f"[{label}] parts must be an integer of 1 or more, got {parts!r}")
 
 
-def seq_all_to_all(
-    group: Any,
-    input: torch.Tensor,
-    scatter_idx: int,
-    gather_idx: int,
-    batch_dim_idx: int = 0,
-    heads: int | None = None,
-) -> torch.Tensor:
-    """One tensor [batch, sequence, heads, ...] (batch_dim_idx 0) or [sequence, batch, heads, ...] (1), cut along
-    scatter_idx into the ranks' parts and joined along gather_idx. Dim 2 is the heads, 0 or 1 stand for the sequence,
-    whichever is not the batch. Calling it again with the two changed gives the input back. Heads need not divide: rank
-    r has the r-th of nearly equal parts, the larger ones first. `heads`: on the way back how many there are in all; if
-    not given, the ranks ask each other. Collective, in the backward too.
-    """
+def check_sequence_dim(sequence_dim: Any, label: str) -> int:
+    if sequence_dim not in (0, 1) or isinstance(sequence_dim, bool):
+        raise ConfigError(f"[{label}] sequence_dim must be 0 or 1, got {sequence_dim!r}")
+    return sequence_dim
+
+
+def to_heads(x: torch.Tensor, group: OneGroup, *, sequence_dim: int = 1) -> torch.Tensor:
+    """This rank's part of the sequence with all heads becomes the whole sequence with this rank's heads. `x`: [batch,
+    sequence, heads, ...], or [sequence, batch, heads, ...] with sequence_dim 0. Heads need not divide: rank r has the
+    r-th of nearly equal parts, the larger ones first. `group`: a torch ProcessGroup or a group of tessera. Collective,
+    in the backward too."""
     ranks = core_group(group)
+    check_sequence_dim(sequence_dim, "to_heads")
     if ranks.size == 1:
-        return input
-    sequence = _sequence_dim(batch_dim_idx)
-    if {scatter_idx == _HEADS, gather_idx == _HEADS} != {True, False}:
+        return x
+    sizes = _core.part_sizes(x.size(_HEADS), ranks.size)
+    if sizes[-1] == 0:
         raise ConfigError(
-            f"[seq_all_to_all] one of scatter_idx {scatter_idx} and gather_idx {gather_idx} must be {_HEADS}, the heads"
+            f"[to_heads] {x.size(_HEADS)} heads cannot be dealt out to {ranks.size} sequence-parallel ranks: each "
+            "needs one at least"
         )
-    if scatter_idx == _HEADS:
-        sizes = _core.part_sizes(input.size(_HEADS), ranks.size)
-        if sizes[-1] == 0:
-            raise ConfigError(
-                f"[seq_all_to_all] {input.size(_HEADS)} heads cannot be dealt out to {ranks.size} sequence-parallel "
-                "ranks: each "
-                "needs one at least"
-            )
-        return _core.exchange([input], ranks, _HEADS, sequence, [sizes], [], "seq_all_to_all")[0]
-    _check_length(input.size(sequence), ranks.size, "seq_all_to_all")
+    return _core.exchange([x], ranks, _HEADS, sequence_dim, [sizes], [], "to_heads")[0]
+
+
+def to_sequence(x: torch.Tensor, group: OneGroup, *, sequence_dim: int = 1, heads: int | None = None) -> torch.Tensor:
+    """What to_heads() gave, back. `heads`: how many there are in all; if not given, the ranks ask each other.
+    Collective, in the backward too."""
+    ranks = core_group(group)
+    check_sequence_dim(sequence_dim, "to_sequence")
+    if ranks.size == 1:
+        return x
+    if x.size(sequence_dim) % ranks.size:
+        raise ConfigError(
+            f"[to_sequence] a sequence of {x.size(sequence_dim)} tokens is not divisible by the {ranks.size} ranks of "
+            "sequence_parallel_size"
+        )
     if heads is None:
-        mine = torch.tensor([input.size(_HEADS)], device=input.device)
-        sizes = [int(size) for size in _core.gather_from_ranks(mine, ranks, 0, [], "seq_all_to_all").tolist()]
+        mine = torch.tensor([x.size(_HEADS)], device=x.device)
+        sizes = [int(size) for size in _core.gather_from_ranks(mine, ranks, 0, [], "to_sequence").tolist()]
     else:
         sizes = _core.part_sizes(heads, ranks.size)
-    return _core.exchange([input], ranks, sequence, _HEADS, [[]], sizes, "seq_all_to_all")[0]
+    return _core.exchange([x], ranks, sequence_dim, _HEADS, [[]], sizes, "to_sequence")[0]
 
 
-class DistributedAttention(nn.Module):
-    """Any attention over the sequence of all ranks of `sequence_process_group` (a torch ProcessGroup or a group of
-    tessera).
+class SequenceAttention(nn.Module):
+    """Any attention over the sequence of all ranks of `group` (a torch ProcessGroup or a group of tessera).
 
     local_attention(query, key, value, *args, **kwargs) gets the whole sequence and this rank's heads, in the layout of
     the inputs, and returns as many heads, [..., heads, head_dim] or [..., heads * head_dim].
-
-    scatter_idx and gather_idx are the heads' and the sequence's dim; which of dims 0 and 1 is the sequence says
-    batch_dim_idx of the call. sp_stream is accepted and not used: the exchange orders itself with the tensors' stream.
 
     parts: local attentions and exchanges by which the heads go (fewer where a rank has fewer key/value heads, one where
     the ranks have unequally many): while a part's attention runs, the others' exchanges are on their way, in the
@@ -77,61 +77,45 @@ class DistributedAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        local_attention: Callable[..., torch.Tensor],
-        sequence_process_group: Any,
-        scatter_idx: int = 2,
-        gather_idx: int = 0,
-        sp_stream: Any = None,
-        parts: int = 1,
+        self, local_attention: Callable[..., torch.Tensor], group: OneGroup, *, sequence_dim: int = 1, parts: int = 1
     ) -> None:
         super().__init__()
-        if scatter_idx != _HEADS or gather_idx not in (0, 1):
-            raise ConfigError(
-                f"[DistributedAttention] scatter_idx must be {_HEADS} (heads) and gather_idx 0 or 1 (sequence), got "
-                f"{scatter_idx} and {gather_idx}"
-            )
-        check_parts(parts, "DistributedAttention")
+        check_parts(parts, "SequenceAttention")
+        self.sequence_dim = check_sequence_dim(sequence_dim, "SequenceAttention")
         self.local_attn = local_attention
         self.parts = parts
-        self.group = core_group(sequence_process_group)
+        self.group = core_group(group)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedAttention:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceAttention:
         """With a copy of a local attention that is a module, and the same ranks."""
         import copy
 
-        return DistributedAttention(copy.deepcopy(self.local_attn, memo), self.group, parts=self.parts)
+        copied = type(self)(copy.deepcopy(self.local_attn, memo), self.group, parts=self.parts)
+        copied.sequence_dim = self.sequence_dim
+        return copied
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        batch_dim_idx: int = 0,
-        rotary_pos_emb: Any = None,
-        *args: Any,
-        **kwargs: Any,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, rotary: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        """[batch, sequence / ranks, heads, head_dim] with batch_dim_idx 0, [sequence / ranks, batch, heads, head_dim]
-        with 1. Key and value may have fewer heads. rotary_pos_emb: (cosines, sines) [sequence, batch or 1, 1, width] of
-        the whole sequence, applied to query and key inside."""
-        sequence = _sequence_dim(batch_dim_idx)
+        """[batch, sequence / ranks, heads, head_dim] with sequence_dim 1, [sequence / ranks, batch, heads, head_dim]
+        with 0. Key and value may have fewer heads. rotary: (cosines, sines) [sequence, batch or 1, 1, width] of the
+        whole sequence, applied to query and key inside. Collective."""
+        sequence = self.sequence_dim
         for name, t in (("query", query), ("key", key), ("value", value)):
             if t.dim() != 4 or t.size(sequence) != query.size(sequence):
                 raise ConfigError(
-                    f"[DistributedAttention] {name} has the sizes {list(t.shape)}, query {list(query.shape)}: all must "
-                    "be 4-D with "
-                    f"the sequence in dim {sequence}"
+                    f"[SequenceAttention] {name} has the sizes {list(t.shape)}, query {list(query.shape)}: all must be "
+                    f"4-D with the sequence in dim {sequence}"
                 )
         if self.group.size == 1:
-            query, key = self._rotated(query, key, rotary_pos_emb, sequence)
+            query, key = self._rotated(query, key, rotary, sequence)
             return self.local_attn(query, key, value, *args, **kwargs)
-        _core.deal_heads(query.size(_HEADS), key.size(_HEADS), self.group.size, "DistributedAttention")
+        _core.deal_heads(query.size(_HEADS), key.size(_HEADS), self.group.size, "SequenceAttention")
         parts = _core.HeadParts(query, key, value, _core.SequenceCut(self.group, sequence, parts=self.parts))
         flat = False
         for part in range(len(parts)):
             query, key, value, heads = parts.take(part)
-            query, key = self._rotated(query, key, rotary_pos_emb, sequence)
+            query, key = self._rotated(query, key, rotary, sequence)
             context = self.local_attn(query, key, value, *args, **kwargs)
             flat = context.dim() == 3
             parts.give(part, context.unflatten(_HEADS, (heads.queries[self.group.rank], -1)) if flat else context)
@@ -152,16 +136,3 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat([-second, first], -1) * sin
     return torch.cat([turned, kept], -1)
-
-
-def _sequence_dim(batch_dim_idx: int) -> int:
-    if batch_dim_idx not in (0, 1) or isinstance(batch_dim_idx, bool):
-        raise ConfigError(f"[DistributedAttention] batch_dim_idx must be 0 or 1, got {batch_dim_idx!r}")
-    return 1 - batch_dim_idx
-
-
-def _check_length(length: int, ranks: int, label: str) -> None:
-    if length % ranks:
-        raise ConfigError(
-            f"[{label}] a sequence of {length} tokens is not divisible by the {ranks} ranks of sequence_parallel_size"
-        )

@@ -48,8 +48,7 @@ class SequenceParallelGroups:
         if self.size("tensor") == 1 and slices > 1:
             raise ConfigError(
                 f"[sequence] tensor_parallel.autotp_size is {slices}, and the groups have no tensor-parallel ones; "
-                "register_with_transformers and initialize_sequence_parallel make them where they get "
-                f"tensor_parallel_size={slices}"
+                f"register_with_transformers and make_groups make them where they get tensor_parallel_size={slices}"
             )
         mesh, axes = _core.Mesh(), _core.Axis
         for axis, name in ((axes.DpShard, "data"), (axes.Sp, "sequence"), (axes.Tp, "tensor")):
@@ -59,9 +58,7 @@ class SequenceParallelGroups:
         return mesh
 
 
-def initialize_sequence_parallel(
-    sequence_parallel_size: int, *, tensor_parallel_size: int = 1
-) -> SequenceParallelGroups:
+def make_groups(sequence_parallel_size: int, *, tensor_parallel_size: int = 1) -> SequenceParallelGroups:
     """All processes: `tensor_parallel_size` that follow one another hold slices of one model (then
     tensor_parallel.autotp_size must say the same), `sequence_parallel_size` neighbours of those share a sequence, and
     each such row has a batch of its own. Creates the default process group if there is none. Collective over all

@@ -23,7 +23,7 @@ from tessera import _core
 from tessera.errors import ConfigError
 from tessera.sequence._attention import check_parts
 from tessera.sequence._documents import Attention, Ranges, attend, documents
-from tessera.sequence._groups import SequenceParallelGroups, initialize_sequence_parallel
+from tessera.sequence._groups import SequenceParallelGroups, make_groups
 
 _LABEL = "TransformersAttention"
 _MARK = "_tessera_sequence_parallel"  # of modules of a registered model
@@ -91,7 +91,7 @@ class TransformersAttention:
         flash attention. seq_length: of all ranks together, and micro_batch_size: checked at each call if
         seq_length_is_variable is False. disable_in_eval: modules in eval mode attend to their own rank's tokens only,
         which then are a whole sequence. max_length: another name of seq_length. groups: in place of new ones, over all
-        processes. parts: of the heads, as in DistributedAttention. tensor_parallel_size: of the new groups, where
+        processes. parts: of the heads, as in SequenceAttention. tensor_parallel_size: of the new groups, where
         tensor_parallel.autotp_size is more than 1. Collective.
         """
         check_parts(parts, _LABEL)
@@ -104,9 +104,7 @@ class TransformersAttention:
         _check_length(length, seq_length_is_variable, sequence_parallel_size)
         if isinstance(model_name_or_path, nn.Module):
             _check_model(model_name_or_path)
-        groups = groups or initialize_sequence_parallel(
-            sequence_parallel_size, tensor_parallel_size=tensor_parallel_size
-        )
+        groups = groups or make_groups(sequence_parallel_size, tensor_parallel_size=tensor_parallel_size)
         if groups.size() != sequence_parallel_size:
             raise ConfigError(
                 f"[{_LABEL}] sequence_parallel_size is {sequence_parallel_size}, the groups have "

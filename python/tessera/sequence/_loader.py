@@ -5,19 +5,21 @@ from __future__ import annotations
 import collections
 import json
 import math
-import struct
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tessera import _core
+from tessera._mesh import core_group
 from tessera._nested import Nesting
 from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
 
 Batch = dict[str, Any]
-_LENGTH = struct.Struct("<q")
+Part = tuple[list[torch.Tensor], str]  # tensors, and how they are nested
+Form = list[Any]  # a dtype's name and a shape
 _BATCHES = Nesting("SequenceLoader", "the batch holds", "ranks", "rank", ConfigError)
 
 
@@ -40,6 +42,7 @@ class SequenceLoader:
         self.device = torch.device(device)
         self._iterator = iter(dl)
         self._ready: collections.deque[Batch] = collections.deque()
+        self._ranks: _core.Group | None = None  # of sp_group, once they have met
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size
@@ -57,74 +60,72 @@ class SequenceLoader:
         """This rank's parts of the next batch of every rank. All ranks stop with the first one that does, and fail with
         one that fails: it with its own error, whatever that is, the others with what it says."""
         problem: Exception | None = None
+        parts: list[Part] = []
         try:
-            messages = [_packed(part) for part in cut_batch(next(self._iterator), self.sp_world_size)]
+            parts = [_taken_apart(part) for part in cut_batch(next(self._iterator), self.sp_world_size)]
+            own: Any = [[note, [[_name(t.dtype), list(t.shape)] for t in tensors]] for tensors, note in parts]
         except StopIteration:
-            messages = [_packed(None)] * self.sp_world_size
+            own = None
         except Exception as error:
             problem = error
             text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            messages = [_packed((isinstance(error, ConfigError), text))] * self.sp_world_size
-        received = self._exchange(messages)
+            own = {"of_configuration": isinstance(error, ConfigError), "text": text}
+        all_own = self._values_of_all(own)
         if problem is not None:
             raise problem
-        for rank, message in enumerate(received):
-            if isinstance(message, tuple):
-                of_configuration, text = message
-                if of_configuration:
-                    raise ConfigError(text)
+        for rank, theirs in enumerate(all_own):
+            if isinstance(theirs, dict):
+                if theirs["of_configuration"]:
+                    raise ConfigError(theirs["text"])
                 raise RuntimeError(
-                    f"[SequenceLoader] the batch of rank {rank} of the sequence could not be had: {text}"
+                    f"[SequenceLoader] the batch of rank {rank} of the sequence could not be had: {theirs['text']}"
                 )
-        if any(message is None for message in received):
+        if any(theirs is None for theirs in all_own):
             self._iterator = iter(self.dl)
             raise StopIteration
+        came = [theirs[self.sp_rank] for theirs in all_own]
+        tensors = self._exchange([tensors for tensors, _ in parts], [forms for _, forms in came])
+        return [_BATCHES.join(note, theirs) for (note, _), theirs in zip(came, tensors, strict=True)]
+
+    def _values_of_all(self, own: Any) -> list[Any]:
+        """What each rank passes, as JSON can say it."""
+        if self._ranks is None:
+            self._ranks = _core.single_group() if self.sp_world_size == 1 else core_group(self.sp_group)
+        texts = _core.texts_of(self._ranks, json.dumps(own), "parts of batches", self.device)
+        return [json.loads(text) for text in texts]
+
+    def _exchange(self, tensors: list[list[torch.Tensor]], forms: list[list[Form]]) -> list[list[torch.Tensor]]:
+        """tensors[r] go to rank r; what came, by rank, of the dtypes and shapes in `forms`."""
+        moved = [[t.detach().to(self.device) for t in of_rank] for of_rank in tensors]
+        if self.sp_world_size == 1:
+            return moved
+        sizes = [[math.prod(shape) * _dtype(name).itemsize for name, shape in of_rank] for of_rank in forms]
+        sent = [t.contiguous().flatten().view(torch.uint8) for of_rank in moved for t in of_rank]
+        lengths = [sum(t.nbytes for t in of_rank) for of_rank in moved]
+        bytes_of = [sum(of_rank) for of_rank in sizes]
+        buffer = torch.empty(sum(bytes_of), dtype=torch.uint8, device=self.device)
+        dist.all_to_all_single(buffer, torch.cat(sent), bytes_of, lengths, group=self.sp_group)
+        pieces = iter(buffer.split([size for of_rank in sizes for size in of_rank]))
         return [
-            {key: v.to(self.device) if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
-            for batch in received
+            [next(pieces).clone().view(_dtype(name)).reshape(shape) for name, shape in of_rank] for of_rank in forms
         ]
 
-    def _exchange(self, messages: list[bytes]) -> list[Any]:
-        """messages[r] goes to rank r; what came, by rank."""
-        if self.sp_world_size == 1:
-            return [_unpacked(message) for message in messages]
-        lengths = [len(message) for message in messages]
-        sent = torch.tensor(lengths, device=self.device)
-        came = torch.empty_like(sent)
-        dist.all_to_all_single(came, sent, group=self.sp_group)
-        sizes = came.tolist()
-        payload = torch.frombuffer(bytearray(b"".join(messages)), dtype=torch.uint8).to(self.device)
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(buffer, payload, sizes, lengths, group=self.sp_group)
-        return [_unpacked(part.cpu().numpy().tobytes()) for part in buffer.split(sizes)]
+
+def _taken_apart(part: Batch) -> Part:
+    tensors, note = _BATCHES.split(part)
+    for t in tensors:
+        if t.layout != torch.strided:
+            raise ConfigError(f"[SequenceLoader] the batch holds a tensor of the layout {t.layout}; make it dense")
+    return tensors, note
 
 
-def _packed(value: Any) -> bytes:
-    """A message: its head in JSON, after the head's length; and the bytes of the tensors that it lists."""
-    tensors, note = _BATCHES.split(value)
-    rows = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-    head = json.dumps({"note": note, "tensors": rows}).encode()
-    return b"".join((_LENGTH.pack(len(head)), head, *map(_bytes_of, tensors)))
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    if tensor.layout != torch.strided:
-        raise ConfigError(f"[SequenceLoader] the batch holds a tensor of the layout {tensor.layout}; make it dense")
-    flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).numpy().tobytes()
-
-
-def _unpacked(message: bytes) -> Any:
-    begin = _LENGTH.size + _LENGTH.unpack_from(message)[0]
-    head, tensors = json.loads(message[_LENGTH.size : begin]), []
-    for name, shape in head["tensors"]:
-        dtype: torch.dtype = getattr(torch, name)
-        end = begin + math.prod(shape) * dtype.itemsize
-        data = bytearray(message[begin:end])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        tensors.append(flat.reshape(shape))
-        begin = end
-    return _BATCHES.join(head["note"], tensors)
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:

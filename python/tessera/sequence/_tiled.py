@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ def _factors(tiles: _Tiles, reduction: str | None, valid: torch.Tensor | None) -
     if reduction == "sum":
         return [1.0] * len(tiles.ranges)
     if reduction != "mean":
-        raise ConfigError(f"[tiled] a loss needs output_reduction 'mean' or 'sum', got {reduction!r}")
+        raise ConfigError(f"[tiled] a loss needs reduction 'mean' or 'sum', got {reduction!r}")
     if valid is None:
         counts = [float(length) for _, length in tiles.ranges]
     else:
@@ -71,140 +71,95 @@ def _in_fp16(tensors: list[torch.Tensor]) -> bool:
 
 def _check_reduction(reduction: str | None) -> None:
     if reduction not in ("mean", "sum", None):
-        raise ConfigError(f"[tiled] output_reduction must be 'mean', 'sum' or None, got {reduction!r}")
+        raise ConfigError(f"[tiled] reduction must be 'mean', 'sum' or None, got {reduction!r}")
 
 
-def sequence_tiled_compute(
+def tiled(
     fn: Callable[..., torch.Tensor],
-    seqlen: int,
-    shards: int,
-    kwargs_to_shard: dict[str, Any],
-    kwargs_to_pass: dict[str, Any],
-    grad_requiring_tensor_key: str | None = None,
-    compute_params: Iterable[torch.Tensor] | None = None,
-    output_unshard_dimension: int = 1,
-    output_reduction: str | None = "mean",
+    cut: dict[str, Any],
+    whole: dict[str, Any] | None = None,
+    *,
+    tiles: int,
+    join_dim: int = 1,
+    reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """fn(**kwargs), whose tensors in `kwargs_to_shard` are given `shards` tiles of dim 1 one after the other.
+    """fn(**cut, **whole), which is given the tensors in `cut` in `tiles` tiles of dim 1, one after the other.
 
-    Outputs of the tiles are joined along `output_unshard_dimension`, or if they are scalars (a loss), reduced: "sum",
-    or "mean", in which a tile counts with its tokens; where a cut tensor's name ends with "labels", with its labels
-    that are not -100. Every tensor that requires gradients gets them, as do parameters that `fn` reads, each once a
-    backward: `grad_requiring_tensor_key` and `compute_params` need not be given. The backward computes the tiles again.
+    Outputs of the tiles are joined along `join_dim`, or if they are scalars (a loss), reduced: "sum", or "mean", in
+    which a tile counts with its tokens; where a cut tensor's name ends with "labels", with its labels that are not
+    -100. Every tensor that requires gradients gets them, as do parameters that `fn` reads, each once a backward. The
+    backward computes the tiles again.
     """
-    _check_reduction(output_reduction)
-    tensors = {name: t for name, t in kwargs_to_shard.items() if isinstance(t, torch.Tensor)}
+    _check_reduction(reduction)
+    given = cut | (whole or {})
+    tensors = {name: t for name, t in cut.items() if isinstance(t, torch.Tensor)}
     if not tensors:
-        raise ConfigError("[tiled] kwargs_to_shard has no tensor to cut")
+        raise ConfigError("[tiled] there is no tensor to cut")
+    first, length = next((name, t.shape[1:2]) for name, t in tensors.items())
     for name, t in tensors.items():
-        if t.dim() < 2 or t.size(1) != seqlen:
+        if t.dim() < 2 or t.shape[1:2] != length:
             raise ConfigError(
-                f"[tiled] {name} has the sizes {list(t.shape)}; its dim 1 must be the sequence of {seqlen} tokens"
+                f"[tiled] {name} has the sizes {list(t.shape)}, {first} {list(tensors[first].shape)}: dim 1 of all "
+                "that is cut must be the sequence"
             )
-    if grad_requiring_tensor_key is not None and grad_requiring_tensor_key not in kwargs_to_shard | kwargs_to_pass:
-        raise ConfigError(f"[tiled] grad_requiring_tensor_key {grad_requiring_tensor_key!r} names no argument")
-    passed = {name: t for name, t in kwargs_to_pass.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+    passed = {n: t for n, t in (whole or {}).items() if isinstance(t, torch.Tensor) and t.requires_grad}
     names = [*tensors, *passed]
-    others = {name: v for name, v in (kwargs_to_shard | kwargs_to_pass).items() if name not in names}
+    others = {name: v for name, v in given.items() if name not in names}
     labels = next((t for name, t in tensors.items() if name.endswith("labels") and not t.is_floating_point()), None)
-    tiles = _Tiles(
+    run = _Tiles(
         lambda pieces: fn(**dict(zip(names, pieces, strict=True)), **others),
         [*tensors.values(), *passed.values()],
         [True] * len(tensors) + [False] * len(passed),
         1,
-        shards,
+        tiles,
     )
     valid = None if labels is None else labels != IGNORED
-    return tiles.run(output_unshard_dimension, lambda: _factors(tiles, output_reduction, valid))
+    return run.run(join_dim, lambda: _factors(run, reduction, valid))
 
 
-class SequenceTiledCompute:
-    """sequence_tiled_compute() for code that calls its autograd function."""
-
-    @staticmethod
-    def apply(
-        fn: Callable[..., torch.Tensor],
-        seqlen: int,
-        shards: int,
-        keys_to_shard: list[str],
-        keys_to_pass: list[str],
-        grad_requiring_tensor_key: str | None,
-        compute_params: Iterable[torch.Tensor] | None,
-        output_unshard_dimension: int,
-        output_reduction: str | None,
-        *args: Any,
-    ) -> torch.Tensor:
-        """`args`: the values of keys_to_shard, then of keys_to_pass."""
-        values = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
-        return sequence_tiled_compute(
-            fn,
-            seqlen,
-            shards,
-            {name: values[name] for name in keys_to_shard},
-            {name: values[name] for name in keys_to_pass},
-            grad_requiring_tensor_key,
-            compute_params,
-            output_unshard_dimension,
-            output_reduction,
-        )
+def tiled_mlp(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tiles: int) -> torch.Tensor:
+    """fn(x), which treats each token by itself, in `tiles` tiles of x [..., sequence, hidden]. The backward computes
+    the tiles again."""
+    if x.dim() < 2:
+        raise ConfigError(f"[tiled_mlp] x must be [..., sequence, hidden], got the sizes {list(x.shape)}")
+    dim = x.dim() - 2
+    run = _Tiles(lambda pieces: fn(pieces[0]), [x], [True], dim, tiles)
+    return run.run(dim, lambda: _factors(run, None, None))
 
 
-class TiledMLP:
-    """A layer that treats each token by itself, a tile of the sequence at a time."""
+def tiled_loss(
+    fn: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    tiles: int,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """The loss fn(x, labels) or, with a mask, fn(x, labels, mask), a tile at a time, so that all logits are never there
+    at once: `fn` gets tiles of x [batch, sequence, ...], labels [batch, sequence, ...] and mask [batch, sequence], and
+    returns a scalar.
 
-    @staticmethod
-    def apply(
-        fn: Callable[[Any, torch.Tensor], torch.Tensor],
-        self: Any,
-        x: torch.Tensor,
-        shards: int,
-        compute_params: Iterable[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """fn(self, x) in `shards` tiles of x [..., sequence, hidden]; `self` is the layer, `fn` its own forward."""
-        if x.dim() < 2:
-            raise ConfigError(f"[TiledMLP] x must be [..., sequence, hidden], got the sizes {list(x.shape)}")
-        dim = x.dim() - 2
-        tiles = _Tiles(lambda pieces: fn(self, pieces[0]), [x], [True], dim, shards)
-        return tiles.run(dim, lambda: _factors(tiles, None, None))
-
-
-class TiledFusedLogitsLoss:
-    """The logits of a sequence and their loss, a tile at a time: all logits are never there at once."""
-
-    @staticmethod
-    def apply(
-        fn: Callable[..., torch.Tensor],
-        self: Any,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        mask: torch.Tensor | None,
-        shards: int,
-        compute_params: Iterable[torch.Tensor] | None = None,
-        output_reduction: str = "mean",
-    ) -> torch.Tensor:
-        """fn(self, x, y) or, with a mask, fn(self, x, y, mask): a scalar loss of a tile of x [batch, sequence, ...],
-        y [batch, sequence, ...] and mask [batch, sequence].
-
-        "mean": `fn` returns a mean over its tokens (those whose label is not -100 and whose mask is not 0), and the
-        result is the mean over all; "sum": the sum of what `fn` returns. The gradients are computed with the loss, in
-        one pass over the tiles, but in fp16, where a gradient must not be computed before the loss scale is known: then
-        the backward runs the tiles again.
-        """
-        if output_reduction not in ("mean", "sum"):
+    "mean": `fn` returns a mean over its tokens (those whose label is not -100 and whose mask is not 0), and the
+    result is the mean over all; "sum": the sum of what `fn` returns. The gradients are computed with the loss, in
+    one pass over the tiles, but in fp16, where a gradient must not be computed before the loss scale is known: then
+    the backward runs the tiles again.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"[tiled_loss] reduction must be 'mean' or 'sum', got {reduction!r}")
+    for name, t in (("x", x), ("labels", labels), ("mask", mask)):
+        if t is not None and (t.dim() < 2 or t.shape[:2] != x.shape[:2]):
             raise ConfigError(
-                f"[TiledFusedLogitsLoss] output_reduction must be 'mean' or 'sum', got {output_reduction!r}"
+                f"[tiled_loss] {name} has the sizes {list(t.shape)}, x {list(x.shape)}: all begin with "
+                "[batch, sequence]"
             )
-        for name, t, least in (("x", x, 2), ("y", y, 2), ("mask", mask, 2)):
-            if t is not None and (t.dim() < least or t.shape[:2] != x.shape[:2]):
-                raise ConfigError(
-                    f"[TiledFusedLogitsLoss] {name} has the sizes {list(t.shape)}, x {list(x.shape)}: all begin with "
-                    "[batch, sequence]"
-                )
-        given = [x, y] if mask is None else [x, y, mask]
-        tiles = _Tiles(lambda pieces: fn(self, *pieces), given, [True] * len(given), 1, shards)
-        valid = None if y.is_floating_point() else (y != IGNORED).flatten(2).any(2) if y.dim() > 2 else y != IGNORED
-        if mask is not None:
-            valid = mask != 0 if valid is None else valid & (mask != 0)
-        if _in_fp16(given) or not torch.is_grad_enabled():
-            return tiles.run(0, lambda: _factors(tiles, output_reduction, valid))
-        return tiles.run_with_gradients(_factors(tiles, output_reduction, valid))
+    given = [x, labels] if mask is None else [x, labels, mask]
+    run = _Tiles(lambda pieces: fn(*pieces), given, [True] * len(given), 1, tiles)
+    valid = None if labels.is_floating_point() else labels != IGNORED
+    if valid is not None and labels.dim() > 2:
+        valid = valid.flatten(2).any(2)
+    if mask is not None:
+        valid = mask != 0 if valid is None else valid & (mask != 0)
+    if _in_fp16(given) or not torch.is_grad_enabled():
+        return run.run(0, lambda: _factors(run, reduction, valid))
+    return run.run_with_gradients(_factors(run, reduction, valid))

@@ -151,6 +151,36 @@ def sequence_groups(rank: int) -> None:
     engine.destroy()
 
 
+def shapes_of_sequences(rank: int) -> None:
+    """Attention, exchanges, losses and tiles in DeepSpeed's shapes."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP
+    from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
+    from deepspeed.sequence.layer import DistributedAttention
+
+    group = dist.group.WORLD
+    whole = torch.arange(2.0 * 8 * 4 * 3).view(2, 8, 4, 3)  # batch, sequence, heads
+    mine = whole[:, 2 * rank : 2 * rank + 2].clone()
+    for batch_dim in (0, 1):
+        x = mine if batch_dim == 0 else mine.transpose(0, 1).contiguous()
+        attention = DistributedAttention(lambda q, k, v, factor: q + factor * k + v, group, 2, 1 - batch_dim)
+        assert torch.equal(attention(x, x, x, batch_dim, None, 2.0), 4 * x)
+        with pytest.raises(ValueError, match="heads are dim 2"):
+            DistributedAttention(torch.add, group, 1, 0)
+    losses = vocab_sequence_parallel_cross_entropy(mine[:, :, 0], torch.zeros(2, 2, dtype=torch.long), group)
+    assert losses.shape == (8, 2)
+
+    def plus(self: float, x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return self + (x.mean() if more else x)
+
+    assert torch.equal(TiledMLP.apply(plus, 1.0, mine, 2, []), 1 + mine)
+    out = SequenceTiledCompute.apply(plus, 2, 2, ["x"], ["self"], "x", [], 1, None, mine, 1.0)
+    assert torch.equal(out, 1 + mine)
+    with pytest.raises(ValueError, match="must be the sequence of 3 tokens"):
+        SequenceTiledCompute.apply(plus, 3, 2, ["x"], ["self"], "x", [], 1, None, mine, 1.0)
+    loss = TiledFusedLogitsLoss.apply(plus, 1.0, mine, mine[..., 0, 0], None, 2, [], "mean")
+    torch.testing.assert_close(loss, 1 + mine.mean())
+
+
 def meshes(rank: int) -> None:
     """Two ranks a sequence, as mesh_param and as an mpu of the caller's own say it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
@@ -196,6 +226,7 @@ def worker(rank: int, port: int) -> None:
     meshes(rank)
     registered(rank)
     sequence_groups(rank)
+    shapes_of_sequences(rank)
     gathered(rank)
     other_groups(rank)
     for size, stage in ((2, 0), (2, 1), (2, 3), (4, 2)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from link_ranks import RAY_ENVIRONMENT
-from tessera.hybrid._object_store import Exchange, RendezvousStore
+from tessera.hybrid._object_store import Relay, RendezvousStore
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +36,10 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ray_exchange(ray_cluster: None) -> Any:
-    exchange = pytest.importorskip("ray").remote(Exchange).options(num_cpus=0).remote()
-    pytest.importorskip("ray").get(exchange.__ray_ready__.remote())  # may take longer than the timeout of a test's link
-    return exchange
+def ray_relay(ray_cluster: None) -> Any:
+    relay = pytest.importorskip("ray").remote(Relay).options(num_cpus=0).remote()
+    pytest.importorskip("ray").get(relay.__ray_ready__.remote())  # may take longer than the timeout of a test's link
+    return relay
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def store_for(request: pytest.FixtureRequest) -> Callable[[str], Any]:
     def store(transport: str) -> Any:
         if transport != "ray":
             return dist.HashStore()
-        exchange = request.getfixturevalue("ray_exchange")
-        return RendezvousStore(request.node.name, dist.HashStore(), lambda: exchange)
+        relay = request.getfixturevalue("ray_relay")
+        return RendezvousStore(request.node.name, dist.HashStore(), lambda: relay)
 
     return store

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import run_ranks
-from tessera.sequence import DistributedAttention, seq_all_to_all
+from tessera.sequence import SequenceAttention, to_heads, to_sequence
 from torch import nn
 from torch.nn import functional as F
 
@@ -60,9 +60,9 @@ def test_equals_attention_on_the_full_sequence(
 
     def body(rank: int, group: tessera.Group) -> None:
         mine = [part(t.detach(), rank, world, batch_dim).clone().requires_grad_() for t in full]
-        attention = DistributedAttention(local, group, 2, 0, parts=parts)
+        attention = SequenceAttention(local, group, sequence_dim=1 - batch_dim, parts=parts)
         group.reset_stats()
-        out = attention(*mine, batch_dim, None, 0.3, causal=True)
+        out = attention(*mine, 0.3, causal=True)
         out.backward(part(incoming, rank, world, batch_dim))
         assert group.stats().all_to_all.calls == 4 * parts  # two each way
         torch.testing.assert_close(out, part(expected.detach(), rank, world, batch_dim))
@@ -85,7 +85,7 @@ def test_exchanges_of_parts_are_on_their_way_while_others_attend() -> None:
 
         mine = [part(t, rank, 2, 0).clone().requires_grad_() for t in inputs((4, 4), 0)]
         group.reset_stats()
-        out = DistributedAttention(local, group, parts=2)(*mine)
+        out = SequenceAttention(local, group, parts=2)(*mine)
         torch.testing.assert_close(out, mine[0] * mine[1] * mine[2])
         out.sum().backward()
         torch.testing.assert_close(mine[0].grad, mine[1] * mine[2])
@@ -102,13 +102,13 @@ def test_rotation_inside(batch_dim: int) -> None:
     full = inputs((4, 2), batch_dim)
 
     def body(rank: int, group: tessera.Group) -> torch.Tensor:
-        attention = DistributedAttention(Local(1 - batch_dim), group, gather_idx=1)
-        return attention(*(part(t, rank, 2, batch_dim) for t in full), batch_dim, rotary, 0.5)
+        attention = SequenceAttention(Local(1 - batch_dim), group, sequence_dim=1 - batch_dim)
+        return attention(*(part(t, rank, 2, batch_dim) for t in full), 0.5, rotary=rotary)
 
-    alone = DistributedAttention(Local(1 - batch_dim), tessera.single_group())
+    alone = SequenceAttention(Local(1 - batch_dim), tessera.single_group(), sequence_dim=1 - batch_dim)
     got = torch.cat(run_ranks(2, body), 1 - batch_dim)
-    torch.testing.assert_close(got, alone(*full, batch_dim, rotary, 0.5))
-    assert not torch.allclose(got, alone(*full, batch_dim, None, 0.5))
+    torch.testing.assert_close(got, alone(*full, 0.5, rotary=rotary))
+    assert not torch.allclose(got, alone(*full, 0.5))
     # A rotation of the first half of the width by hand.
     c, s = (t if batch_dim == 1 else t.transpose(0, 1) for t in rotary)
     q, k = (
@@ -118,7 +118,7 @@ def test_rotation_inside(batch_dim: int) -> None:
         for t in full[:2]
     )
     q, k = (torch.cat([turned, t[..., 2:]], -1) for turned, t in zip((q, k), full[:2], strict=True))
-    torch.testing.assert_close(got, alone(q, k, full[2], batch_dim, None, 0.5))
+    torch.testing.assert_close(got, alone(q, k, full[2], 0.5))
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -130,9 +130,9 @@ def test_a_round_trip_is_the_identity(heads: int, world: int, batch_dim: int, kn
 
     def body(rank: int, group: tessera.Group) -> None:
         mine = part(full, rank, world, batch_dim)
-        inside = seq_all_to_all(group, mine, 2, sequence, batch_dim)
+        inside = to_heads(mine, group, sequence_dim=sequence)
         assert torch.equal(inside, full.tensor_split(world, 2)[rank])
-        back = seq_all_to_all(group, inside, sequence, 2, batch_dim, heads=heads if known else None)
+        back = to_sequence(inside, group, sequence_dim=sequence, heads=heads if known else None)
         assert torch.equal(back, mine)
 
     run_ranks(world, body)
@@ -142,7 +142,7 @@ def test_a_copy_has_the_same_ranks() -> None:
     import copy
 
     group = tessera.thread_groups(2)[0]
-    attention = DistributedAttention(Local(1), group)
+    attention = SequenceAttention(Local(1), group)
     copied = copy.deepcopy(attention)
     assert copied.group is group and copied.local_attn is not attention.local_attn
 
@@ -150,33 +150,27 @@ def test_a_copy_has_the_same_ranks() -> None:
 def wrong(case: str, group: tessera.Group) -> None:
     x = torch.ones(1, 6, 3, 2)
     if case == "heads":
-        DistributedAttention(Local(1), group)(x, x, x, 0)
+        SequenceAttention(Local(1), group)(x, x, x)
     elif case == "parts":
-        DistributedAttention(Local(1), group, parts=0)
-    elif case == "indices":
-        DistributedAttention(Local(1), group, 1, 0)
-    elif case == "batch":
-        DistributedAttention(Local(1), group)(x, x, x, 2)
+        SequenceAttention(Local(1), group, parts=0)
+    elif case == "dim":
+        SequenceAttention(Local(1), group, sequence_dim=2)
     elif case == "sizes":
-        DistributedAttention(Local(1), group)(x, x[:, :4], x, 0)
+        SequenceAttention(Local(1), group)(x, x[:, :4], x)
     elif case == "length":
-        seq_all_to_all(group, x, 1, 2, 0)
-    elif case == "round":
-        seq_all_to_all(group, x, 1, 0, 0)
+        to_sequence(x, group)
     elif case == "few":
-        seq_all_to_all(group, x, 2, 1, 0)
+        to_heads(x, group)
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
         ("heads", r"3 query heads are too few for 4 ranks \(sequence_parallel_size\)"),
-        ("indices", r"scatter_idx must be 2 \(heads\).*got 1 and 0"),
         ("parts", "parts must be an integer of 1 or more, got 0"),
-        ("batch", "batch_dim_idx must be 0 or 1, got 2"),
+        ("dim", "sequence_dim must be 0 or 1, got 2"),
         ("sizes", r"key has the sizes \[1, 4, 3, 2\], query \[1, 6, 3, 2\]"),
         ("length", "a sequence of 6 tokens is not divisible by the 4 ranks of sequence_parallel_size"),
-        ("round", "one of scatter_idx 1 and gather_idx 0 must be 2"),
         ("few", "3 heads cannot be dealt out to 4"),
     ],
 )
@@ -190,6 +184,6 @@ def test_an_output_with_other_heads() -> None:
 
     def body(rank: int, group: tessera.Group) -> None:
         with pytest.raises(ValueError, match="does not have the 2 heads of its query"):
-            DistributedAttention(lambda q, k, v: q[:, :, :1], group)(x, x, x, 0)
+            SequenceAttention(lambda q, k, v: q[:, :, :1], group)(x, x, x)
 
     run_ranks(2, body)

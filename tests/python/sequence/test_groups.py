@@ -15,7 +15,7 @@ from tessera.sequence import (
     SequenceLoader,
     SequenceParallelGroups,
     TransformersAttention,
-    initialize_sequence_parallel,
+    make_groups,
     mean_over_sequence,
 )
 
@@ -81,9 +81,9 @@ def worker(rank: int, port: int, folder: str) -> None:
     engine.destroy()
     results.append(beside_tensor_parallelism(rank))
     with pytest.raises(ValueError, match="sequence_parallel_size must be 1 at least, got 0"):
-        initialize_sequence_parallel(0)
+        make_groups(0)
     with pytest.raises(ValueError, match=r"sequence_parallel_size 3 x .* does not divide the 4 ranks"):
-        initialize_sequence_parallel(3)
+        make_groups(3)
     torch.save(results, os.path.join(folder, f"{rank}.pt"))
     torch.distributed.destroy_process_group()
 
@@ -148,7 +148,7 @@ def test_groups_that_do_not_fit() -> None:
 
 def test_without_processes() -> None:
     """A lone process is a world of one; the default group that the call makes is ended again."""
-    groups = initialize_sequence_parallel(1)
+    groups = make_groups(1)
     try:
         assert groups.size() == groups.size("data") == 1
     finally:

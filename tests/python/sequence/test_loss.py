@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import run_ranks
-from tessera.sequence import mean_over_sequence, vocab_sequence_parallel_cross_entropy
+from tessera.sequence import mean_over_sequence, sequence_cross_entropy
 from torch.nn import functional as F
 
 import tessera
@@ -23,7 +23,7 @@ def test_every_rank_has_the_loss_of_every_token() -> None:
 
     def body(rank: int, group: tessera.Group) -> None:
         mine = logits.detach().chunk(WORLD)[rank].clone().requires_grad_()
-        losses = vocab_sequence_parallel_cross_entropy(mine, target.chunk(WORLD)[rank], group)
+        losses = sequence_cross_entropy(mine, target.chunk(WORLD)[rank], group)
         torch.testing.assert_close(losses, expected.detach())
         losses.backward(incoming)
         assert logits.grad is not None
@@ -58,4 +58,4 @@ def test_the_mean_counts_tokens(counting: list[int]) -> None:
 
 def test_wrong_sizes() -> None:
     with pytest.raises(ValueError, match=r"logits have the sizes \[2, 3\], target \[2\]"):
-        vocab_sequence_parallel_cross_entropy(torch.ones(2, 3), torch.ones(2), tessera.single_group())
+        sequence_cross_entropy(torch.ones(2, 3), torch.ones(2), tessera.single_group())

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support import run_mesh
-from tessera.sequence import SequenceParallelGroups, TiledFusedLogitsLoss, TiledMLP, TransformersAttention
+from tessera.sequence import SequenceParallelGroups, TransformersAttention, tiled_loss, tiled_mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -55,9 +55,9 @@ def step(model: nn.Module, ids: torch.Tensor, position_ids: torch.Tensor, tiles:
     if tiles:
         for layer in model.model.layers:
             plain = type(layer.mlp).forward
-            layer.mlp.forward = lambda x, mlp=layer.mlp, plain=plain: TiledMLP.apply(plain, mlp, x, tiles)
+            layer.mlp.forward = lambda x, mlp=layer.mlp, plain=plain: tiled_mlp(lambda t: plain(mlp, t), x, tiles)
         hidden = model.model(input_ids=ids, position_ids=position_ids).last_hidden_state
-        loss = TiledFusedLogitsLoss.apply(head, model, hidden, ids, None, tiles)
+        loss = tiled_loss(lambda x, labels: head(model, x, labels), hidden, ids, tiles=tiles)
     else:
         hidden = model.model(input_ids=ids, position_ids=position_ids).last_hidden_state
         loss = head(model, hidden, ids)

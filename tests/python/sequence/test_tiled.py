@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support import assert_close, config, engines, full_grads
-from tessera.sequence import SequenceTiledCompute, TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
+from tessera.sequence import tiled as compute_tiled
+from tessera.sequence import tiled_loss, tiled_mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -33,16 +34,9 @@ class Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.way == "plain":
             return self.plain(x)
-        named = [self.up.weight, self.down.weight]
         if self.way == "mlp":
-            return TiledMLP.apply(Mlp.plain, self, x, self.tiles, named)
-        if self.way == "function":
-            return sequence_tiled_compute(
-                Mlp.plain, x.size(1), self.tiles, {"x": x}, {"self": self}, "x", named, 1, None
-            )
-        return SequenceTiledCompute.apply(
-            Mlp.plain, x.size(1), self.tiles, ["x"], ["self"], "x", named, 1, None, x, self
-        )
+            return tiled_mlp(self.plain, x, self.tiles)
+        return compute_tiled(Mlp.plain, {"x": x}, {"self": self}, tiles=self.tiles, reduction=None)
 
 
 class Model(nn.Module):
@@ -78,21 +72,16 @@ class Model(nn.Module):
     def end(self, x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         if self.way == "plain":
             return self.loss(x, labels, mask)
-        if self.way in ("function", "class"):
-            return sequence_tiled_compute(
+        if self.way == "function":
+            return compute_tiled(
                 lambda me, hidden, labels: Model.loss(me, hidden, labels),
-                x.size(1),
-                self.tiles,
                 {"hidden": x, "labels": labels},
                 {"me": self},
-                "hidden",
-                [self.head.weight],
-                output_unshard_dimension=0,
-                output_reduction=self.reduction,
+                tiles=self.tiles,
+                join_dim=0,
+                reduction=self.reduction,
             )
-        return TiledFusedLogitsLoss.apply(
-            Model.loss, self, x, labels, mask, self.tiles, [self.head.weight], self.reduction
-        )
+        return tiled_loss(self.loss, x, labels, mask, tiles=self.tiles, reduction=self.reduction)
 
 
 def data(seed: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +108,7 @@ def grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("tiles", [1, 3, 4, 20])
-@pytest.mark.parametrize("way", ["mlp", "function", "class"])
+@pytest.mark.parametrize("way", ["mlp", "function"])
 def test_values_and_gradients_are_those_without_tiles(way: str, tiles: int, batch: int, reduction: str) -> None:
     plain, tiled = pair(way, tiles, reduction=reduction)
     arrived: dict[str, int] = {}
@@ -219,7 +208,7 @@ def test_other_tensors_and_frozen_parameters() -> None:
         layer.zero_grad()
         leaves = [t.clone().requires_grad_(True) for t in (gate, scale)]
         out = (
-            sequence_tiled_compute(fn, LENGTH, 3, {"x": x, "gate": leaves[0]}, {"scale": leaves[1], "layer": layer})
+            compute_tiled(fn, {"x": x, "gate": leaves[0]}, {"scale": leaves[1], "layer": layer}, tiles=3)
             if tiled
             else fn(x, *leaves, layer)
         )
@@ -240,31 +229,23 @@ def test_a_second_backward_of_a_kept_graph() -> None:
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "length": (
-        lambda: sequence_tiled_compute(lambda x: x, 5, 2, {"x": torch.ones(1, 4, 2)}, {}),
-        r"x has the sizes \[1, 4, 2\]; its dim 1 must be the sequence of 5 tokens",
+        lambda: compute_tiled(lambda x, y: x, {"x": torch.ones(1, 4, 2), "y": torch.ones(1, 5)}, tiles=2),
+        r"y has the sizes \[1, 5\], x \[1, 4, 2\]: dim 1 of all that is cut must be the sequence",
     ),
-    "nothing": (lambda: sequence_tiled_compute(lambda x: x, 5, 2, {}, {}), "no tensor to cut"),
-    "key": (
-        lambda: sequence_tiled_compute(lambda x: x, 4, 2, {"x": torch.ones(1, 4, 2)}, {}, "y"),
-        "grad_requiring_tensor_key 'y' names no argument",
-    ),
-    "tiles": (lambda: TiledMLP.apply(lambda _, x: x, None, torch.ones(4, 2), 0), "1 tile at least, got 0"),
-    "output": (
-        lambda: TiledMLP.apply(lambda _, x: (x, x), None, torch.ones(4, 2), 2),
-        "must return one tensor, got tuple",
-    ),
+    "no sequence": (lambda: compute_tiled(lambda x: x, {"x": torch.ones(4)}, tiles=2), r"x has the sizes \[4\]"),
+    "nothing": (lambda: compute_tiled(lambda x: x, {}, tiles=2), "no tensor to cut"),
+    "tiles": (lambda: tiled_mlp(lambda x: x, torch.ones(4, 2), 0), "1 tile at least, got 0"),
+    "output": (lambda: tiled_mlp(lambda x: (x, x), torch.ones(4, 2), 2), "must return one tensor, got tuple"),  # type: ignore[arg-type,return-value]
     "reduction": (
-        lambda: TiledFusedLogitsLoss.apply(
-            lambda _, x, y: x, None, torch.ones(1, 4, 2), torch.ones(1, 4), None, 2, None, "max"
-        ),
+        lambda: tiled_loss(lambda x, y: x, torch.ones(1, 4, 2), torch.ones(1, 4), tiles=2, reduction="max"),
         "must be 'mean' or 'sum', got 'max'",
     ),
     "sizes": (
-        lambda: TiledFusedLogitsLoss.apply(lambda _, x, y: x, None, torch.ones(1, 4, 2), torch.ones(1, 3), None, 2),
-        r"y has the sizes \[1, 3\], x \[1, 4, 2\]",
+        lambda: tiled_loss(lambda x, y: x, torch.ones(1, 4, 2), torch.ones(1, 3), tiles=2),
+        r"labels has the sizes \[1, 3\], x \[1, 4, 2\]",
     ),
     "not a scalar": (
-        lambda: TiledFusedLogitsLoss.apply(lambda _, x, y: x, None, torch.ones(1, 4, 2), torch.ones(1, 4), None, 2),
+        lambda: tiled_loss(lambda x, y: x, torch.ones(1, 4, 2), torch.ones(1, 4), tiles=2),
         "must return a scalar",
     ),
 }
@@ -281,4 +262,4 @@ def test_a_tensor_from_outside_is_told() -> None:
     x = torch.randn(1, 4, 2, requires_grad=True)
     outside = x * 2
     with pytest.raises(ValueError, match=r"computed outside of it and requires gradients.*pass it as an argument"):
-        TiledMLP.apply(lambda _, piece: piece + outside[:, :2], None, x, 2)
+        tiled_mlp(lambda piece: piece + outside[:, :2], x, 2)
