@@ -175,9 +175,7 @@ void bind_runner(py::module_& m) {
       .def("follow", of_batch(&Ties::follow), py::arg("engine"), py::arg("batch"))
       .def("sum_gradients", of_batch(&Ties::sum_gradients), py::arg("engine"), py::arg("batch"));
 
-  py::class_<Runner::Result>(m, "BatchResult")
-      .def_readonly("loss", &Runner::Result::loss)
-      .def_readonly("most_live", &Runner::Result::most_live);
+  py::class_<Runner::Result>(m, "BatchResult").def_readonly("loss", &Runner::Result::loss);
   py::class_<Runner, std::shared_ptr<Runner>>(m, "PipelineRunner")
       .def(py::init([](const Ranks& ranks, std::shared_ptr<Ties> ties, int chunks, c10::Device device,
                        std::vector<comm::GroupPtr> beside) {
@@ -187,10 +185,13 @@ void bind_runner(py::module_& m) {
            py::arg("ranks"), py::arg("ties"), py::arg("chunks"), py::arg("device"), py::arg("beside"))
       .def("run", of_batch(&Runner::run), py::arg("engine"), py::arg("batch"), py::arg("table"), py::arg("shape"),
            py::arg("trains"))
+      .def("begin", &Runner::begin, py::arg("call"))
+      .def("end", &Runner::end)
       .def(
-          "announce_lost",
-          [](Runner& runner, const std::string& text) { runner.announce({.text = text, .lost = true}); },
-          py::arg("text"), NoGil());
+          "fail", [](Runner& runner, const std::string& text, bool lost) { runner.fail({.text = text, .lost = lost}); },
+          py::arg("text"), py::arg("lost"), NoGil())
+      .def_property_readonly("call", &Runner::call)
+      .def_property_readonly("most_live", &Runner::most_live);
 }
 
 }  // namespace

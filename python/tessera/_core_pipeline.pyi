@@ -52,7 +52,6 @@ def step_together(members: Sequence[Any], everyone: Group | None, device: torch.
 
 class BatchResult:
     loss: Final[float | None]  # the mean; None where the last stage computes none
-    most_live: Final[int]  # activations held at one time
 
 class PipelineRunner:
     def __init__(
@@ -61,7 +60,11 @@ class PipelineRunner:
     def run(
         self, engine: Engine, batch: Any, table: Sequence[StageAction], shape: PipelineShape, trains: bool
     ) -> BatchResult: ...
-    def announce_lost(self, text: str) -> None: ...
+    call: Final[str]  # that is under way
+    most_live: Final[int]  # activations held at one time
+    def begin(self, call: str) -> None: ...
+    def end(self) -> None: ...
+    def fail(self, text: str, lost: bool) -> None: ...
 
 # Of a link (tessera/pipeline/link.h); layouts and `dims` are those of tessera/hybrid/_layout.py.
 class PythonPointToPoint(PointToPoint):

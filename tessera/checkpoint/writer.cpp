@@ -295,7 +295,10 @@ void put_in_place(const std::string& from, const std::string& folder) {
                        "' now, because moving it back failed as well: ", std::strerror(errno));
       errno = failed;
     } else if (failed == 0) {
-      fs::rename(former, from);
+      std::error_code error;
+      fs::rename(former, from, error);
+      TESSERA_CHECK_IO(!error, "checkpoint", "'", folder, "' is in place; what was there before is '", former,
+                       "', because it cannot be moved to '", from, "': ", error.message());
     }
   } else if (failed != 0 && !replaces) {
     failed = ::rename(from.c_str(), folder.c_str());

@@ -38,10 +38,7 @@ void Pending::release() noexcept {
   if (!work_) return;
   try {
     Work& work = *work_;
-    if (work.wait_for(std::chrono::milliseconds(0)))
-      wait();
-    else
-      work.release(std::move(work_));
+    work.release(std::move(work_));
   } catch (...) {
     // As of the destructor.
   }

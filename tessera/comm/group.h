@@ -43,7 +43,7 @@ class Pending {
     virtual void wait() = 0;
     // Waits so long at most; true when wait() would wait for no other rank. False as well where that cannot be known.
     virtual bool wait_for(std::chrono::milliseconds limit) = 0;
-    // As of Pending. `self`: this. Without a way to keep what others may still use, it waits.
+    // As of Pending: takes what has come. `self`: this. Without a way to keep what others may still use, it waits.
     virtual void release(std::unique_ptr<Work> self) { self->wait(); }
   };
 
@@ -58,10 +58,10 @@ class Pending {
   // well where that cannot be known (small messages of a torch process group). Throws as wait() does.
   bool wait_for(std::chrono::milliseconds limit) { return !work_ || work_->wait_for(limit); }
   bool done() const { return work_ == nullptr; }
-  // For who leaves while another rank may never make its call: waits for none, and is complete without an error. CPU: what
-  // is in the tensors is undefined from here on, their memory lives as long as somebody uses it, and a part of the collective
-  // that only this rank could do is not done, which the others learn when its process or group ends. Accelerator: as
-  // wait(), which blocks no host.
+  // For who leaves while another rank may never make its call: waits for none, host or stream, and is complete without an error.
+  // What is in the tensors is undefined from here on, and their memory lives as long as somebody uses it. A part of the collective
+  // that only this rank could do is not done, which the others learn when its process or group ends; a device's
+  // collectives are done when the others come (Note [Left collectives] in c10d/own_group.h).
   void release() noexcept;
 
  private:

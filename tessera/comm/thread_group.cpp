@@ -389,7 +389,10 @@ class ThreadWork final : public Pending::Work {
   void wait() override { world_->wait(rank_, *op_, launched_); }
   bool wait_for(std::chrono::milliseconds limit) override { return world_->wait_for(*op_, limit); }
   // Whoever waits for it does all of it.
-  void release(std::unique_ptr<Work>) override { world_->keep(rank_, *op_, std::move(used_)); }
+  void release(std::unique_ptr<Work>) override {
+    if (wait_for({})) return wait();
+    world_->keep(rank_, *op_, std::move(used_));
+  }
 
  private:
   std::shared_ptr<World> world_;

@@ -207,47 +207,19 @@ void Pipeline::connect(std::shared_ptr<pipeline::Ties> ties) {
   if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, runner_->ties().copies(none));
 }
 
-void Pipeline::check_usable(const char* call) const {
-  TESSERA_CHECK(broken_.empty(), "engine", call, ": a batch has failed before (", broken_,
-                "): stages are not at the same place any more; build a new engine and load a checkpoint");
-}
-
-template <class F>
-auto Pipeline::in_batch(const F& body) {
-  under_way_ = false;
-  try {
-    return runner_->guarded(Batch(*this), body);
-  } catch (...) {
-    // Where no messages are under way all stages are at the same place.
-    const pipeline::Failure failure = pipeline::failure_of(std::current_exception());
-    if (under_way_ || failure.lost) broken_ = failure.text.substr(0, failure.text.find('\n'));
-    throw;
-  }
-}
-
-pipeline::Runner::Result Pipeline::run(Batch& batch, const pipeline::Table& table, const pipeline::Shape& shape,
-                                       bool trains) {
-  under_way_ = true;
-  const pipeline::Runner::Result result = runner_->run(batch, table, shape, trains);
-  under_way_ = false;
-  most_live_ = std::max(most_live_, result.most_live);
-  return result;
-}
-
 // ---------------------------------------------------------------- batches
 
 double Pipeline::train_batch(const BatchSource& data) {
-  check_usable("train_batch");
   const auto micro_batches = static_cast<int>(core().options().gradient_accumulation_steps);
   const pipeline::Shape shape{stages(), micro_batches, options_.chunks};
   const pipeline::Table table = pipeline::training(schedule_, shape, stage());
   pipeline::Ties& ties = runner_->ties();
-  return in_batch([&] {
+  return runner_->in_call("train_batch", Batch(*this), [&] {
     Batch none(*this);
     ties.follow(none);
     Batch batch(*this, read(data, micro_batches));
     module_->train();
-    const auto loss = run(batch, table, shape, /*trains=*/true).loss;
+    const auto loss = runner_->run(batch, table, shape, /*trains=*/true).loss;
     if (loss) core().set_loss(*loss);
     try {
       ties.sum_gradients(batch);
@@ -289,14 +261,13 @@ class EvalMode {
 }  // namespace
 
 Evaluation Pipeline::eval_batch(const BatchSource& data, int64_t micro_batches) {
-  check_usable("eval_batch");
   if (micro_batches <= 0) micro_batches = core().options().gradient_accumulation_steps;
   const pipeline::Shape shape{stages(), static_cast<int>(micro_batches), options_.chunks};
-  return in_batch([&] {
+  return runner_->in_call("eval_batch", Batch(*this), [&] {
     Batch batch(*this, read(data, micro_batches));
     const EvalMode evaluates(*module_);
     const at::NoGradGuard no_grad;
-    const auto result = run(batch, pipeline::forward_only(shape, stage()), shape, /*trains=*/false);
+    const auto result = runner_->run(batch, pipeline::forward_only(shape, stage()), shape, /*trains=*/false);
     return Evaluation{result.loss.value_or(std::numeric_limits<double>::quiet_NaN()), std::move(batch.outputs)};
   });
 }

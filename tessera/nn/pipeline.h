@@ -71,7 +71,7 @@ class Pipeline : private Session {
   bool is_first_stage() const { return stage() == 0; }
   bool is_last_stage() const { return stage() == stages() - 1; }
   // The most micro-batches (times chunks) whose activations this stage has held.
-  int max_live_activations() const { return most_live_; }
+  int max_live_activations() const { return runner_->most_live(); }
   StageLayers& module() { return *module_; }
 
   // One folder for all stages, with the names of the whole list: it loads with any number of stages and chunks, also in Python.
@@ -105,10 +105,6 @@ class Pipeline : private Session {
   void connect(std::shared_ptr<pipeline::Ties> ties);
   std::vector<MicroBatch> read(const BatchSource& data, int64_t micro_batches);
   Tensors forward(int chunk, const Tensors& inputs);
-  pipeline::Runner::Result run(Batch& batch, const pipeline::Table& table, const pipeline::Shape& shape, bool trains);
-  void check_usable(const char* call) const;
-  template <class F>
-  auto in_batch(const F& body);
 
   comm::Parts parts_;
   PipelineOptions options_;
@@ -117,9 +113,6 @@ class Pipeline : private Session {
   int64_t recompute_interval_;
   RecomputeOptions recompute_options_;
   std::unique_ptr<pipeline::Runner> runner_;
-  std::string broken_;      // why the engine is refused
-  bool under_way_ = false;  // messages of a batch
-  int most_live_ = 0;
 };
 
 }  // namespace tessera::nn

@@ -46,7 +46,22 @@ Runner::Runner(Ranks ranks, std::shared_ptr<Ties> ties, int chunks, at::Device d
                std::vector<comm::GroupPtr> beside)
     : ranks_(std::move(ranks)), ties_(std::move(ties)), wires_(ranks_, chunks, device), beside_(std::move(beside)) {}
 
+void Runner::begin(const std::string& call) {
+  TESSERA_CHECK(refused_.empty(), "engine", call, ": a batch has failed before (", refused_,
+                "): stages are not at the same place any more; build a new engine and load a checkpoint");
+  TESSERA_CHECK(call_.empty(), "engine", call, ": inside ", call_);
+  call_ = call;
+  under_way_ = false;
+}
+
+void Runner::fail(const Failure& failure) {
+  if (failure.lost) announce(failure);
+  if (failure.lost || under_way_) refused_ = first_line(failure.text);
+  end();
+}
+
 Runner::Result Runner::run(Stage& stage, const Table& table, const Shape& shape, bool trains) {
+  under_way_ = true;
   Run run(stage, wires_, shape, ranks_.stage(), trains);
   std::exception_ptr problem;
   Failure failure;
@@ -78,6 +93,8 @@ Runner::Result Runner::run(Stage& stage, const Table& table, const Shape& shape,
     throw;
   }
   ranks_.flush();
+  under_way_ = false;
+  most_live_ = std::max(most_live_, run.most_live);
   Result result{{}, run.most_live, run.most_under_way};
   if (count > 0) result.loss = sum / count;
   return result;

@@ -1,4 +1,10 @@
 // Batches of a stage, which end alike on all stages: with the loss, or with the error of one of them.
+//
+// Note [A call that failed]
+//   An engine of a pipeline has one call at a time: a batch, with what all stages do before and behind it. An error of one stage is
+//   one of all. Where no messages are under way it leaves all stages at one place, and the next call may come: the data has
+//   ended, ranks cannot step. Amid a batch messages may be on their way still, and stages have other gradients; where a rank is
+//   lost, others may be anywhere. After that every call is refused.
 #pragma once
 
 #include <memory>
@@ -26,24 +32,35 @@ class Runner {
   // with its text, or as DistBackendError where ranks were lost. Collective over all ranks of all stages.
   Result run(Stage& stage, const Table& table, const Shape& shape, bool trains);
 
-  // A part of a batch beside run() that stages do together: where this rank loses another one in it, it announces that to all.
+  // ---- Note [A call that failed]
+  // UsageError within another call, and where one has failed so that none may come. Local, as all of these.
+  void begin(const std::string& call);
+  void end() { call_.clear(); }
+  // In place of end(). Where ranks are lost it announces that to all.
+  void fail(const Failure& failure);
   template <class F>
-  auto guarded(const Stage& stage, const F& body) {
+  auto in_call(const std::string& call, const Stage& stage, const F& body) {
+    begin(call);
     try {
-      return body();
+      auto result = body();
+      end();
+      return result;
     } catch (...) {
-      const Failure failure = stage.explain(std::current_exception());
-      if (failure.lost) announce(failure);
+      fail(stage.explain(std::current_exception()));
       throw;
     }
   }
-  // Everybody who may wait for this rank, now or later, gets this in place of what they wait for. Local.
-  void announce(const Failure& failure);
+  // That which is under way; empty: none.
+  const std::string& call() const { return call_; }
+  // Of all batches so far.
+  int most_live() const { return most_live_; }
 
   const Ranks& ranks() const { return ranks_; }
   Ties& ties() { return *ties_; }
 
  private:
+  // Everybody who may wait for this rank, now or later, gets this in place of what they wait for. Local.
+  void announce(const Failure& failure);
   double mean_of(const Tensors& losses) const;
   [[noreturn]] void end_failed(const std::exception_ptr& problem, const Failure& failure) const;
 
@@ -51,6 +68,10 @@ class Runner {
   const std::shared_ptr<Ties> ties_;
   Wires wires_;
   const std::vector<comm::GroupPtr> beside_;
+  std::string call_;        // that is under way
+  bool under_way_ = false;  // messages of a batch
+  std::string refused_;     // why no call may come
+  int most_live_ = 0;
 };
 
 }  // namespace tessera::pipeline

@@ -132,6 +132,38 @@ TEST(Run, AnErrorOfOneStageIsOneOfAll) {
   }
 }
 
+// One call at a time; after an error amid messages, or of a lost rank, none.
+TEST(Run, CallsAndWhatEndsThem) {
+  const Shape shape{2, 4, 1};
+  const auto refused = [](Runner& runner) { return error_of<UsageError>([&] { runner.begin("eval_batch"); }); };
+  const auto ends = [](Runner& runner, int stage, bool amid, bool lost) {
+    Matrices matrices(shape, stage, amid && stage == 1 ? 2 : -1);
+    try {
+      runner.in_call("train_batch", matrices, [&]() -> int {
+        EXPECT_EQ(runner.call(), "train_batch");
+        EXPECT_HAS(error_of<UsageError>([&] { runner.begin("eval_batch"); }), "eval_batch: inside train_batch");
+        runner.run(matrices, training("1f1b", shape, stage), shape, /*trains=*/true);
+        TESSERA_CHECK_DIST(!lost, "comm", "a lost rank");
+        TESSERA_FAIL(UsageError, "no step");
+      });
+    } catch (const std::exception&) {
+      EXPECT_EQ(runner.call(), "");
+    }
+  };
+  run_stages(shape, [&](Runner& runner) {
+    const int stage = runner.ranks().stage();
+    ends(runner, stage, false, false);
+    EXPECT_EQ(refused(runner), "") << "behind the messages";
+    runner.end();
+    ends(runner, stage, true, false);
+    EXPECT_HAS(refused(runner), "eval_batch: a batch has failed before (");
+  });
+  run_stages(shape, [&](Runner& runner) {
+    ends(runner, runner.ranks().stage(), false, true);
+    EXPECT_HAS(refused(runner), "a lost rank");
+  });
+}
+
 TEST(Run, WhatRanksTellEachOtherHasAnyLength) {
   testing::run_ranks(3, [](int rank, const comm::GroupPtr& group) {
     const auto texts = texts_of(*group, std::string(static_cast<size_t>(rank), 'x'), "texts");

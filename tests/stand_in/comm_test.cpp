@@ -5,6 +5,9 @@
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <chrono>
+#include <future>
+
 #include "tests/comm/c10d/gloo_threads.h"
 #include "tests/comm/collectives.h"
 #include "tests/io/temp_folder.h"
@@ -84,6 +87,53 @@ TEST(DeviceComm, SiblingsNeedNoCommonOrder) {
     EXPECT_EQ(here.sum().item<float>(), 8);
     group->barrier();
   });
+}
+
+// One rank releases collectives of a sibling and ends it. The other makes the calls later, or never.
+TEST(DeviceComm, ASiblingEndsBeforeWhatItReleased) {
+  using Clock = std::chrono::steady_clock;
+  using Weak = c10::weak_intrusive_ptr<at::TensorImpl>;
+  for (const std::string then : {"the calls come", "they do not", "the group is aborted"}) {
+    std::promise<void> ended, over;
+    std::vector<Weak> kept;
+    run_staged_threads(2, [&](int rank, const TorchGroup& torch) {
+      auto group = comm::c10d_group(nullptr, *torch);
+      auto sibling = group->sibling(stand_in_of(rank));
+      const auto sum = [&](float value) {
+        at::Tensor t = at::full({50000}, value, at::TensorOptions(stand_in_of(rank)));
+        return std::pair(t, sibling->all_reduce(t, comm::ReduceOp::Sum, "left"));
+      };
+      sum(1).second.wait();
+      if (rank == 0) {
+        auto began = Clock::now();
+        for (int i = 0; i < 2; ++i) {
+          auto [t, pending] = sum(10.0f + static_cast<float>(i));
+          kept.emplace_back(t.getIntrusivePtr());
+          pending.release();
+        }
+        sibling.reset();
+        EXPECT_LT(Clock::now() - began, std::chrono::seconds(1)) << then;
+        EXPECT_FALSE(kept[0].expired() || kept[1].expired()) << then;
+        ended.set_value();
+        over.get_future().wait();
+        const bool aborts = then == "the group is aborted";
+        if (aborts) group->abort("enough");
+        began = Clock::now();
+        group.reset();
+        EXPECT_LT(Clock::now() - began, std::chrono::seconds(aborts ? 1 : 4)) << then;
+      } else {
+        ended.get_future().wait();
+        for (int i = 0; i < 2 && then == "the calls come"; ++i) {
+          auto [t, pending] = sum(100);
+          pending.wait();
+          EXPECT_TRUE(t.cpu().eq(110 + i).all().item<bool>());
+        }
+        over.set_value();
+      }
+    });
+    EXPECT_STREQ(tessera_stand_in_races(), "") << then;
+    EXPECT_TRUE(then != "the calls come" || (kept[0].expired() && kept[1].expired()));
+  }
 }
 
 // Every stage with a save in the background beside each step, over collectives that meet in the order of calls.

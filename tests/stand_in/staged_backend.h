@@ -59,6 +59,7 @@ class StagedBackend final : public c10d::Backend {
   class Work final : public c10d::Work {
    public:
     Work(WorkPtr inner, Staged call) : inner_(std::move(inner)), call_(std::move(call)) {}
+    bool isCompleted() override { return call_.done->query() && inner_->isCompleted(); }
     bool wait(std::chrono::milliseconds timeout) override {
       call_.order();
       inner_->wait(timeout);

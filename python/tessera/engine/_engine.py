@@ -247,8 +247,8 @@ class Engine(nn.Module):
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
         self._moving = Moving(core, self._settings, self._updates.runner)
         self._accumulation = Accumulation(core, self._settings.managed_gradient_accumulation)
-        shares = self._ranks.sp_world_size > 1
-        self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares)
+        shares, casts = self._ranks.sp_world_size > 1, self._program.casts_inputs
+        self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares, casts)
         if self._settings.fp16.enabled and self._settings.fp16.auto_cast:
             self._forward.input_dtype = torch.float16
 

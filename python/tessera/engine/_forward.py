@@ -29,10 +29,12 @@ class Forward:
         device: torch.device,
         warn: Callable[[list[str]], None] | None,
         checks_attention: bool,
+        casts_inputs: Callable[[], bool],
     ) -> None:
         self._core, self._parallel, self._partition, self._look = core, parallel, partition, look
         self._device, self._warn, self._checks_attention = device, warn, checks_attention
-        self.input_dtype: torch.dtype | None = None  # that inputs are cast to
+        self.input_dtype: torch.dtype | None = None  # that inputs are cast to, where this forward's are
+        self._casts_inputs = casts_inputs
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         core, parallel = self._core, self._parallel
@@ -40,7 +42,7 @@ class Forward:
         if self._checks_attention and self._warn is not None:  # now: registration may come after the engine
             self._checks_attention = False
             self._warn(attends_locally(module))
-        if self.input_dtype is not None:
+        if self.input_dtype is not None and self._casts_inputs():
             args, kwargs = cast_floating((args, kwargs), self.input_dtype)
         parallel.before_forward(args, kwargs, self._device)
         with self._partition.forward():

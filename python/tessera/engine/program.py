@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-__all__ = ["Names", "Program"]
+from tessera.engine._updates import Updates
+
+__all__ = ["Names", "Program", "check_trains"]
 
 Names = list[list[tuple[str, bool]]]  # by param group: name, and whether it is trained
 
@@ -25,6 +29,10 @@ class Program:
     def buildable(self) -> None:
         """What comes is collective inside an engine: errors of others end it here. Collective."""
 
+    def casts_inputs(self) -> bool:
+        """Whether the inputs of the forward that begins are the program's own, which fp16.auto_cast casts."""
+        return True
+
     def device(self) -> torch.device | None:
         """Of an engine whose module has no parameters."""
         return None
@@ -32,3 +40,13 @@ class Program:
     def group_names(self, own: Names) -> Names:
         """What a checkpoint has of param groups. Collective."""
         return own
+
+
+class _Trained(Protocol):
+    @property
+    def _updates(self) -> Updates: ...
+
+
+def check_trains(engine: _Trained, call: str) -> None:
+    """UsageError of engine.`call` for an engine without an optimizer, and for one that was destroyed. Local."""
+    engine._updates.trained_by(call)

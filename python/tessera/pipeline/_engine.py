@@ -13,7 +13,7 @@ from torch import nn
 from tessera import _core, _mesh
 from tessera._config import load_config
 from tessera.engine import Engine, step_together
-from tessera.engine.program import Program
+from tessera.engine.program import check_trains
 from tessera.errors import UsageError
 from tessera.pipeline._batch import Batch
 from tessera.pipeline._checks import check, check_alike, check_ties
@@ -49,9 +49,6 @@ class PipelineEngine(Engine):
     ) -> None:
         self._everyone = everyone = Everyone()
         self._stages = stages = Stages(everyone)
-        self._broken = self._inside = ""
-        self._under_way = False  # messages of a batch
-        self.max_live_activations = 0
         try:
             with stages.agreeing():
                 loaded = load_config(config)
@@ -95,22 +92,21 @@ class PipelineEngine(Engine):
 
     def _connect(self) -> None:
         """Collective."""
-        interval = self._settings.pipeline.activation_checkpoint_interval
+        interval = self.config.pipeline.activation_checkpoint_interval
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
-        self._casts_to = self._forward.input_dtype
         self._feed = Feed(self, self._grid, self._everyone)
-        beside = [self._ranks.mesh.group(axes) for axes in self._grid.axes]
+        beside = [self.core.mesh().group(axes) for axes in self._grid.axes]
         chunks = self.module.num_chunks
-        self._interpreter = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
+        self._runner = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
         self._copies = self._grid.copies(self.module)
         batch = Batch(self, self._shape(1))
         self._stages.agree()
         self._ties.attach(self.core, batch)
         if self._everyone.size > 1:
-            index = self._updates.index
-            copies = [index[id(param)] for param in self._copies if id(param) in index]
-            _core.span_checkpoints(self.core, self._everyone.group, copies)
+            copies = [self.param_number(param) for param in self._copies]
+            held = [number for number in copies if number is not None]
+            _core.span_checkpoints(self.core, self._everyone.group, held)
 
     # ---------------------------------------------------------------- what and where
 
@@ -128,6 +124,11 @@ class PipelineEngine(Engine):
     def micro_batches(self) -> int:
         """Of one train_batch()."""
         return self.gradient_accumulation_steps()
+
+    @property
+    def max_live_activations(self) -> int:
+        """The most micro-batches (times chunks) whose activations this stage has held."""
+        return self._calls("max_live_activations").most_live
 
     def is_first_stage(self) -> bool:
         """Whether this rank's stage takes the inputs."""
@@ -149,11 +150,10 @@ class PipelineEngine(Engine):
         of them, the same ones, others may pass None. Default: the training_data of initialize(), over and over. An
         iterator that has nothing left is a StopIteration, one that ends inside the batch a UsageError, on all ranks.
         """
-        self._check_usable("train_batch")
-        self._updates.trained_by("train_batch")
+        check_trains(self, "train_batch")
         shape = self._shape(self.micro_batches)
-        table = _core.training_table(self._settings.pipeline.schedule, shape, self._grid.stage)
-        with self._in_batch("train_batch"):
+        table = _core.training_table(self.config.pipeline.schedule, shape, self._grid.stage)
+        with self._in_call("train_batch"):
             batch = Batch(self, shape)
             self._ties.follow(self.core, batch)
             batch.batches = self._feed.read(data_iter, shape.micro_batches)
@@ -183,11 +183,10 @@ class PipelineEngine(Engine):
         stages. `compute_loss=False`: those outputs alone; so it is, with None for the loss, without a loss_fn where the
         last layer does not return one, a tensor of one element.
         """
-        self._check_usable("eval_batch")
         if reduce_output not in ("avg", None):
             raise NotImplementedError(f"[engine.eval_batch] reduce_output {reduce_output!r} is not served; use 'avg'")
         shape = self._shape(num_micro_batches or self.micro_batches)
-        with self._in_batch("eval_batch"):
+        with self._in_call("eval_batch"):
             batches = self._feed.read(data_iter, shape.micro_batches)
             keeps = return_logits or not compute_loss
             batch = Batch(self, shape, batches, trains=False, needs_loss=compute_loss, keeps_outputs=keeps)
@@ -209,10 +208,7 @@ class PipelineEngine(Engine):
     def _run(self, batch: Batch, table: Any) -> torch.Tensor | None:
         """The mean loss of all ranks of the last stage, None where they compute none. An error of any rank is one of
         all."""
-        self._under_way = True
-        result = self._interpreter.run(self.core, batch, table, batch.shape, batch.trains)
-        self._under_way = False
-        self.max_live_activations = max(self.max_live_activations, result.most_live)
+        result = self._runner.run(self.core, batch, table, batch.shape, batch.trains)
         if result.loss is not None and batch.trains:
             self.core.set_loss(result.loss)
         return None if result.loss is None else torch.tensor(result.loss, dtype=torch.float32, device=self.device)
@@ -220,7 +216,7 @@ class PipelineEngine(Engine):
     # ---------------------------------------------------------------- what a Batch calls
 
     def _run_chunk(self, inputs: Any, chunk: int, casts: bool) -> Any:
-        self._forward.input_dtype = self._casts_to if casts else None
+        self._stages.own_inputs = casts
         return super().forward(inputs, chunk=chunk)
 
     def _count_micro_batch(self) -> None:
@@ -232,29 +228,23 @@ class PipelineEngine(Engine):
     # ---------------------------------------------------------------- calls at the wrong moment
 
     @contextlib.contextmanager
-    def _in_batch(self, call: str) -> Iterator[None]:
-        self._inside = call
+    def _in_call(self, call: str) -> Iterator[None]:
+        """Note [A call that failed] in tessera/pipeline/runner.h."""
+        runner = self._calls(call)
+        runner.begin(call)
         try:
             yield
         except BaseException as error:
             lost = isinstance(error, dist.DistBackendError)
-            if lost:
-                self._interpreter.announce_lost(str(error))
-            # Messages of the batch may be on their way still, and other stages have other gradients.
-            if self._under_way or lost:
-                self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
+            runner.fail(str(error) if lost else f"{type(error).__name__}: {error}", lost)
             raise
-        finally:
-            self._inside = ""
+        runner.end()
 
-    def _check_usable(self, call: str) -> None:
-        if self._broken:
-            raise UsageError(
-                f"[engine.{call}] a batch has failed before ({self._broken}): stages are not at the same place any "
-                "more; build a new engine and load a checkpoint"
-            )
-        if self._inside:
-            raise UsageError(f"[engine.{call}] inside {self._inside}()")
+    def _calls(self, call: str) -> _core.PipelineRunner:
+        runner: _core.PipelineRunner | None = self.__dict__.get("_runner")
+        if runner is None:
+            raise UsageError(f"[engine.{call}] the engine was destroyed; build a new one")
+        return runner
 
     def _only_whole(self, call: str) -> NoReturn:
         raise UsageError(
@@ -269,7 +259,7 @@ class PipelineEngine(Engine):
         self._only_whole("backward")
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
-        if not self._inside:
+        if not self._calls("step").call:
             self._only_whole("step")
         super().step(lr_kwargs, global_norm=global_norm)
 
@@ -283,13 +273,19 @@ class PipelineEngine(Engine):
         self._only_whole("set_gradient_accumulation_boundary")
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._not_served("save_16bit_model", "save_checkpoint() and `tessera export` write the weights of all stages")
+        raise NotImplementedError(
+            "[engine.save_16bit_model] is not served by this version; save_checkpoint() and `tessera export` write the "
+            "weights of all stages"
+        )
 
     # ---------------------------------------------------------------- the rest
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        if self._settings.checkpoint.format == "deepspeed":
-            self._not_served('save_checkpoint with checkpoint.format "deepspeed"', 'use the format "tessera"')
+        if self.config.checkpoint.format == "deepspeed":
+            raise NotImplementedError(
+                '[engine.save_checkpoint with checkpoint.format "deepspeed"] is not served by this version; use the '
+                'format "tessera"'
+            )
         return super().save_checkpoint(*args, **kwargs)
 
     def pipe_group(self) -> Any:
@@ -298,9 +294,9 @@ class PipelineEngine(Engine):
 
     def destroy(self) -> None:
         super().destroy()
-        if "_interpreter" in self.__dict__:  # else the construction has failed, and everyone is still to agree on that
-            self._program = Program()
-            for held in ("_feed", "_ties", "_everyone", "_interpreter", "_stages"):  # process groups
+        if "_runner" in self.__dict__:  # else the construction has failed, and everyone is still to agree on that
+            self._stages.end()
+            for held in ("_feed", "_ties", "_everyone", "_runner", "_stages"):  # process groups
                 del self.__dict__[held]
         self._grid.forget()
         _mesh.discard(self._grid.groups)

@@ -20,6 +20,7 @@ class Stages(Program):
     def __init__(self, everyone: Everyone) -> None:
         self._everyone = everyone
         self.grid: Grid | None = None  # until it is made, errors name ranks
+        self.own_inputs = True  # of the forward that comes
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -46,6 +47,11 @@ class Stages(Program):
         where = self.grid.name() if self.grid is not None else f"rank {self._everyone.rank}"
         return f"[pipeline] {where} failed while it was built: {type(problem).__name__}: {problem}"
 
+    def end(self) -> None:
+        """The engine has ended: lets go of the process groups."""
+        self.grid = None
+        del self._everyone
+
     # ---- of one of the engines
 
     def speaks(self) -> bool:
@@ -57,6 +63,9 @@ class Stages(Program):
         own = Optimizer.of(base)
         everyone = self._everyone.values(None if own is None else own.plain())
         check_optimizers([None if one is None else Optimizer.from_plain(one) for one in everyone], self.grid.name)
+
+    def casts_inputs(self) -> bool:
+        return self.own_inputs
 
     def buildable(self) -> None:
         self.agree()

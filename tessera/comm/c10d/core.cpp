@@ -85,6 +85,7 @@ C10dCore::~C10dCore() {
   }
   stop_.notify_all();
   if (watcher_.joinable()) watcher_.join();
+  end_left();
 }
 
 // Shows this rank's calls to the others and looks at theirs. The cause that all ranks end with, if there is one.
@@ -263,7 +264,7 @@ void C10dCore::give_buffer(at::Tensor buffer) {
   if (buffers_.size() > kBuffersKept) buffers_.erase(buffers_.begin());
 }
 
-std::optional<bool> C10dCore::have_come(const std::vector<Transfer>& transfers) const {
+std::optional<bool> C10dCore::marks_have_come(const std::vector<Transfer>& transfers) const {
   int marks = 0;
   for (const Transfer& transfer : transfers) {
     if (!transfer.mark.defined()) break;
@@ -274,10 +275,38 @@ std::optional<bool> C10dCore::have_come(const std::vector<Transfer>& transfers) 
   return true;
 }
 
-void C10dCore::keep(Left left) {
+// A collective of the back end can be asked, unless it throws what it failed with.
+bool C10dCore::have_come(const LeftTransfers& left) const {
+  bool come = marks_have_come(left.transfers).value_or(false);
+  if (!come)
+    attempt([&] {
+      come = std::ranges::all_of(left.transfers, [](const Transfer& t) { return t.peer < 0 && t.work->isCompleted(); });
+    });
+  return come;
+}
+
+void C10dCore::keep(LeftTransfers left) {
+  std::vector<LeftTransfers> come;  // destroyed after the lock: a process group may take others
   const std::scoped_lock lock(mutex_);
-  std::erase_if(left_, [&](const Left& one) { return have_come(one.transfers).value_or(false); });
+  for (LeftTransfers& one : left_)
+    if (have_come(one)) come.push_back(std::exchange(one, {}));
+  std::erase_if(left_, [](const LeftTransfers& one) { return one.transfers.empty(); });
   left_.push_back(std::move(left));
+}
+
+void C10dCore::end_left() {
+  std::erase_if(left_, [](const LeftTransfers& one) { return !one.backend; });
+  const auto over = [this](const LeftTransfers& one) { return have_come(one); };
+  for (const auto until = Clock::now() + kOthersEnd; !failed() && Clock::now() < until;) {
+    if (std::ranges::all_of(left_, over)) break;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  for (LeftTransfers& one : left_) {
+    if (!over(one)) attempt([&] { one.backend->abort(); });
+    one.group.reset();
+    if (over(one)) continue;
+    attempt([&] { std::thread([left = std::move(one)]() mutable { left.backend.reset(); }).detach(); });
+  }
 }
 
 }  // namespace tessera::comm

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -21,6 +22,18 @@
 
 namespace tessera::comm {
 
+constexpr auto kOthersEnd = std::chrono::seconds(2);  // what is on its way to the other ranks has arrived by then
+
+// Ending goes on whatever a step of it throws.
+template <class F>
+void attempt(const F& step) noexcept {
+  try {
+    step();
+  } catch (...) {
+    // Nobody takes it here: a failure of the group is its next call's to report.
+  }
+}
+
 std::shared_ptr<c10d::ProcessGroup> hold_group(const HoldProcessGroup& hold,
                                                c10::intrusive_ptr<c10d::ProcessGroup> group);
 
@@ -35,6 +48,15 @@ struct Transfer {
   c10::intrusive_ptr<c10d::Work> work;
   int peer = -1;
   at::Tensor mark{};  // received behind a large message: one byte, not zero once it is there
+};
+
+// Transfers that nobody waits for, and the memory they use.
+struct LeftTransfers {
+  std::vector<at::Tensor> memory;
+  std::vector<Transfer> transfers;
+  // What they run on, where its owner has gone before them.
+  std::shared_ptr<c10d::ProcessGroup> group{};
+  c10::intrusive_ptr<c10d::Backend> backend{};
 };
 
 // Made by make_owned(): it has a thread. In a forked copy of the process all calls throw, but abort(), which does nothing.
@@ -72,17 +94,15 @@ class C10dCore {
   at::Tensor take_buffer(int64_t bytes);
   void give_buffer(at::Tensor buffer);
   // Whether the marks of all peers are there. Nothing where a message has none: it is small, or a native collective.
-  std::optional<bool> have_come(const std::vector<Transfer>& transfers) const;
-  // Transfers that nobody waits for, and the memory they use: until all have come, or with the core.
-  struct Left {
-    std::vector<at::Tensor> memory;
-    std::vector<Transfer> transfers;
-  };
-  void keep(Left left);
+  std::optional<bool> marks_have_come(const std::vector<Transfer>& transfers) const;
+  // Until all of them have come; with the core those end that a back end can abort, see Note [Left collectives] in own_group.h.
+  void keep(LeftTransfers left);
+  bool have_come(const LeftTransfers& left) const;
 
  private:
   void check_owner(const OpInfo& info) const;
   void watch();
+  void end_left();
   std::optional<std::string> compare_calls();
   std::optional<std::string> look_for_cycle();
   std::optional<std::string> look_for_ended(std::chrono::steady_clock::time_point waiting_since);
@@ -107,7 +127,7 @@ class C10dCore {
   std::vector<Transfer>* current_ = nullptr;  // what a wait blocks on
   std::chrono::steady_clock::time_point waiting_since_;
   std::vector<at::Tensor> buffers_;
-  std::vector<Left> left_;
+  std::vector<LeftTransfers> left_;
   std::thread watcher_;
 };
 

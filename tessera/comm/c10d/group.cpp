@@ -109,11 +109,13 @@ class C10dWork final : public Pending::Work {
     return false;
   }
 
-  void release(std::unique_ptr<Work> self) override {
-    if (!held_.front().is_cpu()) return Work::release(std::move(self));
+  // Asked of a device, wait() has the current stream wait, and with Gloo the host: nobody asks it.
+  void release(std::unique_ptr<Work>) override {
+    if (held_.front().is_cpu() && wait_for({})) return wait();
     core_->calls().done(call_.instance, call_.number);
     held_.push_back(std::move(buffer_));
-    core_->keep({std::move(held_), std::move(transfers_)});
+    LeftTransfers left{std::move(held_), std::move(transfers_)};
+    own_ ? own_->keep(std::move(left)) : core_->keep(std::move(left));
   }
 
  private:
@@ -122,7 +124,7 @@ class C10dWork final : public Pending::Work {
   bool arrived(Clock::time_point end) const {
     if (!held_.front().is_cpu()) return true;  // waiting orders streams
     for (;; std::this_thread::sleep_for(std::chrono::microseconds(100))) {
-      const std::optional<bool> come = core_->have_come(transfers_);
+      const std::optional<bool> come = core_->marks_have_come(transfers_);
       if (!come || *come || Clock::now() >= end) return come.value_or(false);
     }
   }

@@ -4,6 +4,8 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -17,18 +19,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr auto kOthers = std::chrono::seconds(2);  // what is on its way to them has arrived by then
 constexpr auto kEnded = "ended";
-
-// Ending goes on whatever a step of it throws.
-template <class F>
-void attempt(const F& step) noexcept {
-  try {
-    step();
-  } catch (...) {
-    // Nobody takes it here: a failure of the group is its next call's to report.
-  }
-}
 
 c10::intrusive_ptr<c10d::Backend> backend_for(c10d::ProcessGroup& group, c10::Device device) {
   TESSERA_CHECK_VALUE(compat::has_backend_for(group, device.type()), "comm", "process group '", group.getGroupName(),
@@ -106,13 +97,19 @@ void OwnGroup::mark_end() {
   end_->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
+void OwnGroup::keep(LeftTransfers left) {
+  const std::scoped_lock lock(mutex_);
+  std::erase_if(left_, [this](const LeftTransfers& one) { return core_->have_come(one); });
+  left_.push_back(std::move(left));
+}
+
 bool OwnGroup::ended() {
   const std::scoped_lock lock(mutex_);
   return !end_ || end_->query();
 }
 
 void OwnGroup::await_others() {
-  const auto until = Clock::now() + kOthers;
+  const auto until = Clock::now() + kOthersEnd;
   int64_t count = store_->add(kEnded, 1);
   while (count < core_->size() && Clock::now() < until && !core_->failed()) {
     std::this_thread::sleep_for(milliseconds(2));
@@ -120,7 +117,21 @@ void OwnGroup::await_others() {
   }
 }
 
+void OwnGroup::leave() {
+  LeftTransfers all{.memory = {}, .transfers = {}, .group = std::move(group_), .backend = std::move(backend_)};
+  for (LeftTransfers& one : left_) {
+    std::ranges::move(one.memory, std::back_inserter(all.memory));
+    std::ranges::move(one.transfers, std::back_inserter(all.transfers));
+  }
+  core_->keep(std::move(all));
+}
+
 OwnGroup::~OwnGroup() {
+  std::erase_if(left_, [this](const LeftTransfers& one) { return core_->have_come(one); });
+  if (!left_.empty()) {
+    attempt([&] { leave(); });
+    return;
+  }
   attempt([&] {
     const auto until = Clock::now() + backend_->getBackendOptions()->timeout;
     while (!ended() && Clock::now() < until && !core_->failed())

@@ -7,8 +7,16 @@
 //   such tensors has communicators of its own, split off the group's.
 //   They are made and connected where sibling() is called, which all ranks do at the same place. At the first call they
 //   would be made in the order of first calls, which is what differs: connecting waits for the other ranks.
-//   A sibling ends without the other ranks' help: they may be anywhere. It waits for its own last collective, tells the
-//   others, and gives those that still read its memory a moment, before the communicator is aborted.
+//   A sibling ends without the other ranks' help: they may be anywhere. It waits for the last collective that its rank has
+//   waited for, announces that to the others, and gives those that still read its memory a moment, before the communicator is
+//   aborted.
+//
+// Note [Left collectives]
+//   A collective that was released (Pending::release) may need a rank that never makes the call. No sibling waits for it as it
+//   ends: the communicator, the work and the tensors become the core's, and a rank that makes the call later gets the result.
+//   As the core ends, the other ranks get a moment for that, none where the group has failed or was aborted. Then the
+//   communicator is aborted, which ends NCCL's collectives. Gloo's have no abort(): they end when a peer goes or at the group's
+//   timeout, and the communicator's destructor waits for them. So a thread of its own calls that.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -16,6 +24,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <vector>
 
 #include "tessera/comm/c10d/core.h"
 
@@ -34,14 +43,17 @@ class OwnGroup {
 
   c10d::ProcessGroup& group() { return *group_; }
   c10::Device device() const { return device_; }
-  // The current stream waits for all collectives so far.
+  // After a wait: the sibling does not end before what the current stream has been given.
   void mark_end();
+  // Those of a collective that was released.
+  void keep(LeftTransfers left);
 
  private:
   void split();
   void connect();
   bool ended();
   void await_others();
+  void leave();  // what was released and has not come, to the core
 
   const std::shared_ptr<C10dCore> core_;
   c10::Device device_;
@@ -50,6 +62,7 @@ class OwnGroup {
   c10::intrusive_ptr<c10d::Backend> backend_;
   std::mutex mutex_;
   std::optional<c10::Event> end_;  // a device's
+  std::vector<LeftTransfers> left_;
 };
 
 }  // namespace tessera::comm

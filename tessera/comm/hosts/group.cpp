@@ -165,7 +165,9 @@ class HostsPending final : public Pending::Work {
       : calls_(std::move(calls)), call_(std::move(call)) {}
   void wait() override { calls_->wait(*call_); }
   bool wait_for(std::chrono::milliseconds limit) override { return calls_->wait_for(*call_, limit); }
-  void release(std::unique_ptr<Work>) override {}  // the queue has the call, and the call its tensors
+  void release(std::unique_ptr<Work>) override {
+    if (wait_for({})) wait();
+  }  // the queue has the call, and the call its tensors
 
  private:
   std::shared_ptr<CallQueue> calls_;

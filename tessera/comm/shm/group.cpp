@@ -15,7 +15,9 @@ class ShmPending final : public Pending::Work {
   bool wait_for(std::chrono::milliseconds limit) override {
     return share_->world->wait_until(*op_, Clock::now() + limit);
   }
-  void release(std::unique_ptr<Work>) override {}  // the channel has the call, and the call its tensors
+  void release(std::unique_ptr<Work>) override {
+    if (wait_for({})) wait();
+  }  // the channel has the call, and the call its tensors
 
  private:
   ShmSharePtr share_;
