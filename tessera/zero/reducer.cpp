@@ -26,7 +26,9 @@ Reducer::Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& op
       contributions_(options, averaging_, buckets_),
       kept_(contributions_),
       host_(contributions_, buckets_),
-      replicas_(ranks, averaging_, patience_, buckets_, host_, phases) {
+      replicas_(
+          ranks, averaging_, patience_, buckets_,
+          [this](const Unit& unit) -> SumDestination& { return destination_of(unit); }, phases) {
   begin_backward();
 }
 
@@ -203,7 +205,7 @@ void Reducer::drain() {
     finish_oldest();
 }
 
-// Letting go of a collective has the current stream wait for it, and no host; memory goes back after that.
+// Letting go of a collective waits for nobody and keeps what it uses; what else uses the memory comes first in its order.
 void Reducer::abandon() {
   shard::StreamOrder here;
   here.end(ranks_.device);

@@ -16,8 +16,7 @@ void ReplicaSums::launch(const std::vector<Unit*>& units) {
     const PhaseScope scope(phases_, Phase::Reduce, unit->name());
     Reduction work{.unit = unit};
     unit->on_this_stream();
-    if (unit->host_grads()) host_.bring_back(work);
-    work.sum = unit->host_grads() ? work.before : unit->owned_grads();
+    destination_of_(*unit).lend(work);
     if (work.came) shard::come_after(*work.came, work.sum.device());
     work.sent = buckets_.cast_to_travel(*unit, work.sum);
     const at::Tensor& travels = work.sent.defined() ? work.sent : work.sum;
@@ -43,7 +42,7 @@ void ReplicaSums::finish_oldest() {
     shard::scaled_copy(work.sum, work.sent);
     buckets_.travel.release(work.sent);
   }
-  if (work.unit->host_grads()) host_.leave(*work.unit, work.sum);
+  destination_of_(*work.unit).put_back(work);
 }
 
 // The mean of equal values is that value; of a sum one replica keeps it.

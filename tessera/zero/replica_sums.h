@@ -8,6 +8,8 @@
 #pragma once
 
 #include <deque>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "tessera/base/phases.h"
@@ -17,9 +19,15 @@ namespace tessera::zero {
 
 class ReplicaSums {
  public:
-  ReplicaSums(const Ranks& ranks, const Averaging& averaging, Patience& patience, GradBuckets& buckets, HostSum& host,
-              Phases& phases)
-      : ranks_(ranks), averaging_(averaging), patience_(patience), buckets_(buckets), host_(host), phases_(phases) {}
+  using DestinationOf = std::function<SumDestination&(const Unit&)>;
+  ReplicaSums(const Ranks& ranks, const Averaging& averaging, Patience& patience, GradBuckets& buckets,
+              DestinationOf destination_of, Phases& phases)
+      : ranks_(ranks),
+        averaging_(averaging),
+        patience_(patience),
+        buckets_(buckets),
+        destination_of_(std::move(destination_of)),
+        phases_(phases) {}
 
   // Whether owned gradients are the sum over all ranks: the same on all of them.
   bool agree() const { return agree_ || ranks_.replicate->size() == 1; }
@@ -41,7 +49,7 @@ class ReplicaSums {
   const Averaging& averaging_;
   Patience& patience_;
   GradBuckets& buckets_;
-  HostSum& host_;
+  const DestinationOf destination_of_;
   Phases& phases_;
   bool agree_ = false;
   std::deque<Reduction> in_flight_;

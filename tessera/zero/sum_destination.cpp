@@ -29,6 +29,10 @@ void SumDestination::launch(Reduction& work, const at::Tensor& source, comm::Red
                                                 : group.reduce_scatter(work.sum, source, op, label);
 }
 
+void SumDestination::lend(Reduction& work) {
+  work.sum = work.unit->owned_grads();
+}
+
 // ---------------------------------------------------------------- kept
 
 void KeptSum::prepare(Reduction& work) {
@@ -69,6 +73,11 @@ void HostSum::bring_back(Reduction& work) {
       memory_for([&] { return buckets_.returned.acquire(work.unit->owned().size(), work.unit->grad_options()); },
                  "the sums of unit '", work.unit->name(), "'");
   work.came = buckets_.copies.come_back(*work.unit->host_grads(), work.before);
+}
+
+void HostSum::lend(Reduction& work) {
+  bring_back(work);
+  work.sum = work.before;
 }
 
 void HostSum::leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket) {

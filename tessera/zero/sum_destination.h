@@ -55,6 +55,9 @@ class SumDestination {
   virtual void take(Reduction& work) = 0;
   // Of one rank, whose contributions are the sum: those in `bucket`, or in pieces.
   virtual void take_alone(Unit&, const at::Tensor& /*bucket*/) {}
+  // What was taken so far is, or begins to come, in work.sum, to be summed there over replicas; put_back() ends that.
+  virtual void lend(Reduction& work);
+  virtual void put_back(Reduction&) {}
 };
 
 // The gradients of the owned range: a slice, or all of them in stage 0.
@@ -76,12 +79,14 @@ class HostSum final : public SumDestination {
   void launched(Reduction& work) override;
   void take(Reduction& work) override;
   void take_alone(Unit& unit, const at::Tensor& bucket) override;
+  void lend(Reduction& work) override;
+  void put_back(Reduction& work) override { leave(*work.unit, work.sum); }
+
+ private:
   // What was there begins to come back, into work.before.
   void bring_back(Reduction& work);
   // From a bucket that bring_back() gave.
   void leave(Unit& unit, const at::Tensor& sum) { leave(unit, sum, buckets_.returned, sum); }
-
- private:
   void leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket);
 
   Contributions& contributions_;
