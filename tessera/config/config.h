@@ -13,6 +13,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "tessera/config/sections.h"
@@ -22,6 +23,10 @@
 namespace tessera::config {
 
 enum class GradientOp { Mean, Sum };
+
+using UnreadValue =
+    std::variant<bool, int64_t, double, std::string, std::optional<int64_t>, std::vector<std::string>, Value>;
+std::map<std::string, UnreadValue> unread_values();  // those of a configuration without the keys
 
 // train_batch_size = micro_batch_size * gradient_accumulation_steps * data-parallel size
 struct Batch {
@@ -44,7 +49,6 @@ struct Config {
   bool prescale_gradients = false;
   double gradient_predivide_factor = 1.0;
   GradientOp gradient_allreduce_op = GradientOp::Mean;
-  bool sparse_gradients = false;
   std::optional<c10::ScalarType> communication_data_type;
   c10::ScalarType seq_parallel_communication_data_type = c10::ScalarType::Float;
 
@@ -56,7 +60,6 @@ struct Config {
   bool zero_allow_untested_optimizer = false;
   bool zero_force_ds_cpu_optimizer = true;
   TensorParallel tensor_parallel;
-  int64_t data_parallel_size = 0;  // 0: from the world size
   int64_t sequence_parallel_size = 1;
 
   std::optional<int64_t> steps_per_print;  // unset: never
@@ -77,10 +80,11 @@ struct Config {
   Wandb wandb;
   Comet comet;
   CommsLogger comms_logger;
-  Timers timers;
   Compile compile;
   Elasticity elasticity;
   Own tessera;
+  // Of keys that nothing reads: rows of the table without a member. By path, "elasticity.min_time"; all of them are here.
+  std::map<std::string, UnreadValue> unread = unread_values();
 
   // Sections that are known by name only and switched on in the configuration, e.g.
   // "data_efficiency".

@@ -1,5 +1,6 @@
 // The key table: one row per key of the configuration. Parsing, range checks, describe() and the
-// reference table of docs/config.md all walk it, so a key is added by adding a member and a row.
+// reference table of docs/config.md all walk it, so a key is added by adding a member and a row;
+// one that nothing reads is a row alone.
 #pragma once
 
 #include <functional>
@@ -40,10 +41,11 @@ struct Limits {
 
 struct Key {
   std::string path;  // "zero_optimization.stage"
-  Field (*field)(Config&);
+  std::function<Field(Config&)> field;
   std::string meaning;  // one line for docs/config.md
   Limits limits{};
-  std::vector<std::string> aliases{};  // other spellings of the last part
+  std::vector<std::string> aliases{};   // other spellings of the last part
+  std::optional<UnreadValue> unread{};  // the usual value of a key without a member
 };
 const std::vector<Key>& keys();
 

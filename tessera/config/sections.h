@@ -17,7 +17,6 @@ namespace tessera::config {
 struct Optimizer {
   std::string type;  // empty: the configuration names no optimizer
   Params params;     // config/resolve.h turns them into optim::OptimizerOptions
-  bool legacy_fusion = false;
 };
 
 struct Scheduler {
@@ -76,47 +75,27 @@ struct TensorParallel {
   c10::ScalarType dtype = c10::ScalarType::Half;
   bool tp_overlap_comm = false;
   Value vocab_parallel_lm_head;
-  std::string vocab_parallel_ce_backend = "torch";
-  Value injection_policy_tuple;
-  bool keep_module_on_host = false;
-  bool replace_with_kernel_inject = false;
 };
 
 enum class TagValidation { Ignore, Warn, Fail };
 enum class CheckpointFormat { Tessera, DeepSpeed };
-struct ParallelWrite {
-  bool pipeline_stage = false;
-};
 struct Checkpoint {
   TagValidation tag_validation = TagValidation::Warn;
   CheckpointFormat format = CheckpointFormat::Tessera;
   bool load_universal = false;
-  bool use_node_local_storage = false;
   bool asynchronous = false;
   int64_t keep_last = 0;
   bool random_state = false;
-  ParallelWrite parallel_write;
-  bool checkpoint_serialization = true;
-  Value writer;
-  Value async_io;
 };
 
 struct Pipeline {
   std::string schedule = "1f1b";
   int64_t activation_checkpoint_interval = 0;
-  bool use_reentrant = false;
-  Value stages;
-  Value partition;
-  bool seed_layers = false;
-  bool pipe_partitioned = true;
-  bool grad_partitioned = true;
 };
 
 struct ActivationCheckpointing {
   bool partition_activations = false;
-  bool contiguous_memory_optimization = false;
   bool cpu_checkpointing = false;
-  std::optional<int64_t> number_checkpoints;
   bool synchronize_checkpoint_boundary = false;
   bool profile = false;
 };
@@ -162,33 +141,8 @@ struct CommsLogger {
   std::vector<std::string> prof_ops;
 };
 
-struct ThroughputTimer {
-  bool enabled = true;
-  bool synchronized = true;
-};
-struct Timers {
-  ThroughputTimer throughput;
-};
-
 struct Compile {
   bool deepcompile = false;
-  bool autoep_non_moe = false;
-  bool free_activation = false;
-  int64_t free_activation_threshold = 10'485'760;
-  bool offload_activation = false;
-  bool offload_activation_pin_memory = true;
-  bool offload_opt_states = false;
-  bool double_buffer = true;
-  bool symmetric_memory = false;
-  bool debug_log = false;
-  bool offload_parameters = false;
-  bool sync_before_reduce = false;
-  bool sync_after_reduce = false;
-  bool sync_before_allgather = false;
-  bool sync_after_allgather = false;
-  bool keep_int_input_tensors = true;
-  bool keep_all_input_tensors = false;
-  std::vector<std::string> passes;
 };
 
 struct Elasticity {
@@ -199,7 +153,6 @@ struct Elasticity {
   int64_t max_gpus = 10000;
   int64_t num_gpus_per_node = 1;
   int64_t model_parallel_size = 1;
-  int64_t min_time = 0;  // minutes
   bool prefer_larger_batch = true;
   bool ignore_non_elastic_batch_info = false;
   double version = 0.2;

@@ -20,10 +20,8 @@ struct OffloadOptimizer {
   bool pin_memory = true;
   bool pipeline_read = false;
   bool pipeline_write = false;
-  bool fast_init = false;
   std::optional<double> ratio = 1.0;  // share of the states that live there; unset: what does not fit on the device
   bool super_offload = false;
-  double cpuadam_cores_perc = 0.8;
 };
 
 struct OffloadParam {
@@ -46,19 +44,14 @@ struct LeafModule {
 // Sizes are in elements, not bytes.
 struct ZeroOptimization {
   int64_t stage = 0;
-  bool contiguous_gradients = true;
   bool reduce_scatter = true;
   int64_t reduce_bucket_size = 500'000'000;
-  bool use_multi_rank_bucket_allreduce = true;
-  bool allgather_partitions = true;
   int64_t allgather_bucket_size = 500'000'000;
   std::optional<bool> overlap_comm;  // unset: see zero_options() in config/resolve.h
-  bool compute_grad_norm = true;
   bool load_from_fp32_weights = true;
   bool elastic_checkpoint = false;
   OffloadOptimizer offload_optimizer;
   OffloadParam offload_param;
-  int64_t sub_group_size = 1'000'000'000;
   int64_t stage3_prefetch_bucket_size = 50'000'000;
   int64_t stage3_param_persistence_threshold = 100'000;
   int64_t stage3_model_persistence_threshold = std::numeric_limits<int64_t>::max();
@@ -66,8 +59,6 @@ struct ZeroOptimization {
   int64_t stage3_max_reuse_distance = 1'000'000'000;
   bool stage3_gather_16bit_weights_on_model_save = false;
   int64_t stage3_module_granularity_threshold = 0;
-  bool stage3_use_all_reduce_for_fetch_params = false;
-  bool stage3_allgather_sequential = false;
   bool ignore_unused_parameters = true;
   bool legacy_stage1 = false;
   bool round_robin_gradients = false;
@@ -77,13 +68,7 @@ struct ZeroOptimization {
   bool zero_quantized_nontrainable_weights = false;
   bool zero_quantized_gradients = false;
   int64_t mics_shard_size = -1;
-  bool mics_hierarchical_params_gather = false;
   bool memory_efficient_linear = true;
-  bool pipeline_loading_checkpoint = false;
-  bool override_module_apply = true;
-  bool log_trace_cache_warnings = false;
-  bool enable_sanity_checks = false;
-  bool save_muon_momentum_buffer_in_memory = false;
   LeafModule leaf_module;
 };
 

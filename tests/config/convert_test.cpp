@@ -17,7 +17,7 @@ TEST(Convert, NumbersAreLenient) {
   EXPECT_EQ(c.zero_optimization.allgather_bucket_size, 1000);
   EXPECT_EQ(c.zero_optimization.stage, 1);
   EXPECT_EQ(c.zero_optimization.stage3_max_live_parameters, 1'000'000'000'000);
-  EXPECT_FALSE(c.zero_optimization.contiguous_gradients);
+  EXPECT_FALSE(std::get<bool>(c.unread.at("zero_optimization.contiguous_gradients")));
   EXPECT_TRUE(c.zero_optimization.reduce_scatter);
   EXPECT_EQ(c.gradient_predivide_factor, 2.0);
 }

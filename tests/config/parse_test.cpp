@@ -12,7 +12,7 @@ TEST(Parse, TakesAliases) {
     "zero_optimization": {"prefetch_bucket_size": 7, "stage3_max_reuse_distance": 8}})");
   EXPECT_TRUE(c.bf16.enabled);
   EXPECT_EQ(c.tensor_parallel.tp.tp_grain_size, 4);
-  EXPECT_TRUE(c.tensor_parallel.replace_with_kernel_inject);
+  EXPECT_TRUE(std::get<bool>(c.unread.at("tensor_parallel.replace_with_kernel_inject")));
   EXPECT_EQ(c.zero_optimization.stage3_prefetch_bucket_size, 7);
   EXPECT_EQ(c.zero_optimization.stage3_max_reuse_distance, 8);
   EXPECT_EQ(c.given.at("zero_optimization.stage3_prefetch_bucket_size"), "zero_optimization.prefetch_bucket_size");

@@ -207,7 +207,7 @@ TEST(Served, CppWarnsOfAllThatHasNoEffectThere) {
   for (const auto& [json, lines] : rows)
     EXPECT_EQ(check_cpp_serves(Config::from_json(json)), lines) << json;
   Config by_hand;
-  by_hand.elasticity.min_time = 20;
+  by_hand.unread.at("elasticity.min_time") = int64_t{20};
   EXPECT_EQ(check_cpp_serves(by_hand),
             (std::vector<std::string>{
                 "elasticity.min_time: has no effect in this version; ranks come and go when the launcher says so"}));
