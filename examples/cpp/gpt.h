@@ -36,7 +36,7 @@ class BlockImpl : public torch::nn::Module {
 
   at::Tensor forward(at::Tensor x) {
     const auto qkv = qkv_(norm1_(x)).unflatten(-1, {3, -1, head_width_}).unbind(2);
-    tessera::parallel::DistributedAttention attention(&attend, {sp_, /*sequence_dim=*/1});
+    tessera::parallel::SequenceAttention attention(&attend, {sp_, /*sequence_dim=*/1});
     x = x + out_(attention(qkv[0], qkv[1], qkv[2]).flatten(2));
     return x + down_(at::gelu(up_(norm2_(x))));
   }

@@ -15,7 +15,7 @@ void train() {
   constexpr int64_t kSequenceDim = 1;
   Gpt model([sharing](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
     const auto turned = [](const at::Tensor& t) { return t.transpose(1, 2); };
-    tessera::parallel::DistributedAttention attention(
+    tessera::parallel::SequenceAttention attention(
         [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
           return turned(causal(turned(q), turned(k), turned(v)));
         },

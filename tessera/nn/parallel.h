@@ -7,7 +7,7 @@
 //   down = register_module("down", tessera::nn::RowLinear(torch::nn::LinearOptions(4 * width, width), region));
 //   auto engine = tessera::initialize(model, config, mesh);
 //
-// For attention over a cut sequence: parallel::DistributedAttention (parallel/attention.h).
+// For attention over a cut sequence: parallel::SequenceAttention (parallel/attention.h).
 #pragma once
 
 #include <torch/nn/cloneable.h>

@@ -63,9 +63,9 @@ class HeadParts {
 
 // A local attention (query, key, value, more...) -> result, in the same layout, over a cut sequence; called once for each part.
 template <class Local>
-class DistributedAttention {
+class SequenceAttention {
  public:
-  explicit DistributedAttention(Local local, SequenceCut cut) : local_(std::move(local)), cut_(std::move(cut)) {}
+  explicit SequenceAttention(Local local, SequenceCut cut) : local_(std::move(local)), cut_(std::move(cut)) {}
 
   template <class... A>
   at::Tensor operator()(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const A&... more) {
@@ -81,5 +81,9 @@ class DistributedAttention {
   Local local_;
   SequenceCut cut_;
 };
+
+template <class Local>
+using DistributedAttention [[deprecated("is DeepSpeed's name, and goes with 0.3.0; here it is SequenceAttention")]] =
+    SequenceAttention<Local>;
 
 }  // namespace tessera::parallel

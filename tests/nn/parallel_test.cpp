@@ -41,7 +41,7 @@ struct Net : torch::nn::Module {
     const auto local = [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
       return at::scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2);
     };
-    const at::Tensor attended = parallel::DistributedAttention(local, {sp, 1})(parts[0], parts[1], parts[2]);
+    const at::Tensor attended = parallel::SequenceAttention(local, {sp, 1})(parts[0], parts[1], parts[2]);
     const at::Tensor y = x + out(attended.flatten(2));
     return (y + down(at::gelu(up(y)))).square().mean();
   }

@@ -59,7 +59,7 @@ TEST(Attention, IsThatOfTheWholeSequence) {
         std::vector<at::Tensor> mine;
         for (const at::Tensor& whole : wholes)
           mine.push_back(own(whole.detach()).requires_grad_());
-        DistributedAttention attention(&attend, {group, sequence_dim, lengths, c.parts});
+        SequenceAttention attention(&attend, {group, sequence_dim, lengths, c.parts});
         const at::Tensor out = attention(mine[0], mine[1], mine[2], sequence_dim);
         EXPECT_TRUE(at::allclose(out, own(expected), 1e-5, 1e-6));
         EXPECT_EQ(group->stats().all_to_all.calls, 2 * c.made);
@@ -96,11 +96,11 @@ TEST(Attention, Errors) {
   const auto local = [](const at::Tensor& query, const at::Tensor&, const at::Tensor&) {
     return query.narrow(2, 0, 1);
   };
-  EXPECT_HAS(error_of([&] { DistributedAttention(local, {group})(q, q, q); }), "does not have the 2 heads");
-  EXPECT_HAS(error_of([&] { DistributedAttention(local, {group, 2})(q, q, q); }), "dim 0 or 1");
-  EXPECT_HAS(error_of([&] { DistributedAttention(local, {group})(q, q, q.narrow(2, 0, 1)); }),
+  EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q, q); }), "does not have the 2 heads");
+  EXPECT_HAS(error_of([&] { SequenceAttention(local, {group, 2})(q, q, q); }), "dim 0 or 1");
+  EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q, q.narrow(2, 0, 1)); }),
              "2 key heads and 1 value heads");
-  EXPECT_HAS(error_of([&] { DistributedAttention(local, {group})(q[0], q, q); }), "4 dims");
+  EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q[0], q, q); }), "4 dims");
 }
 
 }  // namespace tessera::parallel

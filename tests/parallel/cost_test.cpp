@@ -74,7 +74,7 @@ class Stack {
     const auto local = [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
       return q + at::repeat_interleave(k * v, q.size(2) / k.size(2), 2);
     };
-    const at::Tensor out = DistributedAttention(local, {sp_})(heads(column_linear(x, w[0], {}, attention)),
+    const at::Tensor out = SequenceAttention(local, {sp_})(heads(column_linear(x, w[0], {}, attention)),
                                                               heads(column_linear(x, w[1], {}, attention)),
                                                               heads(column_linear(x, w[2], {}, attention)));
     const at::Tensor y = x + row_linear(out.flatten(2), w[3], {}, region_);
