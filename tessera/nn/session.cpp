@@ -208,6 +208,7 @@ at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool sca
 }
 
 bool Session::step(std::optional<double> global_norm) {
+  if (const auto error = std::exchange(*held_error_, nullptr)) std::rethrow_exception(error);
   const int64_t steps = live().global_steps();
   const bool boundary = !live().options().managed_accumulation || live().is_gradient_accumulation_boundary();
   std::function<void()> update;
@@ -225,20 +226,23 @@ bool Session::step(std::optional<double> global_norm) {
   return applied;
 }
 
-Session::Held::Held(engine::Engine& core, void (engine::Engine::*begin)(), void (engine::Engine::*end)())
-    : core_(core), end_(end) {
+Session::Held::Held(engine::Engine& core, Error error, void (engine::Engine::*begin)(), void (engine::Engine::*end)())
+    : core_(core), error_(std::move(error)), end_(end) {
   (core_.*begin)();
 }
 
-Session::Held::~Held() noexcept(false) {
-  if (std::uncaught_exceptions() == passing_) {
-    (core_.*end_)();
-    return;
-  }
+void Session::Held::end() {
+  if (const auto end = std::exchange(end_, nullptr)) (core_.*end)();
+}
+
+Session::Held::~Held() {
   try {
-    (core_.*end_)();
-  } catch (const std::exception& error) {  // the first one counts
-    TORCH_WARN("[engine] ", error.what());
+    end();
+  } catch (const std::exception& error) {
+    if (std::uncaught_exceptions() == passing_)
+      *error_ = std::current_exception();
+    else
+      TORCH_WARN("[engine] ", error.what());
   }
 }
 
@@ -271,7 +275,7 @@ void Session::warn_of_step() {
       "[engine.step] the mesh has ", sequence->size(),
       " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
       "sequence over mesh.group(Axis::Sp): what is no attention may treat each part alone, an attention needs "
-      "parallel::DistributedAttention; without a cut sequence the ranks train the same twice")});
+      "parallel::SequenceAttention; without a cut sequence the ranks train the same twice")});
 }
 
 void Session::on_metric(OnMetric call) {

@@ -149,18 +149,23 @@ class Session {
   // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
   class [[nodiscard]] Held {
    public:
-    Held(engine::Engine& core, void (engine::Engine::*begin)(), void (engine::Engine::*end)());
-    ~Held() noexcept(false);  // throws what the end does, unless an exception passes
+    using Error = std::shared_ptr<std::exception_ptr>;
+    Held(engine::Engine& core, Error error, void (engine::Engine::*begin)(), void (engine::Engine::*end)());
+    // Where end() was not called: its error is that of the next step(); a warning where an exception passes, which counts.
+    ~Held();
     Held(const Held&) = delete;
     Held& operator=(const Held&) = delete;
+    // Ends it before the object goes. Throws what the reduction does.
+    void end();
 
    private:
     engine::Engine& core_;
-    void (engine::Engine::* const end_)();
+    const Error error_;
+    void (engine::Engine::*end_)();  // null: it was
     const int passing_ = std::uncaught_exceptions();
   };
-  Held no_sync() { return {live(), &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }
-  Held coalesce() { return {live(), &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce}; }
+  Held no_sync() { return {live(), held_error_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }
+  Held coalesce() { return {live(), held_error_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce}; }
   void zero_grad() { live().zero_grad(); }
   // The next backward completes an update.
   bool is_gradient_accumulation_boundary() const { return live().is_gradient_accumulation_boundary(); }
@@ -251,6 +256,7 @@ class Session {
   std::shared_ptr<engine::Engine> core_;
   std::unique_ptr<Contents> contents_;
   bool warned_of_frozen_ = false;  // that came later
+  Held::Error held_error_ = std::make_shared<std::exception_ptr>();
   ScopeHandle rest_;
   std::unique_ptr<ClientOptimizer> client_;  // in place of the core's
   std::vector<optim::GroupOptions> groups_;  // at the start

@@ -58,6 +58,36 @@ void train_step(Session& s) {
   EXPECT_TRUE(s.step());
 }
 
+// What ends where an object goes throws at the next step(), what end() does at once; an exception that passes counts alone.
+TEST(Session, WhatTheEndOfAHeldReductionThrows) {
+  for (const std::string how : {"goes", "ends", "unwinds"}) {
+    testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      comm::Mesh mesh;
+      mesh.set(comm::Axis::DpShard, group);
+      Session s(torch::nn::Linear(2, 2).ptr(),
+                Config::from_json(R"({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 2}})"), mesh);
+      const auto body = [&] {
+        auto held = s.coalesce();
+        s.core().pre_forward();
+        at::Tensor loss = at::zeros({});
+        for (const auto& spec : s.core().params())
+          loss = loss + spec.tensor.sum();
+        s.core().post_forward({loss});
+        loss.backward();
+        group->barrier();
+        if (rank == 0) group->abort("enough");
+        if (how == "ends") held.end();
+        if (how == "unwinds") throw std::runtime_error("the caller's own");
+      };
+      const std::string text = testing::error_of(body);
+      if (how == "goes") EXPECT_EQ(text, "");
+      if (how == "ends") EXPECT_HAS(text, "enough");
+      if (how == "unwinds") EXPECT_EQ(text, "the caller's own");
+      EXPECT_HAS(testing::error_of([&] { s.step(); }), "enough");
+    });
+  }
+}
+
 TEST(Session, TheScheduleMovesTheLearningRateAtEveryAppliedStep) {
   auto s = session(R"({"train_batch_size": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
