@@ -191,6 +191,7 @@ double OffloadPlan::step(double forward, double backward, int micro_batches) con
 }
 
 void Engine::measure_offload() {
+  const OneThread::Call call(impl_->thread, "offload_plan");
   const zero::ShardedModel& model = impl_->here("measure_offload");
   if (!impl_->options.zero.home || impl_->rates) return;
   finish_update();  // measured is a machine that does nothing else

@@ -100,6 +100,14 @@ TEST(Pipeline, TrainsAsTheWholeModelBitForBit) {
   cases.push_back({.stages = 1, .interval = 3});
   cases.push_back({.ranks = 2, .zero = 2, .interval = 1});
   cases.push_back({.chunks = 2, .schedule = "interleaved", .interval = 2});
+  const std::vector<ParamGroup> groups{{.takes = [](const auto&, const at::Tensor& param) { return param.dim() < 2; },
+                                        .set = [](optim::GroupOptions& group) { group.weight_decay = 0; }}};
+  for (const int zero : {0, 1, 2}) {
+    for (const char* optimizer : {"AdamW", "Lamb", "Muon"})
+      cases.push_back({.ranks = 2, .zero = zero, .optimizer = optimizer, .groups = groups});
+    cases.push_back({.ranks = 2, .zero = zero, .own = true});
+    cases.push_back({.ranks = 2, .zero = zero, .own = true, .list = [](auto&) { return testing::functions_last(); }});
+  }
   for (const Case& c : cases) {
     const auto expected = testing::train_whole(c, kSteps), got = train_stages(c, kSteps);
     EXPECT_EQ(got.losses, expected.losses) << c.name();

@@ -103,6 +103,27 @@ TEST(Session, MeansAreOverAllTokensOfAllRanks) {
   }
 }
 
+// Ranks of a sequence that the configuration asks for, and a model without an attention: nothing is updated, on any rank.
+TEST(Session, ASequenceThatNothingExchangesIsAnError) {
+  for (const bool in_backward : {false, true}) {
+    testing::run_axes({{comm::Axis::Sp, 2}}, [&](int, const comm::Mesh& mesh) {
+      const auto config = Config::from_json(c10::str(
+          R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "sequence_parallel_size": 2,
+              "gradient_clipping": 0, "zero_optimization": {"stage": 1}, "tessera": {"update_in_backward": )",
+          in_backward ? "true" : "false", "}}"));
+      auto engine = initialize(torch::nn::Linear(2, 2), config, mesh);
+      const auto update = [&] {
+        engine.forward(at::ones({1, 2})).sum().backward();
+        engine.step();
+      };
+      if (in_backward) update();
+      const int64_t steps = engine.global_steps();
+      EXPECT_HAS(testing::message_of<UsageError>(update), "no attention of the model");
+      EXPECT_EQ(engine.global_steps(), steps);
+    });
+  }
+}
+
 // Ranks along axes over which the model does nothing.
 TEST(Session, AxesThatCutNothingAreToldOnce) {
   for (const comm::Axis axis : {comm::Axis::Tp, comm::Axis::Sp}) {
