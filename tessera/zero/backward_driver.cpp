@@ -383,7 +383,7 @@ std::vector<std::string> BackwardDriver::given_lines() const {
   for (const auto& [id, words] : given_)
     lines.push_back(c10::str("the gradient of '", units_.params()[id].name,
                              "' put into p.grad by hand, of which every rank "
-                             "needs the whole (all_reduce it, or call tessera.state.set_full_grad), checksum ",
+                             "needs the whole (all_reduce it, or call set_full_grad), checksum ",
                              words));
   return lines;
 }

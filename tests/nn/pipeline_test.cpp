@@ -57,10 +57,8 @@ testing::Trained train_stages(const Case& c, int steps, int first = 0, const std
     EXPECT_EQ(losses, result.losses) << "the same on all ranks";
     result.norm = engine.core().global_grad_norm().value_or(0);
     Weights weights = testing::weights_of(engine.module());
-    if (c.tp == 1) {
-      for (const auto& [name, value] : weights)
-        EXPECT_TRUE(!result.weights.contains(name) || at::equal(value, result.weights[name])) << "a copy of " << name;
-    }
+    for (const auto& [name, value] : c.tp == 1 ? weights : Weights())
+      EXPECT_TRUE(!result.weights.contains(name) || at::equal(value, result.weights[name])) << "a copy of " << name;
     result.weights.merge(weights);
   });
   return result;
@@ -100,14 +98,7 @@ TEST(Pipeline, TrainsAsTheWholeModelBitForBit) {
   cases.push_back({.stages = 1, .interval = 3});
   cases.push_back({.ranks = 2, .zero = 2, .interval = 1});
   cases.push_back({.chunks = 2, .schedule = "interleaved", .interval = 2});
-  const std::vector<ParamGroup> groups{{.takes = [](const auto&, const at::Tensor& param) { return param.dim() < 2; },
-                                        .set = [](optim::GroupOptions& group) { group.weight_decay = 0; }}};
-  for (const int zero : {0, 1, 2}) {
-    for (const char* optimizer : {"AdamW", "Lamb", "Muon"})
-      cases.push_back({.ranks = 2, .zero = zero, .optimizer = optimizer, .groups = groups});
-    cases.push_back({.ranks = 2, .zero = zero, .own = true});
-    cases.push_back({.ranks = 2, .zero = zero, .own = true, .list = [](auto&) { return testing::functions_last(); }});
-  }
+  testing::add_optimizers(cases);
   for (const Case& c : cases) {
     const auto expected = testing::train_whole(c, kSteps), got = train_stages(c, kSteps);
     EXPECT_EQ(got.losses, expected.losses) << c.name();
@@ -138,10 +129,9 @@ void expect_close(const Case& c) {
   EXPECT_NEAR(got.norm, expected.norm, 10 * tolerance * expected.norm) << c.name();
   ASSERT_EQ(got.weights.size(), expected.weights.size());
   for (const auto& [name, value] : expected.weights) {
-    if (got.weights.at(name).sizes() == value.sizes()) {  // else a slice
-      EXPECT_TRUE(at::allclose(got.weights.at(name).to(at::kFloat), value.to(at::kFloat), tolerance, tolerance))
-          << c.name() << ": " << name;
-    }
+    if (got.weights.at(name).sizes() != value.sizes()) continue;  // a slice
+    EXPECT_TRUE(at::allclose(got.weights.at(name).to(at::kFloat), value.to(at::kFloat), tolerance, tolerance))
+        << c.name() << ": " << name;
   }
 }
 

@@ -167,8 +167,8 @@ struct Case {
   comm::MeshShape shape() const { return comm::mesh_shape(ranks * tp, -1, 1, tp); }
   std::string name() const {
     return c10::str(stages, " stages of ", ranks, ", ", chunks, " chunks, ", schedule, ", zero ", zero, ", ", dtype,
-                    ", ", micro_batches, " micro-batches, clip ", clip, ", interval ", interval, ", ", more, ", ", own ? "own " : "",
-                    optimizer);
+                    ", ", micro_batches, " micro-batches, clip ", clip, ", interval ", interval, ", ", more, ", ",
+                    own ? "own " : "", optimizer);
   }
   at::ScalarType type() const { return dtype == "fp32" ? at::kFloat : dtype == "bf16" ? at::kBFloat16 : at::kHalf; }
   Config config() const {
@@ -206,6 +206,20 @@ struct Case {
     return recipe;
   }
 };
+
+// Groups of parameters, optimizers of whole ones, an optimizer and a schedule of one's own.
+inline void add_optimizers(std::vector<Case>& cases) {
+  const std::vector<nn::ParamGroup> groups{
+      {.takes = [](const std::string&, const at::Tensor& param) { return param.dim() < 2; },
+       .set = [](optim::GroupOptions& group) { group.weight_decay = 0; }}};
+  for (const int zero : {0, 1, 2}) {
+    for (const char* optimizer : {"AdamW", "Lamb", "Muon"})
+      cases.push_back({.ranks = 2, .zero = zero, .optimizer = optimizer, .groups = groups});
+    cases.push_back({.ranks = 2, .zero = zero, .own = true});
+    cases.push_back(
+        {.ranks = 2, .zero = zero, .own = true, .list = [](const comm::Mesh&) { return functions_last(); }});
+  }
+}
 
 inline Weights weights_of(const torch::nn::Module& module) {
   Weights weights;
