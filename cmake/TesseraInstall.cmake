@@ -36,9 +36,11 @@ configure_file(${CMAKE_CURRENT_LIST_DIR}/tessera.pc.in ${CMAKE_CURRENT_BINARY_DI
 function(tessera_install root export link)
   install(TARGETS tessera EXPORT ${export}
     LIBRARY DESTINATION ${root}lib ${ARGN} ${link} INCLUDES DESTINATION ${root}include ${root}include/tessera/detail)
-  if(TARGET tessera_cuda)  # loaded, never linked
-    install(TARGETS tessera_cuda LIBRARY DESTINATION ${root}lib ${ARGN})
-  endif()
+  foreach(loaded tessera_cuda tessera_cuda_comm)  # never linked
+    if(TARGET ${loaded})
+      install(TARGETS ${loaded} LIBRARY DESTINATION ${root}lib ${ARGN})
+    endif()
+  endforeach()
   file(GLOB public CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/tessera/*.h)
   install(FILES ${public} DESTINATION ${root}include/tessera ${ARGN})
   install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/tessera DESTINATION ${root}include/tessera/detail ${ARGN}
