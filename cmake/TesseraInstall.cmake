@@ -30,6 +30,10 @@ set(TESSERA_PC_TORCH "${TESSERA_TORCH_DIR}")
 if(TESSERA_RELOCATABLE)
   set(TESSERA_PC_TORCH "/set/it/by/--define-variable=torch=FOLDER")
 endif()
+set(TESSERA_PC_DEVICE "")
+if(TARGET tessera::torch_cuda)
+  set(TESSERA_PC_DEVICE " -ltorch_cuda -lc10_cuda")
+endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/tessera.pc.in ${CMAKE_CURRENT_BINARY_DIR}/tessera.pc @ONLY)
 
 # tessera_install(<root> <export> <NAMELINK_SKIP, or nothing> <component arguments>...): headers, library and CMake package below <root>.
