@@ -109,9 +109,9 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
                   options.autocast.dtype, specs);
   }
-  if (mesh.size(comm::Axis::Sp) > 1) checks_sequence_ = part == Part::Whole && config.sequence_parallel_size > 1
-                                                         ? SequenceCheck::Error
-                                                         : SequenceCheck::Warning;
+  if (mesh.size(comm::Axis::Sp) > 1)
+    checks_sequence_ =
+        part == Part::Whole && config.sequence_parallel_size > 1 ? SequenceCheck::Error : SequenceCheck::Warning;
   if (building != nullptr) building->hand_over(specs);
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups_);
   live().broadcast_buffers(module_->buffers());
@@ -201,17 +201,18 @@ void Session::warn_of_frozen() const {
 }
 
 int Session::add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options) {
-  const char* const origin = "engine.add_param_group";
   const auto call = live().enter("add_param_group");
-  TESSERA_CHECK(client_ == nullptr, origin, "the engine has an optimizer that updates by itself, whose groups are its own");
-  TESSERA_CHECK_VALUE(!params.empty(), origin, "the param group has no parameters");
+  TESSERA_CHECK(client_ == nullptr, "engine.add_param_group",
+                "the engine has an optimizer that updates by itself, whose groups are its own");
+  TESSERA_CHECK_VALUE(!params.empty(), "engine.add_param_group", "the param group has no parameters");
   const int group = static_cast<int>(live().groups().size());
   const auto named = module_->named_parameters();
   std::vector<engine::ParamSpec> added;
   std::vector<int> known;
   for (const at::Tensor& param : params) {
     const auto name = std::ranges::find_if(named, [&](const auto& item) { return item.value().is_same(param); });
-    TESSERA_CHECK_VALUE(name != named.end(), origin, "a tensor of shape ", param.sizes(), " is no parameter of the module");
+    TESSERA_CHECK_VALUE(name != named.end(), "engine.add_param_group", "a tensor of shape ", param.sizes(),
+                        " is no parameter of the module");
     const auto& specs = live().params();
     const auto found = std::ranges::find_if(specs, [&](const auto& spec) { return spec.tensor.is_same(param); });
     if (found == specs.end()) {
@@ -219,7 +220,7 @@ int Session::add_param_group(const std::vector<at::Tensor>& params, const optim:
       continue;
     }
     const int present = found->group >= 0 ? found->group : found->joins;
-    TESSERA_CHECK_VALUE(present < 0, origin, "'", name->key(), "' is in param group ", present,
+    TESSERA_CHECK_VALUE(present < 0, "engine.add_param_group", "'", name->key(), "' is in param group ", present,
                         " already: change the rates of that one");
     known.push_back(static_cast<int>(found - specs.begin()));
   }
@@ -323,12 +324,13 @@ void Session::warn_of_step() {
 std::string Session::sequence_fault() const {
   const comm::GroupPtr sequence = live().mesh().group(comm::Axis::Sp);
   const comm::CommStats stats = sequence->stats();
-  if (stats.all_to_all.calls + stats.all_gather.calls + stats.reduce_scatter.calls + stats.broadcast.calls > 0) return "";
-  return c10::str(
-      "the mesh has ", sequence->size(),
-      " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a sequence over "
-      "mesh.group(Axis::Sp), so the ranks train the same twice, or parts that do not see each other: use "
-      "parallel::DistributedAttention, or leave the ranks to data parallelism");
+  if (stats.all_to_all.calls + stats.all_gather.calls + stats.reduce_scatter.calls + stats.broadcast.calls > 0)
+    return "";
+  return c10::str("the mesh has ", sequence->size(),
+                  " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
+                  "sequence over "
+                  "mesh.group(Axis::Sp), so the ranks train the same twice, or parts that do not see each other: use "
+                  "parallel::DistributedAttention, or leave the ranks to data parallelism");
 }
 
 void Session::on_metric(OnMetric call) {

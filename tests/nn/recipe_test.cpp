@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "tessera/nn/engine.h"
+#include "tessera/nn/hooked.h"
 #include "tessera/nn/whole_optimizer.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"

@@ -6,6 +6,7 @@
 
 #include "tessera/comm/parts.h"
 #include "tessera/nn/engine.h"
+#include "tessera/nn/hooked.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/processes.h"
@@ -34,7 +35,7 @@ Config config_of(int stage, bool bf16) {
                R"(, "stage3_param_persistence_threshold": 0}, "tessera": {"min_unit_elements": 1}})"));
 }
 
-NamedTensors trained(int stage, bool bf16, c10::Device device, const std::string& folder) {
+nn::NamedTensors trained(int stage, bool bf16, c10::Device device, const std::string& folder) {
   const auto net = std::make_shared<Net>();
   net->to(device);
   auto engine = initialize(net, config_of(stage, bf16));
@@ -50,7 +51,7 @@ NamedTensors trained(int stage, bool bf16, c10::Device device, const std::string
     engine.step();
     EXPECT_TRUE(std::isfinite(engine.mean(engine.forward(x)).item<double>()));
   }
-  NamedTensors state;
+  nn::NamedTensors state;
   for (const auto& item : engine.module_state_dict())
     state.insert(item.key(), item.value().cpu().clone());
   return state;
@@ -74,7 +75,7 @@ TEST(Programs, TrainOnADeviceAsOnTheCpu) {
   for (int stage = 0; stage <= 3; ++stage)
     for (const bool bf16 : {false, true}) {
       const auto name = [&](const char* kind) { return c10::str(folder, "/", kind, stage, bf16); };
-      const NamedTensors here = trained(stage, bf16, device, name("device")),
+      const nn::NamedTensors here = trained(stage, bf16, device, name("device")),
                          there = trained(stage, bf16, c10::kCPU, name("cpu"));
       for (const auto& item : there)
         EXPECT_TRUE(here[item.key()].equal(item.value())) << item.key() << ", stage " << stage << ", bf16 " << bf16;
