@@ -254,18 +254,18 @@ TEST(DeviceShare, IsFoundFromWhatIsMeasured) {
       });
       const engine::OffloadPlan& plan = plans[0];
       ASSERT_TRUE(plan.rates);
-      for (const double rate : {plan.rates->link, plan.rates->host, plan.rates->memory, plan.rates->device})
+      for (const double rate : {plan.rates->bus, plan.rates->host, plan.rates->memory, plan.rates->device})
         EXPECT_GT(rate, 1e6);
       EXPECT_EQ(plan.rates->disk > 0, states == Residence::Nvme);
       EXPECT_GE(plan.device_share, 0);
       EXPECT_LE(plan.device_share, 1);
-      EXPECT_DOUBLE_EQ(plan.milliseconds, std::max({plan.link, plan.host, plan.memory, plan.device, plan.disk}));
+      EXPECT_DOUBLE_EQ(plan.milliseconds, std::max({plan.bus, plan.host, plan.memory, plan.device, plan.disk}));
       EXPECT_GT(plan.milliseconds, 0);
       EXPECT_HAS(plan.text(), "predicted for an update");
       EXPECT_DOUBLE_EQ(plan.step(3, 5, 2), 16 + plan.milliseconds);
       for (const auto& [rank, other] : plans) {
         EXPECT_EQ(other.device_share, plan.device_share) << "the same on all ranks";
-        EXPECT_EQ(other.rates->link, plan.rates->link);
+        EXPECT_EQ(other.rates->bus, plan.rates->bus);
         ASSERT_EQ(other.units.size(), plan.units.size());
         for (size_t i = 0; i < plan.units.size(); ++i)
           EXPECT_TRUE(other.units[i].unit == plan.units[i].unit && other.units[i].by == plan.units[i].by);
@@ -297,8 +297,8 @@ TEST(DeviceShare, IsPredictedForWhoAsks) {
           engine.measure_offload();
           const engine::OffloadPlan plan = engine.offload_plan();
           ASSERT_TRUE(plan.rates);
-          EXPECT_EQ(plan.rates->link > 0, !cpu);
-          EXPECT_EQ(plan.link > 0, !cpu);
+          EXPECT_EQ(plan.rates->bus > 0, !cpu);
+          EXPECT_EQ(plan.bus > 0, !cpu);
           EXPECT_EQ(plan.rates->device > 0, !cpu);
           EXPECT_EQ(plan.device > 0, !cpu && precision.states_are_narrow());
           EXPECT_EQ(plan.disk > 0, residence == Residence::Nvme);
