@@ -219,9 +219,11 @@ bool Engine::Impl::gradients_given() const {
 }
 
 void Engine::Impl::check_trains(int64_t empty, const std::vector<bool>& present) const {
+  const auto& trained = model->units.trained_ids();
+  const auto came = [&](int id) { return !present.empty() && present[id]; };
   const auto trains = [&](int id) { return params[id].tensor.requires_grad(); };
-  if (counts_empty || empty <= begun || std::ranges::find(present, true) != present.end()) return;
-  TESSERA_CHECK(std::ranges::none_of(model->units.trained_ids(), trains), "engine.step",
+  if (counts_empty || empty <= begun || std::ranges::any_of(trained, came)) return;
+  TESSERA_CHECK(std::ranges::none_of(trained, trains), "engine.step",
                 "no backward has reached this engine since the last update, and no parameter has a gradient: this step "
                 "would train nothing; call step() once after each backward");
 }
@@ -236,7 +238,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
   if (!model->units.is_away()) model->driver.ensure_reduced();
   if (global_norm) *global_norm *= scaling.gradient_scale();
   const zero::GradientSummary summary = summarize("step()", empty, global_norm, fault, updated);
-  if (!global_norm) check_trains(empty, updated ? model->early.present() : summary.present);
+  if (!global_norm && !updated) check_trains(empty, model->early.on() ? std::vector<bool>() : summary.present);
   if (model->early.on()) {
     norm = LastNorm(summary.norm, summary.unread, /*asked=*/clips_by_previous());
     if (updated) previous_norm = norm;

@@ -109,7 +109,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
                   options.autocast.dtype, specs);
   }
-  if (mesh.size(comm::Axis::Sp) > 1)
+  if (mesh.size(comm::Axis::Sp) > 1 && !recipe.parts_alone)
     checks_sequence_ =
         part == Part::Whole && config.sequence_parallel_size > 1 ? SequenceCheck::Error : SequenceCheck::Warning;
   if (building != nullptr) building->hand_over(specs);
@@ -270,7 +270,6 @@ bool Session::step(std::optional<double> global_norm) {
   const bool applied = live().step(update, global_norm, boundary ? fault() : "");
   warn_of_step();
   if (applied) {
-    checks_sequence_ = SequenceCheck::Off;
     ++schedule_steps_;
     apply_schedule();
   }
@@ -317,20 +316,22 @@ at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) c
 void Session::warn_of_step() {
   for (const std::string& line : live().take_notices())
     TORCH_WARN(line);
-  if (checks_sequence_ != SequenceCheck::Warning || !live().was_step_applied()) return;
-  if (const std::string fault = sequence_fault(); !fault.empty()) warn({"[engine.step] " + fault});
+  if (checks_sequence_ == SequenceCheck::Off || !live().was_step_applied()) return;
+  const std::string fault = sequence_fault();
+  // An update in the backward came before it could be seen: the next one is refused.
+  if (checks_sequence_ == SequenceCheck::Error && !fault.empty()) return;
+  if (live().mesh().rank(comm::Axis::Sp) == 0 && !fault.empty()) warn({"[engine.step] " + fault});
+  checks_sequence_ = SequenceCheck::Off;
 }
 
 std::string Session::sequence_fault() const {
   const comm::GroupPtr sequence = live().mesh().group(comm::Axis::Sp);
-  const comm::CommStats stats = sequence->stats();
-  if (stats.all_to_all.calls + stats.all_gather.calls + stats.reduce_scatter.calls + stats.broadcast.calls > 0)
-    return "";
-  return c10::str("the mesh has ", sequence->size(),
-                  " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
-                  "sequence over "
-                  "mesh.group(Axis::Sp), so the ranks train the same twice, or parts that do not see each other: use "
-                  "parallel::DistributedAttention, or leave the ranks to data parallelism");
+  if (sequence->stats().all_to_all.calls > 0) return "";
+  return c10::str(
+      "the mesh has ", sequence->size(),
+      " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
+      "sequence over mesh.group(Axis::Sp): an attention needs parallel::DistributedAttention; where each part "
+      "is treated alone, Recipe::parts_alone says so; without a cut sequence the ranks train the same twice");
 }
 
 void Session::on_metric(OnMetric call) {

@@ -82,7 +82,7 @@ TEST(Loader, GoesOnWhereItWasWithAnyNumberOfRanks) {
 
 // Of an engine: ranks of one sequence or one cut model see the same; a checkpoint has the position, for other ranks too.
 TEST(Loader, FollowsTheMeshOfAnEngineAndItsCheckpoints) {
-  using Axes = std::vector<std::pair<comm::Axis, int>>;
+  using Axes = testing::AxisSizes;
   constexpr int64_t kSize = 24;
   const auto config = Config::from_json(
       R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}})");

@@ -269,14 +269,14 @@ TEST(Engine, CallsComeFromOneThreadAtATime) {
   };
   for (const int stage : {0, 1, 3}) {
     const auto model = std::make_shared<Calls>();
-    auto engine = initialize(model, adamw_config(1, stage), comm::Mesh());
-    const testing::TempFolder dir;
+    auto engine = initialize(model, adamw_config(stage, 1), comm::Mesh());
+    const io::TempFolder dir;
     const at::Tensor x = at::ones({4, 2}), loss = engine.forward(x);
     const std::vector<std::function<void()>> calls{[&] { engine.forward(x); },
                                                    [&] { engine.backward(loss); },
                                                    [&] { engine.step(); },
                                                    [&] { engine.zero_grad(); },
-                                                   [&] { engine.no_sync(); },
+                                                   [&] { const auto held = engine.no_sync(); },
                                                    [&] { engine.save_checkpoint(dir.path()); },
                                                    [&] { std::ignore = engine.load_checkpoint(dir.path()); },
                                                    [&] { std::ignore = engine.save_16bit_model(dir.path()); },
@@ -307,18 +307,12 @@ TEST(Engine, WhatWasMovedFromSaysSo) {
   auto other = std::move(engine);
   other.forward(at::ones({4, 2})).sum().backward();
   EXPECT_TRUE(other.step());
-  for (const auto& call : std::vector<std::function<void()>>{[&] { engine.forward(at::ones({4, 2})); },
-                                                             [&] { engine.step(); },
-                                                             [&] { engine.core(); },
-                                                             [&] { engine.module(); },
-                                                             [&] { engine.module_ptr(); },
-                                                             [&] { engine.expect(1); },
-                                                             [&] { engine.write_metrics({}); },
-                                                             [&] { engine.on_metric({}); },
-                                                             [&] { engine.zero_grad(); },
-                                                             [&] { std::ignore = engine.lr(); },
-                                                             [&] { std::ignore = engine.device(); },
-                                                             [&] { engine.destroy(); }})  // NOLINT
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { engine.forward(at::ones({4, 2})); }, [&] { engine.step(); }, [&] { engine.core(); },
+           [&] { engine.module(); }, [&] { engine.module_ptr(); }, [&] { engine.expect(1); },
+           [&] { engine.write_metrics({}); }, [&] { engine.on_metric({}); }, [&] { engine.zero_grad(); },
+           [&] { std::ignore = engine.lr(); }, [&] { std::ignore = engine.device(); },
+           [&] { engine.destroy(); }})  // NOLINT
     EXPECT_HAS(testing::error_of<UsageError>(call), "[engine] this object was moved from");
 }
 

@@ -131,10 +131,16 @@ std::vector<at::Tensor> values_of(torch::nn::Module& module) {
   return values;
 }
 
-// Masters in fp32, and in bf16 a copy of them that computes.
+// Masters in fp32 of what `dtype` has of the model, and a copy of them in it that computes.
 std::vector<at::Tensor> plain_loop(const Case& test, int64_t steps, at::ScalarType dtype = at::kFloat) {
   auto model = net(), computes = net();
   computes->to(dtype);
+  {
+    const at::NoGradGuard no_grad;
+    const auto masters = model->parameters(), copies = computes->parameters();
+    for (size_t i = 0; i < masters.size(); ++i)
+      at::Tensor(masters[i]).copy_(copies[i]);
+  }
   const auto optimizer = test.plain(*model);
   const std::vector<double> rates{0.02, 0.01};
   for (int64_t step = 0; step < steps; ++step) {
@@ -332,8 +338,10 @@ TEST(Recipe, ParametersMayBeginToBeTrained) {
             options.lr = 0.02;
             options.weight_decay = 0;
             EXPECT_EQ(engine.add_param_group(model->grow(), options), 1);
-            for (const auto& wrong : {model->last->parameters(), model->first->parameters(), model->block->parameters()})
-              EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.add_param_group(wrong, options); }), "is in param group");
+            for (const auto& wrong :
+                 {model->last->parameters(), model->first->parameters(), model->block->parameters()})
+              EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.add_param_group(wrong, options); }),
+                         "is in param group");
             EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.add_param_group({at::ones({2})}, options); }),
                        "a tensor of shape [2] is no parameter of the module");
           }

@@ -14,17 +14,21 @@
 namespace tessera::testing {
 namespace {
 
+// With parameters on a device: LibTorch moves modules to its own types of devices only.
+struct LineImpl : nn::Hooked<LineImpl, at::Tensor(at::Tensor)> {
+  LineImpl(int64_t in, int64_t out, c10::Device device)
+      : weight(register_parameter("weight", at::linspace(-0.3, 0.5, in * out).view({out, in}).to(device))) {}
+  at::Tensor forward_impl(const at::Tensor& x) { return at::linear(x, weight); }
+  at::Tensor weight;
+};
+
 struct Net : torch::nn::Module {
-  Net() {
-    first = register_module("first", nn::unit(torch::nn::Linear(8, 16)));
-    second = register_module("second", torch::nn::Linear(16, 4));
-    const at::NoGradGuard no_grad;
-    for (at::Tensor& param : parameters())
-      param.copy_(at::linspace(-0.3, 0.5, param.numel()).view(param.sizes()));
+  explicit Net(c10::Device device) {
+    first = register_module("first", std::make_shared<LineImpl>(8, 16, device));
+    second = register_module("second", std::make_shared<LineImpl>(16, 4, device));
   }
-  at::Tensor forward(const at::Tensor& x) { return second(torch::tanh(first->forward(x))).square().mean(); }
-  nn::UnitOf<torch::nn::Linear> first{nullptr};
-  torch::nn::Linear second{nullptr};
+  at::Tensor forward(const at::Tensor& x) { return second->forward(at::tanh(first->forward(x))).square().mean(); }
+  std::shared_ptr<LineImpl> first, second;
 };
 
 Config config_of(int stage, bool bf16) {
@@ -36,9 +40,7 @@ Config config_of(int stage, bool bf16) {
 }
 
 nn::NamedTensors trained(int stage, bool bf16, c10::Device device, const std::string& folder) {
-  const auto net = std::make_shared<Net>();
-  net->to(device);
-  auto engine = initialize(net, config_of(stage, bf16));
+  auto engine = initialize(std::make_shared<Net>(device), config_of(stage, bf16));
   EXPECT_EQ(engine.device(), device);
   const auto dtype = bf16 ? at::kBFloat16 : at::kFloat;
   for (int step = 0; step < 4; ++step) {
@@ -76,7 +78,7 @@ TEST(Programs, TrainOnADeviceAsOnTheCpu) {
     for (const bool bf16 : {false, true}) {
       const auto name = [&](const char* kind) { return c10::str(folder, "/", kind, stage, bf16); };
       const nn::NamedTensors here = trained(stage, bf16, device, name("device")),
-                         there = trained(stage, bf16, c10::kCPU, name("cpu"));
+                             there = trained(stage, bf16, c10::kCPU, name("cpu"));
       for (const auto& item : there)
         EXPECT_TRUE(here[item.key()].equal(item.value())) << item.key() << ", stage " << stage << ", bf16 " << bf16;
     }
