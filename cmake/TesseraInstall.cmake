@@ -30,15 +30,21 @@ set(TESSERA_PC_TORCH "${TESSERA_TORCH_DIR}")
 if(TESSERA_RELOCATABLE)
   set(TESSERA_PC_TORCH "/set/it/by/--define-variable=torch=FOLDER")
 endif()
+set(TESSERA_PC_DEVICE "")
+if(TARGET tessera::torch_cuda)
+  set(TESSERA_PC_DEVICE " -ltorch_cuda -lc10_cuda")
+endif()
 configure_file(${CMAKE_CURRENT_LIST_DIR}/tessera.pc.in ${CMAKE_CURRENT_BINARY_DIR}/tessera.pc @ONLY)
 
 # tessera_install(<root> <export> <NAMELINK_SKIP, or nothing> <component arguments>...): headers, library and CMake package below <root>.
 function(tessera_install root export link)
   install(TARGETS tessera EXPORT ${export}
     LIBRARY DESTINATION ${root}lib ${ARGN} ${link} INCLUDES DESTINATION ${root}include ${root}include/tessera/detail)
-  if(TARGET tessera_cuda)  # loaded, never linked
-    install(TARGETS tessera_cuda LIBRARY DESTINATION ${root}lib ${ARGN})
-  endif()
+  foreach(loaded tessera_cuda tessera_cuda_comm)  # never linked
+    if(TARGET ${loaded})
+      install(TARGETS ${loaded} LIBRARY DESTINATION ${root}lib ${ARGN})
+    endif()
+  endforeach()
   file(GLOB public CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/tessera/*.h)
   install(FILES ${public} DESTINATION ${root}include/tessera ${ARGN})
   install(DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/tessera DESTINATION ${root}include/tessera/detail ${ARGN}

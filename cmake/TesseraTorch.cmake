@@ -83,3 +83,10 @@ if(NOT TESSERA_TORCH_PROBLEM AND NOT TARGET tessera::torch)
     INTERFACE_LINK_LIBRARIES
       "${TESSERA_TORCH_DIR}/lib/libtorch_cpu.so;${TESSERA_TORCH_DIR}/lib/libc10.so;${_tessera_gomp}")
 endif()
+
+# Of a torch for CUDA a program needs the library that registers the device, though it calls nothing of it.
+if(NOT TESSERA_TORCH_PROBLEM AND EXISTS "${TESSERA_TORCH_DIR}/lib/libtorch_cuda.so" AND NOT TARGET tessera::torch_cuda)
+  add_library(tessera::torch_cuda INTERFACE IMPORTED GLOBAL)
+  set_target_properties(tessera::torch_cuda PROPERTIES INTERFACE_LINK_LIBRARIES
+    "-Wl,--push-state,--no-as-needed;${TESSERA_TORCH_DIR}/lib/libtorch_cuda.so;${TESSERA_TORCH_DIR}/lib/libc10_cuda.so;-Wl,--pop-state")
+endif()

@@ -14,6 +14,7 @@ The rules, in the order of the functions below:
   doors      one folder or file each for c10d, pybind11, autograd internals and the environment
   length     no source file is longer than MAX_LINES
   tests      every folder of sources has one of tests; modules of Python and tools a test with their stem
+  words      a text of the core has no call in Python's spelling, unless it says that it is Python's
   paths      no path of one particular machine in any tracked text file
   optional   optional parts are two files chosen by the build, not #ifdef
 """
@@ -369,6 +370,19 @@ def check_tests(files: dict[str, str]) -> Iterator[Finding]:
             yield path, f"has no test {wanted}"
 
 
+PYTHONS_WORDS = re.compile(r"=(True|False|None)\b|\btessera\.(zero|state)\.|\bzero\.Init\b|\bmodifier_rank=")
+OF_PYTHON = ("tessera/config/", "tessera/checkpoint/deepspeed/names.cpp")  # keys are explained by what Python has
+
+
+def check_words(path: str, text: str) -> Iterator[Finding]:
+    if not path.startswith("tessera/") or path.startswith(OF_PYTHON) or Path(path).suffix not in {".cpp", ".h"}:
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        said = "" if line.lstrip().startswith("//") else " ".join(re.findall(r'"((?:[^"\\]|\\.)*)"', line))
+        if PYTHONS_WORDS.search(said) and not re.search(r"Python|C\+\+", said):
+            yield path, f"line {number}: a text of both front ends in Python's spelling: {said!r}"
+
+
 def check_paths(path: str, text: str) -> Iterator[Finding]:
     for match in MACHINE_PATH.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
@@ -409,6 +423,7 @@ def check_all(files: dict[str, str]) -> list[Finding]:
         if suffix in CXX_SUFFIXES:
             findings += check_layers(path, text)
             findings += check_doors(path, text)
+            findings += check_words(path, text)
             findings += check_optional(path, text)
         if suffix in CXX_SUFFIXES | {".py", ".pyi"}:
             findings += check_length(path, text)

@@ -232,6 +232,7 @@ void bind_training(EngineClass& c) {
       .def("gradient_loss_scale", on(&Engine::scaling, &engine::Scaling::gradient_scale))
       .def("step", &Engine::step, py::arg("external") = py::none(), py::arg("global_norm") = py::none(),
            py::arg("fault") = "", NoGil())
+      .def("count_empty_steps", &Engine::count_empty_steps)
       .def("finish_update", &Engine::finish_update, NoGil())
       .def("set_fault", &Engine::set_fault, py::arg("fault"))
       .def(

@@ -31,8 +31,14 @@ Parts environment_parts(const std::vector<MeshShape>& shapes,
 std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes,
                                               std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
-// How many ranks the environment has.
+// How many ranks the environment has; this process's number among all of them, and among those of its host. Local. Value error where
+// the environment is impossible.
 int environment_size();
+int environment_rank();
+int environment_local_rank();
+// This rank's device, where its model and inputs belong: Note [Devices of ranks] in c10d/devices.h; the CPU where torch sees none. It
+// is torch's current one from here on. Local.
+c10::Device environment_device();
 
 // Value error where the parts of `shapes` do not have all `world` ranks each.
 void check_overlaid(const std::vector<MeshShape>& shapes, int world);

@@ -345,6 +345,7 @@ void Checkpointer::stage(std::vector<Item>& items) {
 }
 
 std::string Checkpointer::save(const std::string& dir, const SaveOptions& options, ClientPart client) {
+  const OneThread::Call call = engine_.enter("save_checkpoint");
   TESSERA_CHECK_VALUE(!dir.empty(), "checkpoint", "save_dir is empty; name a folder");
   TESSERA_CHECK_VALUE(options.keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
                       options.keep_last);

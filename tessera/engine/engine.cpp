@@ -116,6 +116,9 @@ const zero::StateAccess& Engine::layout() const {
 zero::Accumulation& Engine::accumulation() {
   return impl_->here("accumulation").accumulation;
 }
+OneThread::Call Engine::enter(const char* call) {
+  return {impl_->thread, call};
+}
 Checkpointer& Engine::checkpoints() {
   impl_->here("checkpoints");
   if (!impl_->checkpointer) impl_->checkpointer = std::make_unique<Checkpointer>(*this, *impl_->savers);
@@ -137,7 +140,8 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   Impl::Fault why{boundary ? fault : "", nullptr};
   m.check_step(boundary, global_norm, why);
   const bool trains = has_uncounted_backward();
-  if (!trains && !m.gradients_given()) m.notices.no_backward();
+  const bool may_be_empty = !boundary || m.counts_empty || global_norm;
+  if (may_be_empty && !trains && !m.gradients_given()) m.notices.no_backward();
   const int64_t empty = m.empty_with_this();
   m.in_step = true;
   bool finite = true;
@@ -214,6 +218,16 @@ bool Engine::Impl::gradients_given() const {
   return (begun == 0 && before) || ((begun == 0 || !shows) && std::ranges::any_of(model->units.trained_ids(), put));
 }
 
+void Engine::Impl::check_trains(int64_t empty, const std::vector<bool>& present) const {
+  const auto& trained = model->units.trained_ids();
+  const auto came = [&](int id) { return !present.empty() && present[id]; };
+  const auto trains = [&](int id) { return params[id].tensor.requires_grad(); };
+  if (counts_empty || empty <= begun || std::ranges::any_of(trained, came)) return;
+  TESSERA_CHECK(std::ranges::none_of(trained, trains), "engine.step",
+                "no backward has reached this engine since the last update, and no parameter has a gradient: this step "
+                "would train nothing; call step() once after each backward");
+}
+
 // The boundary's part of a step. False when gradients had inf or NaN.
 bool Engine::Impl::apply(const std::function<void()>& external, std::optional<double> global_norm, int64_t empty,
                          Fault& fault) {
@@ -224,6 +238,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
   if (!model->units.is_away()) model->driver.ensure_reduced();
   if (global_norm) *global_norm *= scaling.gradient_scale();
   const zero::GradientSummary summary = summarize("step()", empty, global_norm, fault, updated);
+  if (!global_norm && !updated) check_trains(empty, model->early.on() ? std::vector<bool>() : summary.present);
   if (model->early.on()) {
     norm = LastNorm(summary.norm, summary.unread, /*asked=*/clips_by_previous());
     if (updated) previous_norm = norm;
@@ -254,13 +269,19 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
   return summary.finite;
 }
 
+void Engine::count_empty_steps() {
+  impl_->counts_empty = true;
+}
+
 void Engine::finish_update() try {
+  const OneThread::Call call(impl_->thread, "finish_update");
   impl_->live("finish_update").units.lane().finish();
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
 }
 
 void Engine::zero_grad() {
+  const OneThread::Call call(impl_->thread, "zero_grad");
   zero::ShardedModel& model = impl_->live("zero_grad");
   model.units.check_not_away("zero_grad");
   TESSERA_CHECK(!model.early.on() || !model.driver.flushed(), "engine.zero_grad",
@@ -270,12 +291,14 @@ void Engine::zero_grad() {
 }
 
 double Engine::grad_norm(const std::string& fault) try {
+  const OneThread::Call call(impl_->thread, "grad_norm");
   return impl_->norm_of("grad_norm()", {fault, nullptr});
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
 }
 
 double Engine::clip_grad_norm(double max_norm, const std::string& fault) try {
+  const OneThread::Call call(impl_->thread, "clip_grad_norm_");
   Impl& m = *impl_;
   zero::ShardedModel& model = m.live("clip_grad_norm_");
   m.check_keeps_gradients("clip_grad_norm_");
@@ -313,6 +336,7 @@ void Engine::Impl::reduce_for_norm(const char* call, Fault& fault) {
 }
 
 double Engine::norm_contribution(const std::vector<int>& without, const std::string& fault) try {
+  const OneThread::Call call(impl_->thread, "norm_contribution");
   Impl& m = *impl_;
   m.check_keeps_gradients("norm_contribution");
   Impl::Fault why{fault, nullptr};
@@ -363,6 +387,7 @@ void Engine::set_micro_batch_size(int64_t samples) {
 }
 
 void Engine::begin_no_sync() {
+  const OneThread::Call call(impl_->thread, "no_sync");
   impl_->check_accumulates("no_sync");
   TESSERA_CHECK(!impl_->no_sync, "engine.no_sync", "no_sync context manager reentry is unsupported");
   TESSERA_CHECK(!impl_->coalesce, "engine.no_sync",
@@ -375,6 +400,7 @@ void Engine::end_no_sync() {
 }
 
 void Engine::begin_coalesce() {
+  const OneThread::Call call(impl_->thread, "coalesce_grad_reduction");
   impl_->check_accumulates("coalesce_grad_reduction");
   TESSERA_CHECK(!impl_->no_sync && !impl_->coalesce, "engine.coalesce_grad_reduction",
                 "coalesce_grad_reduction nested in ", impl_->no_sync ? "no_sync" : "itself", " is unsupported");
@@ -471,12 +497,14 @@ const std::vector<ParamSpec>& Engine::params() const {
 }
 
 void Engine::refresh_params() try {
+  const OneThread::Call call(impl_->thread, "refresh_params");
   finish_update();
   impl_->here("refresh_params").updater.refresh_params();
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
 }
 void Engine::adopt_params() try {
+  const OneThread::Call call(impl_->thread, "adopt_params");
   zero::adopt_params(impl_->here("adopt_params").units, /*compare=*/true);
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
@@ -492,6 +520,7 @@ const Phases& Engine::phases() const {
 
 void Engine::destroy() {
   if (!impl_->model) return;
+  const OneThread::Call call(impl_->thread, "destroy");
   const transforms::Unobserved apart;
   std::exception_ptr error;
   const auto attempt = [&](const auto& work) {

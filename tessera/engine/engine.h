@@ -21,6 +21,7 @@
 #include "tessera/comm/mesh.h"
 #include "tessera/engine/group_fields.h"
 #include "tessera/engine/offload_plan.h"
+#include "tessera/engine/one_thread.h"
 #include "tessera/engine/scaling.h"
 #include "tessera/zero/sharded_model.h"
 
@@ -69,6 +70,9 @@ class Engine {
   // gradients, backwards and steps say it themselves, front ends before what they do around one. Local.
   void check_not_captured(const char* call) const;
 
+  // A call of a front end that is several of these, until the object goes: UsageError where another thread is in one. Local.
+  OneThread::Call enter(const char* call);
+
   // ---- forward
   // From here to the end of the forward, on this thread, autocast is as the options say: on in their dtype, or off even
   // inside a region of the caller's. True when it first switches such a region off: tell the user.
@@ -106,9 +110,12 @@ class Engine {
   // nothing counted, for a negative one, for different ones, and between boundaries, where nothing is clipped; at a boundary
   // also, on all ranks, where they differ in rates, accumulation steps or calls (Note [What ranks step by] in agreement.h).
   // `fault`: why this rank cannot step; at a boundary an error on all ranks, with nothing updated or counted. So is what the
-  // engine itself has against a step on some ranks only (a call inside no_sync, states that are away).
+  // engine itself has against a step on some ranks only (a call inside no_sync, states that are away). State error, on all ranks,
+  // for an update that no backward preceded and that has no gradient at all, unless count_empty_steps() or `global_norm` allows it.
   bool step(const std::function<void()>& external = {}, std::optional<double> global_norm = {},
             const std::string& fault = {});
+  // An update without any gradient is counted as any other (accumulation, schedule), with one notice. On all ranks alike.
+  void count_empty_steps();
   // zero::Options::update_in_backward: the same for the backwards to come, which compare what they update by. Local.
   void set_fault(const std::string& fault);
   // What a client's optimizer updates by besides groups(): compared by all ranks as groups() are. `lines`: "name value in

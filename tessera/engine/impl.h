@@ -40,6 +40,7 @@ struct Engine::Impl {
   std::vector<std::string> client_terms;
   std::vector<DeviceTerm> device_terms;
   std::optional<bool> boundary_override;
+  bool counts_empty = false;      // Engine::count_empty_steps()
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   LastNorm norm;           // of the last step
   LastNorm previous_norm;  // Note [Clipping by the step before]: of the last update
@@ -105,6 +106,8 @@ struct Engine::Impl {
   void check_for_all(bool boundary, Fault& fault, const std::function<void()>& check) const;
   void check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const;
   void check_may_step() const;
+  // `present`: which parameters have a gradient, on any rank, so that all ranks find the same; empty: none.
+  void check_trains(int64_t empty, const std::vector<bool>& present) const;
   // Calls of step() for this update that no backward preceded, if the next one came now.
   // Where no backward came: the user has put gradients into p.grad, or, before the first micro-batch, left them there.
   bool gradients_given() const;

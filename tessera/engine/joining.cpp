@@ -122,6 +122,7 @@ void Engine::check_addition(const std::vector<optim::GroupOptions>& groups, cons
 }
 
 int Engine::add_group(const optim::GroupOptions& group) {
+  const OneThread::Call call(impl_->thread, "add_group");
   check_addition({group}, {});
   std::vector<optim::GroupOptions>& groups = impl_->model->units.groups();
   groups.push_back(group);
@@ -129,6 +130,7 @@ int Engine::add_group(const optim::GroupOptions& group) {
 }
 
 int Engine::add_param(ParamSpec param) {
+  const OneThread::Call call(impl_->thread, "add_param");
   check_addition({}, {param});
   zero::ShardedModel& model = *impl_->model;
   const zero::Options& zero = impl_->options.zero;
@@ -150,6 +152,7 @@ void Engine::set_joins(int param, int group) {
 }
 
 void Engine::join() try {
+  const OneThread::Call call(impl_->thread, "join");
   zero::ShardedModel& model = impl_->here("join");
   finish_update();
   const std::vector<int> waiting = model.driver.waiting();

@@ -9,6 +9,7 @@
 namespace tessera::engine {
 
 void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) try {
+  const OneThread::Call call(impl_->thread, "offload_states");
   Impl& m = *impl_;
   zero::ShardedModel& model = m.live("offload_states");
   const zero::Options& zero = m.options.zero;
@@ -33,6 +34,7 @@ void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Re
 }
 
 void Engine::reload_states() try {
+  const OneThread::Call call(impl_->thread, "reload_states");
   impl_->live("reload_states").moving.come_back();
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);

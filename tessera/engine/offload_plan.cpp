@@ -177,8 +177,8 @@ std::string OffloadPlan::text() const {
 
 double OffloadPlan::step(double forward, double backward, int micro_batches) const {
   TESSERA_CHECK(rates, "offload_plan.step",
-                "nothing was measured, so nothing is predicted: measure, on all ranks: offload_plan(measure=True), in "
-                "C++ measure_offload()");
+                "nothing was measured, so nothing is predicted: measure, on all ranks, by measure_offload() "
+                "(Python: offload_plan(measure=True))");
   TESSERA_CHECK_VALUE(forward >= 0 && backward >= 0 && micro_batches >= 1, "offload_plan.step", "forward is ", forward,
                       ", backward ", backward, " and micro_batches ", micro_batches,
                       "; they are milliseconds, 0 at least, and a number, 1 at least");
@@ -191,6 +191,7 @@ double OffloadPlan::step(double forward, double backward, int micro_batches) con
 }
 
 void Engine::measure_offload() {
+  const OneThread::Call call(impl_->thread, "offload_plan");
   const zero::ShardedModel& model = impl_->here("measure_offload");
   if (!impl_->options.zero.home || impl_->rates) return;
   finish_update();  // measured is a machine that does nothing else

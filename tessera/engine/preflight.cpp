@@ -132,7 +132,7 @@ void check_tensor(const ParamSpec& spec) {
   const at::Tensor& tensor = spec.tensor;
   TESSERA_CHECK_VALUE(!tensor.is_meta(), "engine", "parameter '", spec.name,
                       "' is on the meta device and has no values; materialize the module first (to_empty(), then its "
-                      "initialization), inside zero.Init where it is too large for one rank");
+                      "initialization), or build it partitioned where it is too large for one rank");
   TESSERA_CHECK_VALUE(!tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python), "engine", "parameter '",
                       spec.name,
                       "' is a tensor subclass with operators of its own (a DTensor, a quantized weight), whose memory "

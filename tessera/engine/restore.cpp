@@ -388,6 +388,7 @@ checkpoint::DeepSpeedHints::Groups names_by_group(Engine& engine) {
 
 std::optional<Restore> Checkpointer::open(const std::string& dir, const std::string& given,
                                           const Restore::Options& options, const Foreign& foreign) {
+  const OneThread::Call call = engine_.enter("load_checkpoint");
   engine_.finish_update();
   wait();
   const auto first = together(ranks_, "name of a checkpoint", [&]() -> std::string {

@@ -58,8 +58,18 @@ class Engine : public Session {
     return forward(std::forward<A>(args)...);
   }
 
-  M& module() { return *module_; }
-  const std::shared_ptr<M>& module_ptr() const { return module_; }
+  M& module() {
+    core();
+    return *module_;
+  }
+  const M& module() const {
+    core();
+    return *module_;
+  }
+  const std::shared_ptr<M>& module_ptr() const {
+    core();
+    return module_;
+  }
 
  private:
   // Arguments of types that append_tensors does not know hold no tensors that matter here.

@@ -123,6 +123,19 @@ Pipeline::Built Pipeline::build(const Layers& layers, const Config& config, cons
   end_building(parts);
 }
 
+namespace {
+
+Recipe recipe_of(const PipelineOptions& options, const StageLayers& module) {
+  Recipe recipe{.units = options.units ? options.units : units_of_layers, .groups = options.groups, .schedule = options.schedule};
+  if (options.optimizer) {
+    recipe.optimizer = options.optimizer(module);
+    TESSERA_CHECK_VALUE(recipe.optimizer != nullptr, "pipeline", "PipelineOptions::optimizer has made none");
+  }
+  return recipe;
+}
+
+}  // namespace
+
 comm::Parts environment_stages(const Config& config, int stages) {
   const auto world = comm::environment_size();
   TESSERA_CHECK_VALUE(stages >= 1 && world % stages == 0, "pipeline", world, " ranks cannot be ", stages,
@@ -139,7 +152,7 @@ Pipeline::Pipeline(const Layers& layers, const Config& config, const comm::Parts
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
                    const Built& built) try
     : Session(built.module, config, parts.mesh, nullptr,
-              Recipe{units_of_layers, options.groups, nullptr, options.schedule},
+              recipe_of(options, *built.module),
               parts.part == 0 ? Part::First : Part::Other),
       parts_(parts),
       options_(options),

@@ -41,6 +41,9 @@ struct PipelineOptions {
   std::vector<ParamGroup> groups =
       {};  // as Recipe has them, by the names of the whole list; a stage may have none of one
   std::shared_ptr<Schedule> schedule = nullptr;
+  // An optimizer of one's own over the parameters of this stage, which may have none: Recipe::optimizer. Then `groups` is empty.
+  std::function<std::shared_ptr<torch::optim::Optimizer>(const StageLayers& stage)> optimizer = {};
+  UnitPolicy units = {};  // empty: a layer of the list is a unit
 };
 
 struct Evaluation {
@@ -87,11 +90,25 @@ class Pipeline : private Session {
   // Of this stage.
   using Session::comm_summary;
   using Session::core;
+  using Session::destroy;
+  using Session::device;
+  using Session::global_grad_norm;
+  using Session::global_steps;
+  using Session::groups;
   using Session::loss_scale;
+  using Session::load_module_state_dict;
   using Session::lr;
+  using Session::mean;
   using Session::memory;
+  using Session::mesh;
+  using Session::module_state_dict;
+  using Session::offload_states;
+  using Session::parallel_plan;
+  using Session::phases;
   using Session::rank;
+  using Session::reload_states;
   using Session::size;
+  using Session::skipped_steps;
   using Session::states;
   using Session::step_seconds;
 

@@ -60,6 +60,8 @@ struct Recipe {
   // have is not trained.
   std::shared_ptr<torch::optim::Optimizer> optimizer = nullptr;
   std::shared_ptr<Schedule> schedule = nullptr;  // in the place of the configuration's
+  // With ranks along Axis::Sp: the model treats each part of a sequence alone, as no attention does, or exchanges parts by itself.
+  bool parts_alone = false;
 };
 
 // ---- for sessions

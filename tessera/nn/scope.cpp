@@ -122,8 +122,8 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
   return text;
 }
 
-GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int writer)
-    : engine_(engine), writer_(writer) {
+GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int modifier_rank)
+    : engine_(engine), writer_(modifier_rank) {
   std::unordered_set<const void*> wanted;
   for (const at::Tensor& p : params)
     wanted.insert(p.unsafeGetTensorImpl());
@@ -131,15 +131,17 @@ GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector
   for (size_t i = 0; i < specs.size(); ++i) {
     if (wanted.contains(specs[i].tensor.unsafeGetTensorImpl())) params_.push_back(static_cast<int>(i));
   }
-  engine_.regions().open(params_, /*writable=*/writer >= 0);
+  engine_.regions().open(params_, /*writable=*/writer_ >= 0);
   open_ = true;
 }
 
 GatheredParameters::~GatheredParameters() {
   try {
     end(/*keeps_writes=*/std::uncaught_exceptions() == passing_);
-  } catch (const std::exception&) {
-    // close() is there for whoever wants to know.
+  } catch (const c10::Error& error) {  // close() throws it
+    TORCH_WARN("[zero] GatheredParameters: ", error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    TORCH_WARN("[zero] GatheredParameters: ", error.what());
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <concepts>
 #include <exception>
 #include <memory>
 #include <string>
@@ -60,13 +61,19 @@ ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engi
 // connect_scopes() was called with.
 std::string units_text(const torch::nn::Module& module, const engine::Engine& engine);
 
-// Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `writer` >= 0, for
+// Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `modifier_rank` >= 0, for
 // writing on that rank of the data-parallel group. Collective, at the begin and at the end. Tensors that the engine does
-// not partition pass through. close() ends it and reports errors; the destructor ends it silently, and where an exception
-// passes without what was written.
+// not partition pass through. close() ends it and reports errors; the destructor warns of them, and where an exception
+// passes it ends without what was written.
 class GatheredParameters {
  public:
-  GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int writer = -1);
+  GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int modifier_rank = -1);
+  template <class E>  // an nn::Engine or nn::Pipeline
+    requires requires(E& engine) {
+      { engine.core() } -> std::same_as<engine::Engine&>;
+    }
+  GatheredParameters(E& engine, const std::vector<at::Tensor>& params, int modifier_rank = -1)
+      : GatheredParameters(engine.core(), params, modifier_rank) {}
   ~GatheredParameters();
   GatheredParameters(const GatheredParameters&) = delete;
   GatheredParameters& operator=(const GatheredParameters&) = delete;

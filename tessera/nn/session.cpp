@@ -84,13 +84,12 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
                       "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
   engine::UnitNames units = recipe.units(*module_);
-  std::vector<std::string> leaves;
   if (config::placements(config).shards_params()) {
     const engine::Outline model = outline(*module_);
     const engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);
     warn(marked.warnings);
-    leaves = engine::outermost(model, marked.modules);
-    units = engine::partition_units(model, units, leaves);
+    leaves_ = engine::outermost(model, marked.modules);
+    units = engine::partition_units(model, units, leaves_);
   }
   plan_ = cut_model(*module_, config, mesh.group(comm::Axis::Tp), building);
   if (plan_) warn(plan_->warnings);
@@ -110,14 +109,16 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
                   options.autocast.dtype, specs);
   }
-  checks_sequence_ = mesh.size(comm::Axis::Sp) > 1;
+  if (mesh.size(comm::Axis::Sp) > 1 && !recipe.parts_alone)
+    checks_sequence_ =
+        part == Part::Whole && config.sequence_parallel_size > 1 ? SequenceCheck::Error : SequenceCheck::Warning;
   if (building != nullptr) building->hand_over(specs);
   core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups_);
   live().broadcast_buffers(module_->buffers());
   if (client_ != nullptr)
     client_->take(*core_,
                   !config::placements(config).shards_states() && live().options().zero.precision.master_is_param());
-  rest_ = connect_scopes(*module_, core_, leaves);
+  rest_ = connect_scopes(*module_, core_, leaves_);
   contents_ = std::make_unique<Contents>(module_);
   const bool is_16bit = live().options().zero.precision.param != at::kFloat;
   const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
@@ -203,6 +204,61 @@ void Session::warn_of_frozen() {
                  ": until something is, this engine only evaluates")});
 }
 
+int Session::add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options) {
+  const auto call = live().enter("add_param_group");
+  TESSERA_CHECK(client_ == nullptr, "engine.add_param_group",
+                "the engine has an optimizer that updates by itself, whose groups are its own");
+  TESSERA_CHECK_VALUE(!params.empty(), "engine.add_param_group", "the param group has no parameters");
+  const int group = static_cast<int>(live().groups().size());
+  const auto named = module_->named_parameters();
+  std::vector<engine::ParamSpec> added;
+  std::vector<int> known;
+  for (const at::Tensor& param : params) {
+    const auto name = std::ranges::find_if(named, [&](const auto& item) { return item.value().is_same(param); });
+    TESSERA_CHECK_VALUE(name != named.end(), "engine.add_param_group", "a tensor of shape ", param.sizes(),
+                        " is no parameter of the module");
+    const auto& specs = live().params();
+    const auto found = std::ranges::find_if(specs, [&](const auto& spec) { return spec.tensor.is_same(param); });
+    if (found == specs.end()) {
+      added.push_back({.name = name->key(), .tensor = param, .unit = zero::kRootUnit, .joins = group});
+      continue;
+    }
+    const int present = found->group >= 0 ? found->group : found->joins;
+    TESSERA_CHECK_VALUE(present < 0, "engine.add_param_group", "'", name->key(), "' is in param group ", present,
+                        " already: change the rates of that one");
+    known.push_back(static_cast<int>(found - specs.begin()));
+  }
+  live().check_addition({options}, added, known);
+  live().add_group(options);
+  for (const engine::ParamSpec& spec : added)
+    live().add_param(spec);
+  for (const int id : known)
+    live().set_joins(id, group);
+  if (!added.empty()) rest_ = connect_scopes(*module_, core_, leaves_);
+  return group;
+}
+
+void Session::register_external_parameter(const torch::nn::Module& reader, const ParamKey& param) {
+  const int number = states().number(param);
+  const ScopeHandle* scope = nullptr;
+  bool found = false;
+  // Parents come before their children: the last one around the reader that says when it runs.
+  std::string path;
+  const auto parts = module_->named_modules();
+  for (const auto& item : parts)
+    if (item.value().get() == &reader) path = item.key(), found = true;
+  TESSERA_CHECK_VALUE(found, "engine.register_external_parameter", "the reader, a ", reader.name(),
+                      ", is no module of this engine's model");
+  for (const auto& item : parts) {
+    const bool around = item.key().empty() || path == item.key() || path.starts_with(item.key() + ".");
+    if (const auto* holder = dynamic_cast<const ScopeHolder*>(item.value().get());
+        around && holder != nullptr && !holder->scope().engine.expired())
+      scope = &holder->scope();
+  }
+  const int module = scope != nullptr ? scope->module : rest_.module;
+  if (module >= 0) live().modules().register_external(module, number);
+}
+
 at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
   return live().backward(loss, retain_graph, scale_wrt_gas);
 }
@@ -267,24 +323,33 @@ at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) c
 
 void Session::warn_of_step() {
   warn(live().take_notices());
-  if (!checks_sequence_ || !live().was_step_applied()) return;
-  checks_sequence_ = false;
+  if (checks_sequence_ == SequenceCheck::Off || !live().was_step_applied()) return;
+  const std::string fault = sequence_fault();
+  // An update in the backward came before it could be seen: the next one is refused.
+  if (checks_sequence_ == SequenceCheck::Error && !fault.empty()) return;
+  if (live().mesh().rank(comm::Axis::Sp) == 0 && !fault.empty()) warn({"[engine.step] " + fault});
+  checks_sequence_ = SequenceCheck::Off;
+}
+
+std::string Session::sequence_fault() const {
   const comm::GroupPtr sequence = live().mesh().group(comm::Axis::Sp);
-  if (sequence->rank() != 0 || sequence->stats().all_to_all.calls > 0) return;
-  warn({c10::str(
-      "[engine.step] the mesh has ", sequence->size(),
+  if (sequence->stats().all_to_all.calls > 0) return "";
+  return c10::str(
+      "the mesh has ", sequence->size(),
       " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
-      "sequence over mesh.group(Axis::Sp): what is no attention may treat each part alone, an attention needs "
-      "parallel::SequenceAttention; without a cut sequence the ranks train the same twice")});
+      "sequence over mesh.group(Axis::Sp): an attention needs parallel::SequenceAttention; where each part "
+      "is treated alone, Recipe::parts_alone says so; without a cut sequence the ranks train the same twice");
 }
 
 void Session::on_metric(OnMetric call) {
+  live();
   if (!logs_) return;
   watch_.listen(live());
   calls_.push_back(std::move(call));
 }
 
 void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
+  live();
   if (!logs_) return;
   watch_.listen(live());
   for (const auto& [text, samples] : said_)
@@ -293,6 +358,7 @@ void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
 }
 
 void Session::write_metrics(const std::vector<io::Metric>& metrics) {
+  live();
   for (const auto& writer : writers_)
     writer->write(metrics);
   for (const OnMetric& call : calls_)
@@ -331,6 +397,7 @@ std::map<std::string, std::vector<std::string>> Session::aliases() const {
 
 bool Session::save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options) {
   if (!gathers_for_export_) return false;
+  const auto call = live().enter("save_16bit_model");
   check_contents("save_16bit_model");
   const auto aliases = this->aliases();
   std::vector<engine::LiveTensor> tensors;
@@ -356,7 +423,8 @@ void Session::look_before_update() {
 std::string Session::fault() {
   const engine::ContentsReport report = contents_->report(live().params());
   if (!report.warning.empty() && !std::exchange(warned_of_frozen_, true)) warn({report.warning});
-  return report.fault;
+  const bool looks = checks_sequence_ == SequenceCheck::Error && report.fault.empty() && live().backwards() > 0;
+  return looks ? sequence_fault() : report.fault;
 }
 
 // On all ranks alike.
@@ -369,6 +437,7 @@ void Session::check_contents(const char* call) {
 
 std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options,
                                      const ClientValues& client) {
+  const auto call = live().enter("save_checkpoint");
   check_contents("save_checkpoint");
   engine::SaveOptions chosen = options.value_or(save_options_);
   if (save_options_.deepspeed)
@@ -431,6 +500,7 @@ std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine:
 }
 
 Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, const engine::Restore::Options& given) {
+  const auto call = live().enter("load_checkpoint");
   check_contents("load_checkpoint");
   engine::Restore::Options options = given;
   options.from_master = options.from_master && loads_masters_;

@@ -115,18 +115,31 @@ class Session {
   void wait_for_checkpoint() { live().checkpoints().wait(); }
   // The module's parameters and buffers by name, detached: the tensors themselves, or copies of the whole of what is partitioned
   // or cut along tp, on every rank. Collective where anything is, and where an update runs on. `frozen` false: without them.
-  NamedTensors module_state_dict(bool frozen = true) { return nn::module_state_dict(*module_, live(), frozen); }
+  [[nodiscard]] NamedTensors module_state_dict(bool frozen = true) {
+    const auto call = live().enter("module_state_dict");
+    return nn::module_state_dict(*module_, live(), frozen);
+  }
   // Values for the module, those of a dict or of safetensors (checkpoint::WeightReader); masters follow. Of what is cut along tp
   // the whole, or this rank's slice; of files nothing else is read, and no rank has more than one unit of partitioned parameters
   // whole. All ranks pass the same. Value error, on all and with nothing changed, for shapes that differ, and where it is strict
   // for names. IoError, with a part loaded, for a disk that fails meanwhile. Collective.
   LoadedNames load_module_state_dict(const NamedTensors& state, const LoadOptions& options = {}) {
+    const auto call = live().enter("load_module_state_dict");
     return nn::load_state_dict(*module_, live(), state, options);
   }
   LoadedNames load_module_state_dict(const checkpoint::WeightReader& files, const LoadOptions& options = {}) {
+    const auto call = live().enter("load_module_state_dict");
     return nn::load_state_dict(*module_, live(), files, options);
   }
 
+  // Hyper-parameters by param group, which may be changed between steps, on all ranks alike. With an optimizer of one's own its
+  // groups are in the optimizer.
+  std::vector<optim::GroupOptions>& groups() { return live().groups(); }
+  // One more param group, of parameters that begin to be trained: frozen ones that require gradients now, and of modules that came
+  // after the engine was built. They join with the next step, save or load; a schedule leaves their rate as it is. Its number. Value
+  // error, with nothing changed, for what the module does not have, what is in another group and what cannot be trained beside the
+  // others; state error with an optimizer of one's own. On all ranks alike; local.
+  int add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
   // Ends the engine: parameters keep their values (engine::Engine::destroy()), an optimizer of one's own gets them back.
@@ -136,8 +149,21 @@ class Session {
   c10::Device device() const {
     return live().params().empty() ? c10::Device(c10::kCPU) : live().params().front().tensor.device();
   }
+  const comm::Mesh& mesh() const { return live().mesh(); }
   int rank() const { return live().mesh().rank(comm::kBatchAxes); }
   int size() const { return live().mesh().size(comm::kBatchAxes); }
+
+  // From here on `param`, which another module owns, is gathered while `reader` runs, too: of stage 3, where a forward reads a
+  // parameter past its module. Of a reader that does not say when it runs (hooked.h), while the module around it that does runs,
+  // or for the whole forward. Value error for what is not of this engine. On all ranks alike; local.
+  void register_external_parameter(const torch::nn::Module& reader, const ParamKey& param);
+  // Room for other engines: what this one has on its device goes elsewhere until reload_states() (engine::Engine::offload_states).
+  void offload_states(const std::vector<zero::StateKind>& kinds = zero::all_state_kinds(),
+                      shard::Residence to = shard::Residence::Host, bool pin_memory = true) {
+    live().offload_states(kinds, to, pin_memory);
+  }
+  void reload_states() { live().reload_states(); }
+  bool states_are_away() const { return live().states_are_away(); }
 
   // How tensor_parallel has cut the module; empty where it did not, or it came cut. For reading: parallel_plan()->text().
   const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
@@ -169,13 +195,25 @@ class Session {
   void zero_grad() { live().zero_grad(); }
   // The next backward completes an update.
   bool is_gradient_accumulation_boundary() const { return live().is_gradient_accumulation_boundary(); }
+  // As engine::Engine has them.
+  void set_gradient_accumulation_boundary(bool boundary) { live().set_gradient_accumulation_boundary(boundary); }
+  void set_gradient_accumulation_steps(int64_t steps) { live().set_gradient_accumulation_steps(steps); }
+  void set_micro_batch_size(int64_t samples) { live().set_micro_batch_size(samples); }
+
+  // ---- between a backward and its step. Collective; errors on all ranks where step() would be one (engine::Engine).
+  // The norm of the gradients as they are now.
+  double grad_norm() { return live().grad_norm(fault()); }
+  // The same; they are scaled so that it is `max_norm` at most.
+  double clip_grad_norm(double max_norm) { return live().clip_grad_norm(max_norm, fault()); }
 
   // ---- what happened
   int64_t global_steps() const { return live().global_steps(); }
   int64_t skipped_steps() const { return live().skipped_steps(); }
   bool was_step_applied() const { return live().was_step_applied(); }  // by the last step()
   // Of the last step that was not skipped, before clipping, over all parameters and ranks.
-  std::optional<double> grad_norm() const { return live().global_grad_norm(); }
+  std::optional<double> global_grad_norm() const { return live().global_grad_norm(); }
+  // What the steps so far spent where (engine::Engine::phases()).
+  const Phases& phases() const { return live().phases(); }
 
   // ---- what it says while it trains; the first rank of the engine says it
   // After every optimizer step, numbers go to the writers of the configuration (tensorboard, csv_monitor, tessera.json_lines) and to
@@ -189,7 +227,10 @@ class Session {
   // backward, as linear_flops(module) times the tokens of a sample.
   void count_flops(double per_sample, std::optional<double> peak = {}) { watch_.count_flops(live(), per_sample, peak); }
   // For the progress line (steps_per_print) and metrics: Watch::expect().
-  void expect(int64_t steps, double tokens_per_sample = 0) { watch_.expect(steps, tokens_per_sample); }
+  void expect(int64_t steps, double tokens_per_sample = 0) {
+    live();
+    watch_.expect(steps, tokens_per_sample);
+  }
   // What it holds on this rank, beside the formula: std::cout << engine.memory(). Local.
   engine::MemoryUse memory() const { return watch_.memory(live()); }
   // Of the last optimizer step, by phase; empty without wall_clock_breakdown.
@@ -244,6 +285,7 @@ class Session {
   void warn(const std::vector<std::string>& warnings);
   void report_step();
   void warn_of_step();
+  std::string sequence_fault() const;
   std::map<std::string, std::vector<std::string>> aliases() const;
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
 
@@ -258,6 +300,7 @@ class Session {
   bool warned_of_frozen_ = false;  // that came later
   Held::Error held_error_ = std::make_shared<std::exception_ptr>();
   ScopeHandle rest_;
+  std::vector<std::string> leaves_;  // paths of modules that run as one
   std::unique_ptr<ClientOptimizer> client_;  // in place of the core's
   std::vector<optim::GroupOptions> groups_;  // at the start
   std::optional<optim::ScheduleOptions> schedule_;
@@ -276,7 +319,9 @@ class Session {
   std::vector<OnMetric> calls_;
   bool logs_ = false;
   bool logs_memory_ = false;
-  bool checks_sequence_ = false;  // until its first update: whether anything exchanges parts of the sequence
+  // Until the first update: whether anything exchanges parts of the sequence. Ranks that the configuration asked for have to.
+  enum class SequenceCheck : uint8_t { Off, Warning, Error };
+  SequenceCheck checks_sequence_ = SequenceCheck::Off;
   int64_t steps_per_print_ = 1;
 };
 

@@ -41,6 +41,7 @@ class States {
   void set_full_grad(const ParamKey& param, const at::Tensor& value) const;
   void set_full_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const;
 
+  int number(const ParamKey& param) const;  // in engine::Engine::params(). Local.
   std::pair<int64_t, int64_t> local_range(
       const ParamKey& param) const;  // of the flattened parameter: [begin, end). Local.
   at::Tensor local_param(const ParamKey& param) const;
@@ -52,7 +53,6 @@ class States {
   void set_local_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const;
 
  private:
-  int number(const ParamKey& param) const;
   int joined(const ParamKey& param) const;
   bool trained(int number) const { return core_.params()[number].group >= 0; }
   int optimized(int number) const;

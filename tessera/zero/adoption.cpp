@@ -37,7 +37,7 @@ void adopt_param(const Place& place, bool compare) {
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
   TESSERA_CHECK(!unit.flat().shares(), "zero", "the data of parameter '", p.name,
                 "' was replaced (p.data = ..., module.to(...)), but all ranks share it (tessera.shared_parameters); "
-                "write to it inside GatheredParameters(..., modifier_rank=0) instead");
+                "write to it inside GatheredParameters with modifier_rank 0 instead");
   shard::check_device(p.tensor.device());
   if (!unit.master_is_weight()) unit.adopt_replaced(p, unit.owned_values(place.item));
   unit.flat().take_replaced(place.item);

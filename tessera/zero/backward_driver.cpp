@@ -87,7 +87,7 @@ void BackwardDriver::check_all_watched() {
     TESSERA_CHECK(
         sink_ == nullptr, "engine.step", "parameter '", p.name,
         "' has a gradient that was put into p.grad by hand, and tessera.update_in_backward has updated it in the "
-        "backward: set p.grad = None, or switch update_in_backward off");
+        "backward: reset p.grad, or switch update_in_backward off");
   }
 }
 
@@ -356,7 +356,7 @@ void BackwardDriver::warn_of_zeros(const Param& param) {
   if (!param.grad.has() || std::exchange(warned_of_zeros_, true)) return;
   TORCH_WARN("[zero] zeros that were put into the p.grad of '", param.name,
              "' do not take the place of the gradient of a backward, which p.grad does not show in this stage; call "
-             "tessera.state.set_full_grad() where it shall be zero");
+             "set_full_grad() where it shall be zero");
 }
 
 void BackwardDriver::put_gradient(const Place& place, const at::Tensor& flat) {
@@ -383,7 +383,7 @@ std::vector<std::string> BackwardDriver::given_lines() const {
   for (const auto& [id, words] : given_)
     lines.push_back(c10::str("the gradient of '", units_.params()[id].name,
                              "' put into p.grad by hand, of which every rank "
-                             "needs the whole (all_reduce it, or call tessera.state.set_full_grad), checksum ",
+                             "needs the whole (all_reduce it, or call set_full_grad), checksum ",
                              words));
   return lines;
 }

@@ -133,7 +133,7 @@ void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int wr
   }
   agree(disks);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
-                "' while it was gathered for reading is lost; edit it inside GatheredParameters(..., modifier_rank=0)");
+                "' while it was gathered for reading is lost; edit it inside GatheredParameters with modifier_rank 0");
 } catch (const c10::OutOfMemoryError& error) {
   end_groups(error, ranks_);
   throw;

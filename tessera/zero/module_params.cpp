@@ -49,11 +49,9 @@ c10::StorageImpl* ModuleParams::release_first(Item& item, const at::TensorOption
       "[zero] parameter '" + item.name +
           "' is partitioned over the ranks and not gathered now; read or edit it inside GatheredParameters, or use it "
           "in "
-          "the forward of the module that owns it (register_external_parameter for another module; a module that "
-          "zero.Init "
-          "built after the engine: optimizer.add_param_group makes it whole). In a backward: the forward must return "
-          "what "
-          "its gradients come from; a tensor kept elsewhere (on self, in a closure) cannot be seen");
+          "the forward of the module that owns it (register_external_parameter for another module; of a module that "
+          "was built partitioned after the engine add_param_group makes it whole). In a backward: the forward must "
+          "return what its gradients come from; a tensor kept elsewhere (in the module, in a closure) cannot be seen");
 }
 
 void ModuleParams::make_released(const at::TensorOptions& options) {
@@ -118,7 +116,7 @@ void ModuleParams::check_none_replaced() const {
   for (size_t i = 0; i < items_.size(); ++i) {
     TESSERA_CHECK(!is_replaced(static_cast<int>(i)), "zero", "the data of parameter '", items_[i].name,
                   "' was replaced (p.data = ..., module.to(...)) while it was partitioned; write to it inside "
-                  "GatheredParameters(..., modifier_rank=0) instead");
+                  "GatheredParameters with modifier_rank 0 instead");
   }
 }
 

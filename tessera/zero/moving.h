@@ -15,6 +15,11 @@ enum class StateKind : uint8_t {
   Buckets,    // that are kept for gathers and reductions: freed, and made again when needed
 };
 
+inline std::vector<StateKind> all_state_kinds() {
+  using enum StateKind;
+  return {OptimizerStates, Masters, Weights, Gradients, Buckets};
+}
+
 class Moving {
  public:
   Moving(Units& units, BackwardDriver& driver);

@@ -46,8 +46,8 @@ void Reducer::make_room() {
 void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours) {
   TESSERA_CHECK(sink_ == nullptr || unit.progress().turn() != Turn::Launched, "zero", "parameter '", param.name,
                 "' got a gradient after its unit was updated in this backward (tessera.update_in_backward): it is used "
-                "in several nested backwards, as with reentrant checkpointing of shared layers; use "
-                "use_reentrant=False, or switch update_in_backward off");
+                "in several nested backwards, as with reentrant checkpointing of shared layers; "
+                "checkpoint without reentry, or switch update_in_backward off");
   contributions_.add(unit, param, grad, scale, ours);
 }
 

@@ -406,7 +406,7 @@ void Unsharder::release(Entry& entry) {
   take_staging(flat);
   TESSERA_CHECK(edited.empty(), "zero", "in-place modification of parameter '", edited,
                 "' while it was gathered for reading ", outcome,
-                "; edit it inside GatheredParameters(..., modifier_rank=0)");
+                "; edit it inside GatheredParameters with modifier_rank 0");
 }
 
 void Unsharder::release_unused(bool kept_too) {

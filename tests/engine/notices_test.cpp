@@ -24,6 +24,9 @@ TEST(Notices, AStepThatTrainsLessThanItSeemsSaysSoOnce) {
         specs.push_back({"dead", at::ones({7}).requires_grad_(true), 0, "root"});
         const ToyRun run{.stage = stage, .clip = 0, .in_backward = in_backward};
         Engine engine(toy_options(run), comm::Mesh(group), specs, {toy_adamw()});
+        EXPECT_HAS(message_of<UsageError>([&] { engine.step(); }), "no backward has reached this engine since");
+        EXPECT_EQ(engine.global_steps() + engine.micro_steps(), 0);
+        engine.count_empty_steps();
         engine.step();
         engine.step();
         train(engine, toy, rank, 0, 2);

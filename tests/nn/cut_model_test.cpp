@@ -288,6 +288,35 @@ TEST(CutModel, WholeValues) {
   });
 }
 
+// Whole values into a model that is cut over the ranks, from a dict and from files, of which a rank reads its slices.
+TEST(CutModel, WholeValuesAreLoadedIntoSlices) {
+  const std::string vocabulary = R"(, "preset_model": "llama", "vocab_parallel_lm_head": true)";
+  const std::vector<std::pair<Form, std::string>> forms{{{.packed = true, .key_heads = 2}, kPackedRules},
+                                                        {{}, vocabulary},
+                                                        {{.tied = true}, vocabulary}};
+  for (const auto& [form, section] : forms)
+    for (const int stage : {0, 2, 3}) {
+      const io::TempFolder dir;
+      NamedTensors want;
+      for (const auto& param : built(form)->named_parameters())
+        want.insert(param.key(), at::randn_like(param.value()).detach());
+      checkpoint::write_weights(dir / "weights", "model.safetensors", want, {.max_shard_bytes = 2000});
+      testing::run_axes({{Axis::DpShard, 2}, {Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+        for (const bool of_files : {false, true}) {
+          auto engine = initialize(built(form), config_of(section, stage), mesh);
+          const LoadedNames names = of_files ? engine.load_module_state_dict(checkpoint::WeightReader(dir / "weights"))
+                                             : engine.load_module_state_dict(want);
+          EXPECT_TRUE(names.missing.empty() && names.unexpected.empty());
+          const NamedTensors got = engine.module_state_dict();
+          for (const auto& item : want) {
+            EXPECT_TRUE(got[item.key()].equal(item.value())) << item.key() << ", stage " << stage;
+            EXPECT_TRUE(engine.states().full_param(item.key()).numel() > 0);
+          }
+        }
+      });
+    }
+}
+
 // In 16-bit modes, and built in partitions, as an engine of one rank.
 TEST(CutModel, ModesAndPartitionedModels) {
   const at::Tensor tokens = at::randint(kWords, {kRows, kLength});

@@ -5,10 +5,14 @@
 #include <torch/nn.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <set>
 
 #include "tessera/nn/engine.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
+#include "tests/support/ranks.h"
 
 namespace tessera::nn {
 namespace {
@@ -112,6 +116,43 @@ TEST(Loader, ARunGoesOnAmidAPassBitForBit) {
     auto [other, others_loader] = start(2);
     EXPECT_EQ(go_on(other, others_loader), straight) << workers;
   }
+}
+
+// Of an engine: ranks of one sequence or one cut model see the same; a checkpoint has the position, for other ranks too.
+TEST(Loader, FollowsTheMeshOfAnEngineAndItsCheckpoints) {
+  using Axes = testing::AxisSizes;
+  constexpr int64_t kSize = 24;
+  const auto config = Config::from_json(
+      R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}})");
+  const std::vector<Axes> meshes{{{comm::Axis::DpShard, 2}, {comm::Axis::Sp, 2}},
+                                 {{comm::Axis::DpReplicate, 2}, {comm::Axis::DpShard, 2}, {comm::Axis::Tp, 2}},
+                                 {{comm::Axis::DpShard, 3}}};
+  for (const Axes& before : meshes)
+    for (const Axes& after : meshes) {
+      const io::TempFolder folder;
+      std::mutex mutex;
+      std::map<int, std::vector<int64_t>> first, second;  // by data-parallel rank
+      const auto run = [&](const Axes& axes, auto& given, bool resumes) {
+        testing::run_axes(axes, [&](int, const comm::Mesh& mesh) {
+          auto engine = initialize(torch::nn::Linear(2, 2), config, mesh);
+          Loader<Numbers> loader(Numbers(kSize), engine);
+          if (resumes) loader.load_state(engine.load_checkpoint(folder.path()).client.at("loader"));
+          const auto mine = take(loader, resumes ? 100 : 2);
+          if (!resumes) engine.save_checkpoint(folder.path(), {}, {{"loader", loader.state()}});
+          const std::scoped_lock lock(mutex);
+          const auto [found, is_new] = given.try_emplace(engine.rank(), mine);
+          EXPECT_EQ(found->second, mine) << "of the ranks that share a batch";
+        });
+      };
+      run(before, first, false);
+      run(after, second, true);
+      std::multiset<int64_t> all;
+      for (const auto* given : {&first, &second})
+        for (const auto& [rank, mine] : *given)
+          all.insert(mine.begin(), mine.end());
+      EXPECT_EQ(std::set<int64_t>(all.begin(), all.end()).size(), static_cast<size_t>(kSize));
+      EXPECT_LT(static_cast<int64_t>(all.size()) - kSize, static_cast<int64_t>(second.size()));
+    }
 }
 
 TEST(Loader, StatesThatAreNoneAreRefused) {

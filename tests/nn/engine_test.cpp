@@ -267,23 +267,39 @@ TEST(Engine, CallsComeFromOneThreadAtATime) {
     torch::nn::Linear layer;
     std::function<void()> inside;
   };
-  const auto model = std::make_shared<Calls>();
-  auto engine = initialize(model, adamw_config(1, 1), comm::Mesh());
-  const at::Tensor x = at::ones({4, 2}), loss = engine.forward(x);
-  const std::vector<std::function<void()>> calls{[&] { engine.forward(x); }, [&] { engine.backward(loss); },
-                                                 [&] { engine.step(); }};
-  for (const auto& call : calls) {
-    std::string other;
-    model->inside = [&] { std::thread([&] { other = testing::error_of<UsageError>(call); }).join(); };
+  for (const int stage : {0, 1, 3}) {
+    const auto model = std::make_shared<Calls>();
+    auto engine = initialize(model, adamw_config(stage, 1), comm::Mesh());
+    const io::TempFolder dir;
+    const at::Tensor x = at::ones({4, 2}), loss = engine.forward(x);
+    const std::vector<std::function<void()>> calls{[&] { engine.forward(x); },
+                                                   [&] { engine.backward(loss); },
+                                                   [&] { engine.step(); },
+                                                   [&] { engine.zero_grad(); },
+                                                   [&] { const auto held = engine.no_sync(); },
+                                                   [&] { engine.save_checkpoint(dir.path()); },
+                                                   [&] { std::ignore = engine.load_checkpoint(dir.path()); },
+                                                   [&] { std::ignore = engine.save_16bit_model(dir.path()); },
+                                                   [&] { std::ignore = engine.module_state_dict(); },
+                                                   [&] { engine.load_module_state_dict(NamedTensors()); },
+                                                   [&] { engine.core().grad_norm(); },
+                                                   [&] { engine.core().finish_update(); },
+                                                   [&] { engine.core().join(); },
+                                                   [&] { engine.core().reload_states(); },
+                                                   [&] { engine.destroy(); }};
+    for (const auto& call : calls) {
+      std::string other;
+      model->inside = [&] { std::thread([&] { other = testing::error_of<UsageError>(call); }).join(); };
+      engine.forward(x);
+      EXPECT_HAS(other, ": another thread is in forward of this engine; calls come from one thread at a time");
+    }
+    model->inside = [&] { engine.zero_grad(); };
     engine.forward(x);
-    EXPECT_HAS(other, ": another thread is in forward of this engine; calls come from one thread at a time");
+    std::thread([&] {
+      engine.backward(loss);
+      EXPECT_TRUE(engine.step());
+    }).join();
   }
-  model->inside = [&] { engine.zero_grad(); };
-  engine.forward(x);
-  std::thread([&] {
-    engine.backward(loss);
-    EXPECT_TRUE(engine.step());
-  }).join();
 }
 
 TEST(Engine, WhatWasMovedFromSaysSo) {
@@ -291,8 +307,12 @@ TEST(Engine, WhatWasMovedFromSaysSo) {
   auto other = std::move(engine);
   other.forward(at::ones({4, 2})).sum().backward();
   EXPECT_TRUE(other.step());
-  for (const auto& call : std::vector<std::function<void()>>{[&] { engine.forward(at::ones({4, 2})); },
-                                                             [&] { engine.step(); }, [&] { engine.core(); }})  // NOLINT
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { engine.forward(at::ones({4, 2})); }, [&] { engine.step(); }, [&] { engine.core(); },
+           [&] { engine.module(); }, [&] { engine.module_ptr(); }, [&] { engine.expect(1); },
+           [&] { engine.write_metrics({}); }, [&] { engine.on_metric({}); }, [&] { engine.zero_grad(); },
+           [&] { std::ignore = engine.lr(); }, [&] { std::ignore = engine.device(); },
+           [&] { engine.destroy(); }})  // NOLINT
     EXPECT_HAS(testing::error_of<UsageError>(call), "[engine] this object was moved from");
 }
 

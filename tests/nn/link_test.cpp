@@ -108,7 +108,8 @@ void train_linked(const comm::Parts& parts, int zero, const Weights& expected, c
                   bool half = false) {
   const auto module = std::make_shared<Part>(parts.part == 0 ? tower() : reader());
   const std::string fp16 = half && parts.part == 0 ? R"("fp16": {"enabled": true, "initial_scale_power": 7},)" : "";
-  Engine<Part> engine(module, link_config(zero, fp16 + sizes_of(parts.shapes[parts.part])), parts.mesh);
+  Engine<Part> engine(module, link_config(zero, fp16 + sizes_of(parts.shapes[parts.part])), parts.mesh, nullptr,
+                      {.parts_alone = true});
   const auto dtype = half ? at::kHalf : at::kFloat;
   std::optional<LinkSender> sender;
   std::optional<LinkReceiver> receiver;
@@ -140,8 +141,10 @@ void train_linked(const comm::Parts& parts, int zero, const Weights& expected, c
 void train_over_each_other(const std::vector<comm::Parts>& parts, int zero, const Weights& expected,
                            const std::string& where) {
   const auto first = std::make_shared<Part>(tower()), second = std::make_shared<Part>(reader());
-  Engine<Part> source(first, link_config(zero, sizes_of(parts[0].shapes[0])), parts[0].mesh);
-  Engine<Part> target(second, link_config(zero, sizes_of(parts[1].shapes[1])), parts[1].mesh);
+  Engine<Part> source(first, link_config(zero, sizes_of(parts[0].shapes[0])), parts[0].mesh, nullptr,
+                      {.parts_alone = true});
+  Engine<Part> target(second, link_config(zero, sizes_of(parts[1].shapes[1])), parts[1].mesh, nullptr,
+                      {.parts_alone = true});
   LinkSender sender(kLink, parts[0], &source.core());
   LinkReceiver receiver(kLink, parts[1], &target.core());
   for (int step = 0; step < kRounds; ++step) {

@@ -98,6 +98,7 @@ TEST(Pipeline, TrainsAsTheWholeModelBitForBit) {
   cases.push_back({.stages = 1, .interval = 3});
   cases.push_back({.ranks = 2, .zero = 2, .interval = 1});
   cases.push_back({.chunks = 2, .schedule = "interleaved", .interval = 2});
+  testing::add_optimizers(cases);
   for (const Case& c : cases) {
     const auto expected = testing::train_whole(c, kSteps), got = train_stages(c, kSteps);
     EXPECT_EQ(got.losses, expected.losses) << c.name();

@@ -5,12 +5,15 @@
 #include <torch/optim.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <mutex>
 
 #include "tessera/nn/engine.h"
+#include "tessera/nn/hooked.h"
 #include "tessera/nn/whole_optimizer.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
+#include "tests/support/processes.h"
 #include "tests/support/ranks.h"
 
 namespace tessera::nn {
@@ -128,16 +131,30 @@ std::vector<at::Tensor> values_of(torch::nn::Module& module) {
   return values;
 }
 
-std::vector<at::Tensor> plain_loop(const Case& test, int64_t steps) {
-  auto model = net();
+// Masters in fp32 of what `dtype` has of the model, and a copy of them in it that computes.
+std::vector<at::Tensor> plain_loop(const Case& test, int64_t steps, at::ScalarType dtype = at::kFloat) {
+  auto model = net(), computes = net();
+  computes->to(dtype);
+  {
+    const at::NoGradGuard no_grad;
+    const auto masters = model->parameters(), copies = computes->parameters();
+    for (size_t i = 0; i < masters.size(); ++i)
+      at::Tensor(masters[i]).copy_(copies[i]);
+  }
   const auto optimizer = test.plain(*model);
   const std::vector<double> rates{0.02, 0.01};
   for (int64_t step = 0; step < steps; ++step) {
     for (size_t i = 0; i < rates.size(); ++i)
       optimizer->param_groups()[i].options().set_lr(rates[i] * factor(step));
-    optimizer->zero_grad();
-    model->forward(batch(step)).square().mean().backward();
+    computes->zero_grad();
+    computes->forward(batch(step).to(dtype)).square().mean().backward();
+    const auto masters = model->parameters(), copies = computes->parameters();
+    for (size_t i = 0; i < masters.size(); ++i)
+      masters[i].mutable_grad() = copies[i].grad().to(at::kFloat);
     optimizer->step();
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < masters.size(); ++i)
+      at::Tensor(copies[i]).copy_(masters[i]);
   }
   return values_of(*model);
 }
@@ -202,6 +219,28 @@ TEST(Recipe, TrainsAsThePlainLoopAndGoesOnAnywhere) {
   }
 }
 
+// The optimizer's masters have fp32; parameters and gradients 16 bits.
+TEST(Recipe, TrainsMastersOfBf16AsThePlainLoop) {
+  for (const Case& test : cases()) {
+    const auto expected = plain_loop(test, 3, at::kBFloat16);
+    for (int stage = 0; stage <= 3; ++stage)
+      for (const int ranks : {1, 2})
+        testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+          auto model = net();
+          auto engine = initialize(model, config_of_stage(stage, R"(, "bf16": {"enabled": true})" + test.native),
+                                   comm::Mesh(group), recipe_of(test, *model));
+          for (int64_t step = 0; step < 3; ++step) {
+            engine.forward(batch(step).to(at::kBFloat16)).square().mean().backward();
+            EXPECT_TRUE(engine.step());
+          }
+          std::vector<at::Tensor> masters;
+          for (const auto& param : model->named_parameters())
+            masters.push_back(engine.states().full_param(param.key()).clone());
+          expect_close(masters, expected, 1e-6, c10::str(test.name, ", bf16, stage ", stage, ", ", ranks, " ranks"));
+        });
+  }
+}
+
 TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
   const auto built = [](std::vector<ParamGroup> groups, const std::shared_ptr<Optimizer>& optimizer = nullptr) {
     auto model = net();
@@ -235,6 +274,86 @@ TEST(Recipe, GroupsTakeWhatTheyNameAndNothingElse) {
 }
 
 // Of what is named: the matrices of each group, then the rest of it.
+struct ResidualImpl : Hooked<ResidualImpl, at::Tensor(at::Tensor)> {
+  ResidualImpl() { line = register_module("line", torch::nn::Linear(5, 5)); }
+  at::Tensor forward_impl(const at::Tensor& x) { return x + line(x); }
+  torch::nn::Linear line{nullptr};
+};
+
+// A frozen layer that is thawed, in the group that it is of, and a block that comes to the model.
+struct Growing : torch::nn::Module {
+  Growing() {
+    first = register_module("first", torch::nn::Linear(5, 5));
+    last = register_module("last", torch::nn::Linear(5, 3));
+    fill(*this);
+    for (at::Tensor& param : first->parameters())
+      param.requires_grad_(false);
+  }
+  std::vector<at::Tensor> grow() {
+    block = register_module("block", std::make_shared<ResidualImpl>());
+    fill(*block);
+    for (at::Tensor& param : first->parameters())
+      param.requires_grad_(true);
+    return block->parameters();
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = torch::tanh(first(x));
+    return last(block ? block->forward(y) : y).square().mean();
+  }
+  static void fill(torch::nn::Module& module) {
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& param : module.parameters())
+      param.copy_(at::linspace(-0.3, 0.5, param.numel()).view(param.sizes()));
+  }
+  torch::nn::Linear first{nullptr}, last{nullptr};
+  std::shared_ptr<ResidualImpl> block;
+};
+
+TEST(Recipe, ParametersMayBeginToBeTrained) {
+  using torch::optim::AdamW;
+  using torch::optim::AdamWOptions;
+  constexpr int64_t kSteps = 4, kGrows = 2;
+  Growing plain;
+  AdamW optimizer(plain.last->parameters(), AdamWOptions(0.01).weight_decay(0.1));
+  for (int64_t step = 0; step < kSteps; ++step) {
+    if (step == kGrows) {
+      optimizer.add_param_group(plain.grow());
+      for (const at::Tensor& param : plain.first->parameters())
+        optimizer.param_groups()[0].params().push_back(param);
+      optimizer.param_groups().back().set_options(std::make_unique<AdamWOptions>(AdamWOptions(0.02).weight_decay(0)));
+    }
+    optimizer.zero_grad();
+    plain.forward(batch(step)).backward();
+    optimizer.step();
+  }
+  for (int stage = 0; stage <= 3; ++stage)
+    for (const int ranks : {1, 2})
+      testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+        const std::string what = c10::str("stage ", stage, ", ", ranks, " ranks");
+        auto model = std::make_shared<Growing>();
+        auto engine = initialize(model, config_of_stage(stage, kAdamW), comm::Mesh(group));
+        for (int64_t step = 0; step < kSteps; ++step) {
+          if (step == kGrows) {
+            optim::GroupOptions options = engine.groups().front();
+            options.lr = 0.02;
+            options.weight_decay = 0;
+            EXPECT_EQ(engine.add_param_group(model->grow(), options), 1);
+            for (const auto& wrong :
+                 {model->last->parameters(), model->first->parameters(), model->block->parameters()})
+              EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.add_param_group(wrong, options); }),
+                         "is in param group");
+            EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.add_param_group({at::ones({2})}, options); }),
+                       "a tensor of shape [2] is no parameter of the module");
+          }
+          engine.forward(batch(step)).backward();
+          EXPECT_TRUE(engine.step());
+        }
+        EXPECT_EQ(engine.lr(), (std::vector<double>{0.01, 0.02}));
+        const GatheredParameters whole(engine, model->parameters());
+        expect_close(values_of(*model), values_of(plain), 1e-6, what);
+      });
+}
+
 TEST(Recipe, MuonIsForMatricesInside) {
   const auto groups_of = [](const std::vector<ParamGroup>& groups) {
     auto model = net();
@@ -323,14 +442,58 @@ TEST(Recipe, RatesOfAScheduleAreChecked) {
                "[schedule] the schedule gives");
 }
 
-// What dropout draws after a resume is what it would have drawn.
+// One that the program tells how it goes.
+struct Lowered : Schedule {
+  std::vector<double> rates(int64_t, const std::vector<double>& initial) override {
+    std::vector<double> rates = initial;
+    for (double& rate : rates)
+      rate *= scale;
+    return rates;
+  }
+  std::string state() const override { return std::to_string(scale); }
+  void load_state(const std::string& state) override { scale = std::stod(state); }
+  double scale = 1;
+};
+
+TEST(Recipe, AScheduleHasItsStateBackFromACheckpoint) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    const io::TempFolder folder;
+    for (const bool saves : {true, false})
+      testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+        const auto schedule = std::make_shared<Lowered>();
+        auto engine = initialize(net(), config_of_stage(stage, kAdamW), comm::Mesh(group), {.schedule = schedule});
+        if (saves) schedule->scale = 0.25;
+        if (!saves) {
+          EXPECT_TRUE(engine.load_checkpoint(folder.path()));
+          EXPECT_EQ(schedule->scale, 0.25);
+          EXPECT_EQ(engine.lr(), (std::vector<double>{0.0025})) << "of the next update";
+        }
+        engine.forward(batch(0)).square().mean().backward();
+        engine.step();
+        EXPECT_EQ(engine.lr(), (std::vector<double>{0.0025}));
+        if (saves) engine.save_checkpoint(folder.path());
+      });
+  }
+}
+
+// What dropout draws after a resume is what it would have drawn, on each rank. Ranks that are threads share a generator.
 TEST(Recipe, GeneratorsGoOnWhereTheyWereSaved) {
-  const io::TempFolder folder;
-  auto engine = initialize(net(), config_of_stage(0, kAdamW), comm::Mesh());
-  engine.save_checkpoint(folder.path());
-  const at::Tensor next = at::rand({4});
-  EXPECT_TRUE(engine.load_checkpoint(folder.path()));
-  EXPECT_TRUE(at::rand({4}).equal(next));
+  if (!testing::is_rank()) {
+    const io::TempFolder folder;
+    for (const auto& result : testing::run_processes(2, {{"TESSERA_TEST_FOLDER", folder.path()}}))
+      EXPECT_EQ(result.exit_code, 0) << result.output;
+    return;
+  }
+  for (int stage = 0; stage <= 3; ++stage) {
+    const std::string folder = c10::str(std::getenv("TESSERA_TEST_FOLDER"), "/", stage);
+    auto engine = initialize(net(), config_of_stage(stage, kAdamW));
+    torch::manual_seed(10 + engine.rank());
+    engine.save_checkpoint(folder);
+    const at::Tensor next = at::rand({4});
+    torch::manual_seed(7);
+    EXPECT_TRUE(engine.load_checkpoint(folder));
+    EXPECT_TRUE(at::rand({4}).equal(next)) << stage;
+  }
 }
 
 }  // namespace

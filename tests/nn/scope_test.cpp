@@ -15,6 +15,8 @@
 namespace tessera::nn {
 namespace {
 
+using testing::error_of;
+
 struct BlockImpl : Hooked<BlockImpl, at::Tensor(at::Tensor)> {
   BlockImpl() { linear = register_module("linear", torch::nn::Linear(6, 6)); }
   at::Tensor forward_impl(at::Tensor x) {
@@ -265,13 +267,64 @@ TEST(Scope, AForwardThatThrowsLeavesNothingGathered) {
   });
 }
 
+// A block that reads the weight of another module, which is not gathered then unless it is registered.
+struct ReaderImpl : Hooked<ReaderImpl, at::Tensor(at::Tensor)> {
+  explicit ReaderImpl(at::Tensor of_other) : other(std::move(of_other)) {
+    linear = register_module("linear", torch::nn::Linear(6, 6));
+  }
+  at::Tensor forward_impl(const at::Tensor& x) { return linear(x) + torch::matmul(x, other); }
+  at::Tensor other;
+  torch::nn::Linear linear{nullptr};
+};
+TORCH_MODULE(Reader);
+
+struct ReadingNet : torch::nn::Module {
+  ReadingNet() {
+    first = register_module("first", unit(torch::nn::Linear(6, 6)));
+    reader = register_module("reader", Reader(first->weight));
+    fill(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return reader(first->forward(x)).square().mean(); }
+  UnitOf<torch::nn::Linear> first{nullptr};
+  Reader reader{nullptr};
+};
+
+TEST(Scope, ExternalParametersAreGatheredWithTheirReader) {
+  const at::Tensor x = torch::randn({4, 6});
+  ReadingNet plain;
+  train_plain(plain, x);
+  for (const int ranks : {1, 2, 3})
+    for (const bool by_name : {true, false})
+      testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+        auto net = std::make_shared<ReadingNet>();
+        auto engine = initialize(net, config(ranks), comm::Mesh(group));
+        if (ranks > 1) {
+          EXPECT_HAS(error_of([&] { engine.forward(x); }), "parameter 'first.weight' is partitioned");
+        }
+        engine.register_external_parameter(by_name ? *net->reader->linear : static_cast<torch::nn::Module&>(*net->reader),
+                                 by_name ? ParamKey("first.weight") : ParamKey(net->first->weight));
+        for (int step = 0; step < 3; ++step) {
+          engine.forward(x).backward();
+          EXPECT_EQ(gathered(engine.core()), ranks == 1 ? 4 : 0);
+          EXPECT_TRUE(engine.step());
+        }
+        const GatheredParameters region(engine, net->parameters());
+        for (size_t i = 0; i < 4; ++i)
+          EXPECT_TRUE(at::allclose(net->parameters()[i], plain.parameters()[i], 1e-5, 1e-6)) << i;
+        EXPECT_HAS(error_of<c10::ValueError>([&] { engine.register_external_parameter(plain, "first.weight"); }),
+                   "is no module of this engine's model");
+        EXPECT_HAS(error_of<c10::ValueError>([&] { engine.register_external_parameter(*net->reader, at::ones({2})); }),
+                   "is not a parameter of the engine");
+      });
+}
+
 TEST(Scope, RegionsTakeTheWritersValues) {
   testing::run_ranks(2, [](int rank, const comm::GroupPtr& group) {
     auto net = std::make_shared<BlockNet>();
     auto engine = initialize(net, config(2), comm::Mesh(group));
     const at::Tensor weight = net->head->weight;
     {
-      GatheredParameters region(engine.core(), {weight}, /*writer=*/1);
+      GatheredParameters region(engine.core(), {weight}, /*modifier_rank=*/1);
       const torch::NoGradGuard no_grad;
       at::Tensor(weight).fill_(rank);
     }
@@ -294,7 +347,7 @@ TEST(Scope, RegionsThatAnExceptionLeavesChangeNothing) {
       before = weight.detach().clone();
     }
     const auto write_and_throw = [&] {
-      const GatheredParameters region(engine.core(), {weight}, /*writer=*/1);
+      const GatheredParameters region(engine.core(), {weight}, /*modifier_rank=*/1);
       const torch::NoGradGuard no_grad;
       at::Tensor(weight).narrow(0, 0, 1).fill_(rank);
       throw std::runtime_error("half way");
@@ -307,7 +360,7 @@ TEST(Scope, RegionsThatAnExceptionLeavesChangeNothing) {
     };
     const auto in_passing = [&] {
       const Cleaner cleaner{[&] {
-        const GatheredParameters region(engine.core(), {weight}, /*writer=*/1);
+        const GatheredParameters region(engine.core(), {weight}, /*modifier_rank=*/1);
         const torch::NoGradGuard no_grad;
         EXPECT_TRUE(weight.equal(before));
         at::Tensor(weight).fill_(rank);

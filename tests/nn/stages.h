@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/nn.h>
+#include <torch/optim/sgd.h>
 
 #include <map>
 #include <string>
@@ -158,12 +159,16 @@ struct Case {
   int interval = 0;       // of activation checkpointing
   std::string more = "";  // of the configuration
   int tp = 1;
+  std::string optimizer = "AdamW";
+  std::vector<nn::ParamGroup> groups = {};
+  bool own = false;  // an optimizer and a schedule of one's own
   std::function<Layers(const comm::Mesh&)> list = [](const comm::Mesh&) { return layers(); };
 
   comm::MeshShape shape() const { return comm::mesh_shape(ranks * tp, -1, 1, tp); }
   std::string name() const {
     return c10::str(stages, " stages of ", ranks, ", ", chunks, " chunks, ", schedule, ", zero ", zero, ", ", dtype,
-                    ", ", micro_batches, " micro-batches, clip ", clip, ", interval ", interval, ", ", more);
+                    ", ", micro_batches, " micro-batches, clip ", clip, ", interval ", interval, ", ", more, ", ",
+                    own ? "own " : "", optimizer);
   }
   at::ScalarType type() const { return dtype == "fp32" ? at::kFloat : dtype == "bf16" ? at::kBFloat16 : at::kHalf; }
   Config config() const {
@@ -173,16 +178,48 @@ struct Case {
     return Config::from_json(c10::str("{", precision, more, R"("train_micro_batch_size_per_gpu": 3,
       "gradient_accumulation_steps": )",
                                       micro_batches, R"(, "gradient_clipping": )", clip, R"(,
-      "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+      "optimizer": {"type": ")",
+                                      optimizer, R"(", "params": {"lr": 0.01, "weight_decay": 0.1}},
       "pipeline": {"schedule": ")",
                                       schedule, R"(", "activation_checkpoint_interval": )", interval, R"(},
       "tensor_parallel": {"autotp_size": )",
                                       tp, R"(}, "zero_optimization": {"stage": )", zero, "}}"));
   }
+  std::shared_ptr<torch::optim::Optimizer> optimizer_of(const torch::nn::Module& module) const {
+    return std::make_shared<torch::optim::SGD>(module.parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  }
+  std::shared_ptr<nn::Schedule> schedule_of() const {
+    return nn::scaled_by([](int64_t updates) { return 1.0 / static_cast<double>(1 + updates); });
+  }
   nn::PipelineOptions options() const {
-    return {.loss = &loss_of, .partition = "uniform", .chunks = chunks, .seed = std::nullopt};
+    nn::PipelineOptions options{
+        .loss = &loss_of, .partition = "uniform", .chunks = chunks, .seed = std::nullopt, .groups = groups};
+    if (own) {
+      options.schedule = schedule_of();
+      options.optimizer = [this](const nn::StageLayers& stage) { return optimizer_of(stage); };
+    }
+    return options;
+  }
+  nn::Recipe recipe(const torch::nn::Module& module) const {
+    nn::Recipe recipe{.units = nn::units_of_layers, .groups = groups};
+    if (own) recipe.schedule = schedule_of(), recipe.optimizer = optimizer_of(module);
+    return recipe;
   }
 };
+
+// Groups of parameters, optimizers of whole ones, an optimizer and a schedule of one's own.
+inline void add_optimizers(std::vector<Case>& cases) {
+  const std::vector<nn::ParamGroup> groups{
+      {.takes = [](const std::string&, const at::Tensor& param) { return param.dim() < 2; },
+       .set = [](optim::GroupOptions& group) { group.weight_decay = 0; }}};
+  for (const int zero : {0, 1, 2}) {
+    for (const char* optimizer : {"AdamW", "Lamb", "Muon"})
+      cases.push_back({.ranks = 2, .zero = zero, .optimizer = optimizer, .groups = groups});
+    cases.push_back({.ranks = 2, .zero = zero, .own = true});
+    cases.push_back(
+        {.ranks = 2, .zero = zero, .own = true, .list = [](const comm::Mesh&) { return functions_last(); }});
+  }
+}
 
 inline Weights weights_of(const torch::nn::Module& module) {
   Weights weights;
@@ -231,8 +268,7 @@ inline Trained train_whole(const Case& c, int steps, const std::function<void(to
     auto module = std::make_shared<Whole>(list, std::vector{0, list.size()}, 1, 0, std::nullopt);
     Case whole = c;
     whole.tp = 1;
-    nn::Engine<Whole> engine(module, whole.config(), comm::Mesh(group), nullptr,
-                             nn::Recipe{.units = nn::units_of_layers});
+    nn::Engine<Whole> engine(module, whole.config(), comm::Mesh(group), nullptr, whole.recipe(*module));
     for (int step = 0; step < steps; ++step) {
       if (before) before(*module, step);
       at::Tensor total = at::zeros({});

@@ -259,6 +259,12 @@ def test_machine_paths():
     assert findings({"README.md": "/path/to/file and /usr/include\n"}) == []
 
 
+def test_words_of_one_front_end():
+    for text, count in [("give it again=True", 1), ("Python: again=True", 0), ("in zero.Init", 1), ("give it again", 0)]:
+        assert len(findings({"tessera/io/a.cpp": f'fail("{text}");\n', "tests/io/a_test.cpp": ""})) == count
+    assert findings({"tessera/io/a.cpp": "// as in zero.Init\n", "tests/io/a_test.cpp": ""}) == []
+
+
 def test_conditional_code():
     assert "two files" in findings({"tessera/io/a.h": "#ifdef TESSERA_URING\n#endif\n"})[0]
     assert findings({"tessera/io/a.h": "#if defined(__x86_64__)\n#endif\n"}) == []

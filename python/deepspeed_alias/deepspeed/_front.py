@@ -18,6 +18,8 @@ from tessera.engine import front
 
 
 class Front(front.Front):
+    counts_empty_steps = True  # as DeepSpeed's engine does
+
     def __init__(self) -> None:
         self.averages = True
         self.timers = SynchronizedWallClockTimer()

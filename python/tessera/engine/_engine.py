@@ -174,6 +174,8 @@ class Engine(nn.Module):
             self._parallel.cut(whole_for_good, partition_again)
             self._build_core(base, unit_policy or default_unit_policy, joins)
             self._parallel.settle()
+            if self._front.counts_empty_steps:
+                self.core.count_empty_steps()
             self._watch.built(self)
         except BaseException:
             give_up(self)

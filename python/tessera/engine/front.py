@@ -44,6 +44,9 @@ class Front:
     """What an object that has an Engine has to say while the engine works: here nothing. Who needs more derives a class
     and passes an object of it (Engine(front=...))."""
 
+    counts_empty_steps = False
+    """An update that no backward preceded is counted as any other, with one warning; else it is an error."""
+
     def built(self, settings: _core.Config, client: Any, base: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that the engine runs, from here on; `client`: what the caller gave for it, None where `base` is
         of the configuration. Errors refuse it: nothing of the model has changed."""

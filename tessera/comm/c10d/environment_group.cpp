@@ -8,6 +8,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
+#include "tessera/comm/c10d/devices.h"
 #include "tessera/comm/c10d/gloo.h"
 #include "tessera/comm/c10d/group.h"
 #include "tessera/comm/c10d/point_to_point.h"
@@ -19,8 +20,13 @@
 namespace tessera::comm {
 namespace {
 
-Launch read_own() {
-  Launch own = read_launch();
+// This process among the others.
+struct Rank : Launch {
+  RankDevice device = {};
+};
+
+Rank read_own() {
+  const Rank own{read_launch()};
   check_transport();
   return own;
 }
@@ -42,7 +48,7 @@ void keep(int port, const c10::intrusive_ptr<c10d::Store>& store) {
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 // The group of `size` ranks that use `store`, of which this process is number `rank`.
-GroupPtr group_at(const Launch& own, const StorePtr& store, int rank, int size, const std::string& name,
+GroupPtr group_at(const Rank& own, const StorePtr& store, int rank, int size, const std::string& name,
                   std::chrono::milliseconds timeout) {
   using Group = c10d::ProcessGroup;
   if (size == 1) return single_group();
@@ -55,10 +61,15 @@ GroupPtr group_at(const Launch& own, const StorePtr& store, int rank, int size, 
         c10::DeviceType::CPU, Group::BackendType::GLOO,
         gloo_backend(c10::make_intrusive<c10d::PrefixStore>("gloo", store), rank, size, timeout, loopback));
     group->setDefaultBackend(Group::BackendType::GLOO);
+    add_device_backend(own.device, *group, store, timeout);
     group->setGroupName(name);
     return make_c10d_group(nullptr, group, C10dPath::ByDevice);
   };
-  return choose_transport(c10::make_intrusive<c10d::PrefixStore>("transport", store), rank, size, timeout, gloo_group);
+  GroupPtr host =
+      choose_transport(c10::make_intrusive<c10d::PrefixStore>("transport", store), rank, size, timeout, gloo_group);
+  if (!own.device.is_used() || is_c10d_group(*host)) return host;
+  gloo_group();
+  return make_c10d_group(nullptr, *made, C10dPath::ByDevice, std::move(host));
 }
 
 // Gloo and the store write to sockets whose peer may have died; unless the program has a handler of its own, that must
@@ -70,7 +81,7 @@ void survive_closed_sockets() {
 
 // body(store): finds the others there.
 template <class F>
-auto among_others(const Launch& own, std::chrono::milliseconds timeout, const F& body) {
+auto among_others(Rank& own, std::chrono::milliseconds timeout, const F& body) {
   survive_closed_sockets();
   std::string text;
   StorePtr store;
@@ -78,6 +89,7 @@ auto among_others(const Launch& own, std::chrono::milliseconds timeout, const F&
     store = open_job_store(own.address, own.port, own.rank, own.size, timeout);
     if (own.rank == 0) keep(own.port, store);
     const StorePtr watched = watch_store(store, own.rank, own.size);
+    own.device = find_device(own, *watched);
     auto made = body(watched);
     leave_together(*watched, own.rank, own.size);
     return made;
@@ -95,7 +107,7 @@ auto among_others(const Launch& own, std::chrono::milliseconds timeout, const F&
 }  // namespace
 
 GroupPtr environment_group(std::chrono::milliseconds timeout) {
-  const Launch own = read_own();
+  Rank own = read_own();
   if (own.size == 1) return single_group();
   return among_others(own, timeout, [&](const StorePtr& store) {
     return group_at(own, store, own.rank, own.size, "tessera_world", timeout);
@@ -105,7 +117,7 @@ GroupPtr environment_group(std::chrono::milliseconds timeout) {
 namespace {
 
 // The groups of a mesh whose ranks are `first` and those behind it, of which this process is number `rank`.
-Mesh mesh_in(const Launch& own, const StorePtr& store, const MeshShape& shape, int rank, int first,
+Mesh mesh_in(const Rank& own, const StorePtr& store, const MeshShape& shape, int rank, int first,
              std::chrono::milliseconds timeout) {
   Mesh mesh;
   for (const Axes axes : shape.groups()) {
@@ -119,7 +131,7 @@ Mesh mesh_in(const Launch& own, const StorePtr& store, const MeshShape& shape, i
 }
 
 // check_asked() of what every rank writes into the store.
-void compare(const Launch& own, const StorePtr& store, const std::string& asked) {
+void compare(const Rank& own, const StorePtr& store, const std::string& asked) {
   const auto key = [](int rank) { return "asked_" + std::to_string(rank); };
   store->set(key(own.rank), asked);
   std::vector<std::string> of_all;
@@ -137,8 +149,7 @@ std::string text_of(const std::vector<MeshShape>& shapes) {
 }
 
 // The groups of `shape` that this process is in, once all ranks have `asked` for the same. Collective.
-Mesh mesh_along(const Launch& own, const std::string& asked, const MeshShape& shape,
-                std::chrono::milliseconds timeout) {
+Mesh mesh_along(Rank& own, const std::string& asked, const MeshShape& shape, std::chrono::milliseconds timeout) {
   if (own.size == 1) return {};
   return among_others(own, timeout, [&](const StorePtr& store) {
     compare(own, store, asked);
@@ -150,12 +161,12 @@ Mesh mesh_along(const Launch& own, const std::string& asked, const MeshShape& sh
 }  // namespace
 
 Mesh environment_mesh(int shards, int sp, int tp, std::chrono::milliseconds timeout) {
-  const Launch own = read_own();
+  Rank own = read_own();
   return mesh_along(own, asked_text(shards, sp, tp), mesh_shape(own.size, shards, sp, tp), timeout);
 }
 
 Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::milliseconds timeout) {
-  const Launch own = read_own();
+  Rank own = read_own();
   MeshShape shape;
   std::string text;
   for (const auto& [axis, size] : sizes) {
@@ -174,9 +185,18 @@ Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::millisecond
 int environment_size() {
   return read_own().size;
 }
+int environment_rank() {
+  return read_own().rank;
+}
+int environment_local_rank() {
+  return read_own().local_rank;
+}
+c10::Device environment_device() {
+  return own_device(environment_local_rank()).value_or(c10::kCPU);
+}
 
 Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
-  const Launch own = read_own();
+  Rank own = read_own();
   Parts parts;
   parts.shapes = shapes;
   const int world = parts.rank_of(static_cast<int>(shapes.size()), 0);
@@ -201,7 +221,7 @@ Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milli
 }
 
 std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
-  const Launch own = read_own();
+  Rank own = read_own();
   check_overlaid(shapes, own.size);
   std::vector<Parts> all;
   for (int part = 0; part < static_cast<int>(shapes.size()); ++part)

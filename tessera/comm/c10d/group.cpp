@@ -459,6 +459,10 @@ void C10dGroup::do_barrier(Label label) {
 
 }  // namespace
 
+bool is_c10d_group(const Group& group) {
+  return dynamic_cast<const C10dGroup*>(&group) != nullptr;
+}
+
 GroupPtr make_c10d_group(const HoldProcessGroup& hold, c10::intrusive_ptr<c10d::ProcessGroup> group, C10dPath path,
                          GroupPtr host) {
   return std::make_shared<C10dGroup>(make_owned<C10dCore>(hold, std::move(group)), path, std::move(host));
@@ -500,8 +504,7 @@ GroupPtr best_group(const HoldProcessGroup& hold, const c10::intrusive_ptr<c10d:
   try {
     const auto watched = watch_fresh_store(store, "transport/" + group->getGroupName(), rank, size);
     GroupPtr host = choose_transport(watched, rank, size, timeout_of(*group), over_group);
-    const bool at_hand = dynamic_cast<C10dGroup*>(host.get()) != nullptr;
-    return at_hand || !takes_devices(*group) ? host : over_group(std::move(host));
+    return is_c10d_group(*host) || !takes_devices(*group) ? host : over_group(std::move(host));
   } catch (const c10::DistNetworkError& error) {
     store_lost(rank, size, error);
   }

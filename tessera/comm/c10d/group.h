@@ -16,6 +16,9 @@ enum class C10dPath {
   Native,  // always the native collectives (their order of summation and rounding)
 };
 
+// Whether it is one that make_c10d_group() has made, and takes tensors of devices.
+bool is_c10d_group(const Group& group);
+
 // `host`: carries the CPU tensors, if given.
 GroupPtr make_c10d_group(const HoldProcessGroup& hold, c10::intrusive_ptr<c10d::ProcessGroup> group, C10dPath path,
                          GroupPtr host = nullptr);

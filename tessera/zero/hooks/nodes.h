@@ -118,8 +118,8 @@ struct HookAccess {
   static void refuse_graph() {
     TESSERA_CHECK(
         !torch::autograd::GradMode::is_enabled(), "engine",
-        "backward(create_graph=True): an engine moves gradients into its own buffers, which leaves no graph to "
-        "differentiate again. Use torch.autograd.grad(loss, parameters or inputs, create_graph=True) and call "
+        "a backward with create_graph: an engine moves gradients into its own buffers, which leaves no graph to "
+        "differentiate again. Use autograd's grad() of the loss by parameters or inputs, with create_graph, and call "
         "backward() on what you make of it; nothing of this backward was kept");
   }
 

@@ -94,15 +94,25 @@ def test_the_old_handle_of_an_optimizer(kind: str, bf16: bool, stage: int) -> No
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_step_without_a_backward_is_told_once(stage: int, accumulation: int) -> None:
-    engine = tessera.Engine(make(Net), config(stage, accumulation=accumulation))
-    engine.backward(engine(*batch(0)))
-    engine.step()
-    with pytest.warns(UserWarning, match="no backward has reached this engine") as told:
-        for _ in range(5):
+def test_an_update_without_a_backward_is_an_error(stage: int, accumulation: int) -> None:
+    """It counts nothing, and the engine goes on. A micro-step without one is a warning, once."""
+
+    def body(engine: Any, rank: int) -> None:
+        for update in range(3):
+            for _ in range(accumulation - 1):
+                engine.step()
+            with pytest.raises(tessera.UsageError, match="no backward has reached this engine since the last update"):
+                engine.step()
+            assert engine.global_steps == update
+            engine.backward(engine(*batch(update)))
             engine.step()
-    assert len(told) == 1 and told[0].filename == __file__, "it names the line that calls step()"
-    engine.destroy()
+            assert engine.global_steps == update + 1
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engines(make(Net), 2, config(stage, accumulation=accumulation), body)
+    said = [one for one in told if "no backward has reached" in str(one.message)]
+    assert [one.filename for one in said] == [__file__] * (accumulation - 1), "it names the line that calls step()"
 
 
 class Parts(nn.Module):
