@@ -210,7 +210,7 @@ def _set_level(options: argparse.Namespace) -> None:
     """Of the loggers of torch's agent, each of which has a level of its own. What a user needs of them this module
     says itself."""
     usual = None if "LOGLEVEL" in os.environ and not options.quiet else "critical"
-    level = options.log_level or usual
+    level: str = options.log_level or usual or ""
     for name in list(logging.root.manager.loggerDict) if level else []:
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(level.upper())

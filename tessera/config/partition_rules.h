@@ -11,6 +11,8 @@
 
 namespace tessera::config {
 
+class Report;
+
 struct PartitionRules {
   std::vector<parallel::Rule> rules;
   std::string source;  // "partition_config", "preset llama"
