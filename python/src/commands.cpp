@@ -29,7 +29,8 @@ void bind_commands(py::module_& m) {
         return c10::str("Estimate(stage=", e.stage, ", params=", e.params, ", grads=", e.grads, ", states=", e.states,
                         ", gathered=", e.gathered, ", host=", e.host, ", disk=", e.disk, ")");
       });
-  m.def("estimate", &config::estimate, py::arg("sizes"), py::arg("config"), py::arg("ranks"));
+  m.def("estimate", py::overload_cast<const config::ModelSizes&, const Config&, int>(&config::estimate),
+        py::arg("sizes"), py::arg("config"), py::arg("ranks"));
   m.def("with_stage", &config::with_stage, py::arg("config"), py::arg("stage"));
   m.def("json_of", &config::json_of, py::arg("given"));
   m.def("shard_bytes", &commands::shard_bytes, py::arg("size"));

@@ -287,7 +287,7 @@ TEST(Run, SignalsArePassedOn) {
     EXPECT_EQ(launcher.lines(), (Words{"[rank 0] more", "[rank 0] ready", "[rank 0] told", "[rank 1] more",
                                        "[rank 1] ready", "[rank 1] told"}));
     const std::string name = signal == SIGINT ? "INT" : signal == SIGTERM ? "TERM" : signal == SIGHUP ? "HUP" : "QUIT";
-    EXPECT_EQ(launcher.err(), "[launch] interrupted by SIG" + name + "; all ranks have ended\n");
+    EXPECT_TRUE(launcher.err().ends_with("[launch] interrupted by SIG" + name + "; all ranks have ended\n"));
   }
 }
 

@@ -55,7 +55,7 @@ TEST(PartitionRules, Sources) {
 TEST(PartitionRules, WhatIsWrongIsNamed) {
   const auto wrong = [](const std::string& section) { return error_of([&] { rules_of(section); }); };
   const std::vector<std::pair<std::string, const char*>> rows{
-      {R"("partition_config": [])", "partition_config must be an object"},
+      {R"("partition_config": [])", "partition_config: must be an object"},
       {R"("partition_config": {"layer_spec": []})",
        "partition_config.layer_spec: unknown key; did you mean \"layer_specs\"?"},
       {R"("partition_config": {})", "there is no rule"},

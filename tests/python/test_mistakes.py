@@ -204,7 +204,7 @@ def test_other_errors_of_a_forward_stay_as_they_are() -> None:
 WRONG = '{"bf16": {"enabledd": true}}'
 COMMANDS = [
     (["check", '{"my_own": 1, "optimiser": {}, "zero_optimization": {"stge": 1, "cpu_offload": true}}'], 1,
-     ["warning: my_own: unknown key, ignored", "warning: zero_optimization.cpu_offload: deprecated", "2 problems",
+     ["warning: my_own: unknown key, ignored", "warning: zero_optimization.cpu_offload: deprecated", "3 problems",
       'optimiser: unknown key; did you mean "optimizer"', 'zero_optimization.stge: unknown key; did you mean "stage"']),
     (["estimate", "7X"], 1, ["[estimate] '7X' is no number of parameters, like 7B"]),
     (["estimate", "./nofolder"], 1, ["'./nofolder'", "no file or folder that exists"]),

@@ -69,7 +69,7 @@ def test_model_types_choose_rules() -> None:
             {"preset_model": "lama"},
             "tensor_parallel.preset_model.*llama, bloom, chatglm, mixtral, deepseek_v2, qwen2, phi3",
         ),
-        ({"partition_config": []}, "partition_config must be an object"),
+        ({"partition_config": []}, "partition_config: must be an object"),
         ({"partition_config": {"layer_spec": []}}, "layer_spec: unknown key; did you mean .layer_specs"),
         ({"partition_config": {}}, "there is no rule"),
         (custom({}), r"layer_specs\[0\].patterns is empty"),
