@@ -67,6 +67,7 @@ PYTHON_ORDER = (
     "__init__",
     "report",
     "cli",
+    "__main__",
 )
 PYTHON_LAYERS = {name: layer for layer, names in enumerate(PYTHON_ORDER) for name in names.split()}
 

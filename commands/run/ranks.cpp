@@ -16,6 +16,7 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "tessera/base/free_port.h"
@@ -74,10 +75,18 @@ std::string name_of(int signal) {
 
 Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), port_(options.master_port) {
   prctl(PR_SET_CHILD_SUBREAPER, 1);
-  if (port_ == 0) {
-    const HeldPort free = hold_free_port();
-    port_ = free.port;
-    port_holder_ = free.socket;
+  if (options_.node == 0) {  // whose rank 0 listens there
+    try {
+      const HeldPort free = hold_free_port(port_);
+      port_ = free.port;
+      port_holder_ = free.socket;
+    } catch (const std::system_error& error) {
+      if (port_ == 0) throw;
+      if (error.code() == std::errc::address_in_use)
+        throw std::runtime_error("[launch] port " + std::to_string(port_) +
+                                 " is in use on this host; name another with " + "--master-port" +
+                                 (options_.nodes == 1 ? ", or none" : ", the same on all hosts"));
+    }
   }
   ranks_.resize(static_cast<size_t>(options_.ranks));
   // What is ignored, as SIGHUP under nohup, stays so, here and in the ranks.
@@ -249,7 +258,10 @@ void Ranks::end_rest() {
 }
 
 int Ranks::report() const {
-  if (told_ != 0) return 128 + told_;
+  if (told_ != 0) {
+    write_all(STDERR_FILENO, "[launch] interrupted by " + name_of(told_) + "; all ranks have ended\n");
+    return 128 + told_;
+  }
   if (failed_ == nullptr) return 0;
   const bool killed = WIFSIGNALED(status_);
   std::string text =

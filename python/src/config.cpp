@@ -10,6 +10,7 @@
 #include "tessera/config/json.h"
 #include "tessera/config/json_text.h"
 #include "tessera/config/lookup.h"
+#include "tessera/config/params.h"
 #include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
@@ -158,6 +159,8 @@ void bind_config(py::module_& m) {
   m.def(
       "strict_json", [](const std::string& text) { return strict_json(text, /*quote_words=*/false); }, py::arg("text"));
   m.def("key_types", &key_types);
+  m.def("optimizer_types", &optimizer_types);
+  m.def("all_nearest", &all_nearest, py::arg("word"), py::arg("candidates"));
   m.def("check_served", &check_served, py::arg("config"));
   m.def("precision", &precision, py::arg("config"));
   m.def("optimizer_kind", &optimizer_kind, py::arg("config"));

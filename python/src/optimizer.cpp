@@ -121,7 +121,6 @@ void bind_optimizer(py::module_& m) {
       .def_readwrite("rule", &OptimizerOptions::rule)
       .def_readwrite("defaults", &OptimizerOptions::defaults)
       .def_readwrite("others", &OptimizerOptions::others);
-  m.def("native_types", &native_types);
   m.def(
       "state_names",
       [](Rule rule, const std::vector<GroupOptions>& groups) {

@@ -35,7 +35,7 @@ from tessera import (  # noqa: E402
 from tessera._core import Axis, Config, Group, Mesh, c10d_group, single_group, thread_groups  # noqa: E402
 from tessera._core import version as __version__  # noqa: E402
 from tessera.distributed import init_distributed  # noqa: E402
-from tessera.engine import Engine, initialize, step_together  # noqa: E402
+from tessera.engine import Engine, cast_inputs, initialize, step_together  # noqa: E402
 from tessera.errors import ConfigError, UsageError  # noqa: E402
 from tessera.optim.engines import Optimizer  # noqa: E402
 from tessera.units import default_unit_policy  # noqa: E402
@@ -55,6 +55,7 @@ __all__ = [
     "__version__",
     "autocast",
     "c10d_group",
+    "cast_inputs",
     "cmake_prefix_path",
     "data",
     "default_unit_policy",

@@ -110,12 +110,3 @@ def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     on = options.dtype is not torch.float32
     return torch.autocast(engine.device.type, dtype=options.dtype if on else None, enabled=on, cache_enabled=False)
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors inside `value` (any nesting) in `dtype`."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return torch.utils._pytree.tree_map_only(torch.Tensor, cast, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -52,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, IoError, NotImplementedError) as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

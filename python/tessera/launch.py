@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from tessera import _core
 from tessera.errors import ConfigError
@@ -28,6 +31,15 @@ _TAIL = 30  # lines of a failed rank's errors that are shown again
 
 
 # ---------------------------------------------------------------- arguments
+
+
+class _FromOne(argparse.Action):
+    """A number that is at least 1; ConfigError names the option as it was written."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if not values.isdecimal() or int(values) < 1:
+            raise ConfigError(f"[launch] {option_string} must be a number from 1, got {values!r}")
+        setattr(namespace, self.dest, int(values))
 
 
 def add_option(made: argparse.ArgumentParser, *names: str, **options: object) -> None:
@@ -45,8 +57,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
     def add(*names: str, **options: object) -> None:
         add_option(made, *names, **options)
 
-    add("--num_nodes", type=int, default=-1, help="hosts of the job; default: this one")
-    add("-n", "--num_gpus", "--num_accelerators", "--nproc_per_node", dest="num_gpus", type=int, default=-1,
+    add("--num_nodes", action=_FromOne, default=-1, help="hosts of the job; default: this one")
+    add("-n", "--num_gpus", "--num_accelerators", "--nproc_per_node", dest="num_gpus", action=_FromOne, default=-1,
         help="processes on each host; default: its devices, on the CPU 1")  # fmt: skip
     add("--master_addr", default="", help="where rank 0 is")
     add("--master_port", type=int, default=0, help=f"default: a free port on one host, {PORT} on several")
@@ -56,8 +68,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
     add("--with_local_rank", action="store_true", help="the program gets an argument --local_rank=N")
     add("--enable_each_rank_log", "--log_dir", default="", metavar="DIR", help="what each rank prints, into files")
     add("--log_level", choices=("debug", "info", "warning", "error", "critical"), default=None,
-        help="of the messages of torch's agent; default: torch's, which is warning")  # fmt: skip
-    add("-q", "--quiet", action="store_true", help="--log_level error")
+        help="of the messages of torch's agent; default: critical, or what LOGLEVEL says")  # fmt: skip
+    add("-q", "--quiet", action="store_true", help="nothing of torch's agent, whatever LOGLEVEL says")
     made.add_argument("program")
     made.add_argument("arguments", nargs=argparse.REMAINDER)
 
@@ -83,7 +95,59 @@ def own_devices() -> int:
 
 def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nodes: int = 1, node: int = 0) -> int:
     """The ranks of this host, one a slot; `named`: slots are the numbers of its devices. Returns the exit code of the
-    first that failed, whose errors are shown last; else 0."""
+    first that failed, whose errors are shown last, or 128 + the number of a signal that ended them; else 0. ConfigError
+    for a port that is in use."""
+    try:
+        return _run_here(options, slots, named, nodes, node)
+    except (KeyboardInterrupt, SystemExit):
+        return _interrupted(signal.SIGINT)
+
+
+def _interrupted(number: int) -> int:
+    text = f"[launch] interrupted by {signal.Signals(number).name}; all ranks have ended"
+    print(text, file=sys.stderr, flush=True)
+    return 128 + number
+
+
+_OWN_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch's, of the tracebacks of a rank that has a process group
+
+
+class _Errors:
+    """What ranks print to stderr, passed on but for tracebacks that end in KeyboardInterrupt: they say only that the
+    launcher was interrupted. Such a rank's last lines are shown all the same where it has failed by itself."""
+
+    def __init__(self, to: TextIO) -> None:
+        self._to = to
+        self._held: dict[str, list[str]] = {}  # by rank, of a traceback whose end is still to come
+
+    def write(self, text: str) -> int:
+        rank, _, line = text.partition("] ")
+        line = line[found.end() :] if (found := _OWN_PREFIX.match(line)) else line
+        if line.startswith("Traceback (most recent call last)") and text.startswith("[rank "):
+            self._pass(self._held.pop(rank, []))
+            self._held[rank] = [text]
+        elif rank in self._held:
+            self._held[rank].append(text)
+            if line[:1].strip():  # not indented: the exception itself
+                held = self._held.pop(rank)
+                self._pass([] if line.startswith("KeyboardInterrupt") else held)
+        else:
+            self._to.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._to.flush()
+
+    def end(self) -> None:
+        for held in self._held.values():
+            self._pass(held)
+
+    def _pass(self, held: list[str]) -> None:
+        self._to.write("".join(held))
+
+
+def _run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nodes: int, node: int) -> int:
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.utils.api import macros
@@ -116,24 +180,35 @@ def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nod
             logs_specs=DefaultLogsSpecs(log_dir=logs, tee=every),
             log_line_prefix_template="[rank ${rank}] ",
         )
+        errors = _Errors(sys.stderr)
         try:
-            elastic_launch(config, command[0])(*command[1:])
+            with redirect_stderr(cast(TextIO, errors)):
+                elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as failure:
+            errors.end()
             rank, first = failure.get_first_failure()
             _show_last(rank, first.exitcode, logs)
             return exit_code(first.exitcode)
-        except (KeyboardInterrupt, SystemExit):
-            return 128 + signal.SIGINT
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            other = "or none" if nodes == 1 else "the same on all hosts"
+            raise ConfigError(
+                f"[launch] port {port} is in use on this host; name another with --master_port, {other}"
+            ) from None
         except BaseException as error:
             if type(error).__name__ == "SignalException":  # sent on to the ranks
-                return 128 + int(getattr(error, "sigval", signal.SIGTERM))
+                return _interrupted(int(getattr(error, "sigval", signal.SIGTERM)))
             raise
+        errors.end()
     return 0
 
 
 def _set_level(options: argparse.Namespace) -> None:
-    """Of the loggers of torch's agent, each of which has a level of its own."""
-    level = "error" if options.quiet else options.log_level
+    """Of the loggers of torch's agent, each of which has a level of its own. What a user needs of them this module
+    says itself."""
+    usual = None if "LOGLEVEL" in os.environ and not options.quiet else "critical"
+    level: str = options.log_level or usual or ""
     for name in list(logging.root.manager.loggerDict) if level else []:
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(level.upper())

@@ -15,8 +15,8 @@ struct HeldPort {
   int socket = -1;  // while it is open, the system gives the port to nothing else; stores reuse addresses
 };
 
-// One that is free on every address of this host. std::system_error.
-inline HeldPort hold_free_port() {
+// `port`, or where it is 0 any, that is free on every address of this host. std::system_error.
+inline HeldPort hold_free_port(int port = 0) {
   const auto bound = [](int family, const void* address, socklen_t size) {
     const int fd = ::socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0), no = 0, yes = 1;
     if (fd < 0) return -1;
@@ -28,8 +28,10 @@ inline HeldPort hold_free_port() {
   };
   sockaddr_in6 six{};
   six.sin6_family = AF_INET6;
+  six.sin6_port = htons(static_cast<in_port_t>(port));
   sockaddr_in four{};
   four.sin_family = AF_INET;
+  four.sin_port = six.sin6_port;
   int fd = bound(AF_INET6, &six, sizeof(six));
   if (fd < 0) fd = bound(AF_INET, &four, sizeof(four));
   socklen_t size = sizeof(six);

@@ -2,15 +2,26 @@
 #include "tessera/config/config.h"
 #include "tessera/config/served.h"
 #include "tessera/config/source.h"
+#include "tessera/config/text.h"
 
 namespace tessera::commands {
 
 namespace {
 
 void check(const Arguments& given, const FrontEnd&, Result& result) {
-  const Config config = Config::from_json(config::json_of(given.text("config")));
-  for (const std::string& line : config.warnings)
-    result.errors += "warning: " + line + "\n";
+  const auto warn = [&](const std::vector<std::string>& lines) {
+    for (const std::string& line : lines)
+      result.errors += "warning: " + line + "\n";
+  };
+  const Config config = [&] {
+    try {
+      return Config::from_json(config::json_of(given.text("config")));
+    } catch (const config::InvalidConfig& error) {
+      warn(error.warnings());
+      throw;
+    }
+  }();
+  warn(config.warnings);
   config::check_served(config);
   result.output = config.describe(given.has("--all"));
   if (!result.output.ends_with('\n')) result.output += '\n';

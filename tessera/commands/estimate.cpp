@@ -40,9 +40,6 @@ std::optional<int64_t> parameters_of(const std::string& text) {
 config::ModelSizes sizes_of(const std::string& model, const Config& config, const FrontEnd& front) {
   const int64_t cut = config::tensor_parallel_ranks(config);
   if (const auto count = parameters_of(model)) return {.trained = (*count + cut - 1) / cut};
-  std::error_code ignored;
-  TESSERA_CHECK_VALUE(std::filesystem::exists(model, ignored), "estimate", "'", model,
-                      "' is no number of parameters, like 7B or 350M, and no file or folder that exists");
   TESSERA_CHECK_BUILT(
       front.sizes_of, "estimate", "a model from '", model,
       "' is built by Python: use the command `tessera` of the Python package, or give a number like 7B");
@@ -94,11 +91,21 @@ std::string row(const Config& config, int64_t stage, int64_t ranks, bool away, c
 }
 
 void estimate(const Arguments& given, const FrontEnd& front, Result& result) {
+  const std::string model = given.text("model");
+  std::error_code ignored;
+  const bool known = parameters_of(model) || std::filesystem::exists(model, ignored);
+  if (!known) {  // beside what is wrong with the configuration
+    result.errors =
+        "[estimate] '" + model + "' is no number of parameters, like 7B or 350M, and no file or folder that exists\n";
+  }
   const std::string source = given.has("--config") ? config::json_of(given.text("--config")) : kDefault;
   const Config config = Config::from_json(source);
   config::check_served(config);
-  const std::string model = given.text("model");
-  sizes_of(model, config, front);  // a model that is none is an error, not a row
+  if (!known) {
+    result.code = 1;
+    return;
+  }
+  sizes_of(model, config, front);  // a model that cannot be built is an error, not a row
   const config::ZeroOptimization& zero = config.zero_optimization;
   const bool away = zero.offload_optimizer.device != config::OffloadDevice::None ||
                     zero.offload_param.device != config::OffloadDevice::None;

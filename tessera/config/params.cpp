@@ -156,8 +156,9 @@ class Reader {
   void finish() {
     for (const auto& [name, value] : params_) {
       if (std::find(known_.begin(), known_.end(), name) == known_.end()) {
-        const std::string near = nearest(name, known_);
-        const std::string hint = near.empty() ? "allowed are " + join(known_, ", ") : "did you mean \"" + near + "\"?";
+        const std::vector<std::string> near = all_nearest(name, known_);
+        const std::string hint =
+            near.empty() ? "allowed are " + join(known_, ", ") : "did you mean \"" + join(near, "\" or \"") + "\"?";
         report_.error(path_ + "." + name, "unknown parameter; " + hint, Problem::Kind::Unknown);
       }
     }
@@ -314,6 +315,13 @@ optim::ScheduleOptions read_range_test(Reader& in) {
 }
 
 }  // namespace
+
+std::vector<std::string> optimizer_types() {
+  std::vector<std::string> names;
+  for (const optim::Type& type : optim::types())
+    names.emplace_back(type.name);
+  return names;
+}
 
 std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer) {
   if (optim::find_type(optimizer.type) == nullptr) return std::nullopt;

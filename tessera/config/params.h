@@ -11,6 +11,9 @@
 
 namespace tessera::config {
 
+// All that optimizer.type can name, those that only torch.optim has apart.
+std::vector<std::string> optimizer_types();
+
 // Rule and defaults of the type, with adam_w_mode; empty for a type that only torch.optim has. Other parameters are not
 // looked at.
 std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer);

@@ -137,11 +137,13 @@ class Parser {
         report_.error(written, "unknown key, and more of them", kUnknown);
       return;
     }
-    const std::string near = nearest(name, names_in(section));
-    const std::string hint = near.empty() ? "" : "; did you mean \"" + near + "\"?";
-    if (section.empty()) {
+    const std::vector<std::string> near = all_nearest(name, names_in(section));
+    const std::string hint = near.empty() ? "" : "; did you mean \"" + join(near, "\" or \"") + "\"?";
+    if (!near.empty() && near_miss(name, near.front())) {
+      report_.error(written, "unknown key" + hint, kUnknown);
+    } else if (section.empty()) {
       report_.warning(written, "unknown key, ignored" + (hint.empty() ? elsewhere(name) : hint));
-    } else if (section == "optimizer" || section == "scheduler") {
+    } else if (warns) {
       report_.warning(written, "unknown key, ignored" + hint);  // as in the reference: parameters go into params
     } else if (section == "bf16" && contains(names_in("fp16"), name)) {
       report_.error(written, "unknown key; it belongs to fp16, bf16 needs no loss scale", kUnknown);

@@ -1,11 +1,11 @@
 #include "tessera/config/partition_rules.h"
 
 #include <algorithm>
-#include <cctype>
 #include <map>
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/config/text.h"
 
 namespace tessera::config {
 
@@ -43,18 +43,10 @@ class Section {
   Section(const Value& value, const Defaults& known, std::string where) : where_(std::move(where)) {
     const auto* given = std::get_if<Params>(&value.data);
     TESSERA_CHECK_VALUE(given != nullptr, "config", where_, " must be an object, got ", shown(value));
-    std::string names, unknown;
     for (const auto& [name, usual] : known) {
-      values_[name] = usual;
-      names += std::string(names.empty() ? "" : ", ") + name;
+      const auto own = given->find(name);
+      values_[name] = own == given->end() ? usual : own->second;
     }
-    for (const auto& [name, own] : *given) {
-      if (values_.contains(name))
-        values_[name] = own;
-      else
-        unknown += (unknown.empty() ? "" : ", ") + name;
-    }
-    TESSERA_CHECK_VALUE(unknown.empty(), "config", where_, ": unknown ", unknown, "; known are ", names);
   }
 
   const std::string& where() const { return where_; }
@@ -91,11 +83,6 @@ class Section {
   std::string where_;
   std::map<std::string, Value> values_;
 };
-
-std::string lower(std::string text) {
-  std::ranges::transform(text, text.begin(), [](unsigned char c) { return std::tolower(c); });
-  return text;
-}
 
 int64_t whole_number(const Value& value, const std::string& where) {
   const auto* number = std::get_if<int64_t>(&value.data);
@@ -171,6 +158,22 @@ void append_rules(const Section& spec, const PatternMatcher& matcher, std::vecto
   }
 }
 
+void check_keys(const Value& section, const Defaults& known, const std::string& where, Report& report) {
+  const auto* given = std::get_if<Params>(&section.data);
+  if (given == nullptr) return report.error(where, "must be an object, got " + shown(section), Problem::Kind::Value);
+  std::vector<std::string> names;
+  for (const auto& [name, usual] : known)
+    names.emplace_back(name);
+  for (const auto& [name, value] : *given) {
+    if (std::ranges::find(names, name) != names.end()) continue;
+    const std::vector<std::string> near = all_nearest(name, names);
+    report.error(where + "." + name,
+                 "unknown key; " + (near.empty() ? "known are " + join(names, ", ")
+                                                 : "did you mean \"" + join(near, "\" or \"") + "\"?"),
+                 Problem::Kind::Unknown);
+  }
+}
+
 std::vector<Rule> preset(const std::string& name, const parallel::ModelFacts& facts, const PatternMatcher& matcher) {
   return parallel::preset_rules(name, facts,
                                 [&](const std::string& pattern) { return matcher(pattern, "preset " + name); });
@@ -208,6 +211,18 @@ PartitionRules configured(const Config& config, const parallel::ModelFacts& fact
 PatternMatcher standard_patterns() {
   return
       [](const std::string& pattern, const std::string& where) { return parallel::standard_matcher(where)(pattern); };
+}
+
+void check_partition_keys(const Config& config, Report& report) {
+  const Value& section = config.tensor_parallel.partition_config;
+  if (section.is_null()) return;
+  check_keys(section, section_keys(), kSection, report);
+  const auto* given = std::get_if<Params>(&section.data);
+  const auto specs = given == nullptr ? Params::const_iterator() : given->find("layer_specs");
+  if (given == nullptr || specs == given->end()) return;
+  const auto* list = std::get_if<List>(&specs->second.data);
+  for (size_t number = 0; list != nullptr && number < list->size(); ++number)
+    check_keys((*list)[number], spec_keys(), c10::str(kSection, ".layer_specs[", number, "]"), report);
 }
 
 std::optional<PartitionRules> partition_rules(const Config& config, const parallel::ModelFacts& facts, int size,

@@ -11,6 +11,8 @@
 
 namespace tessera::config {
 
+class Report;
+
 struct PartitionRules {
   std::vector<parallel::Rule> rules;
   std::string source;  // "partition_config", "preset llama"
@@ -28,6 +30,9 @@ PatternMatcher standard_patterns();  // parallel::standard_matcher
 // gather_output with shape. Pure.
 std::optional<PartitionRules> partition_rules(const Config& config, const parallel::ModelFacts& facts, int size,
                                               const PatternMatcher& matcher);
+
+// Unknown keys of partition_config, and of its rules; they are errors whether or not a model is cut.
+void check_partition_keys(const Config& config, Report& report);
 
 // What the section says of a plan beside rules: size, grain, vocabulary.
 parallel::PlanOptions plan_options(const Config& config, int size, PartitionRules rules);

@@ -6,6 +6,7 @@
 #include "tessera/config/elastic.h"
 #include "tessera/config/lookup.h"
 #include "tessera/config/params.h"
+#include "tessera/config/partition_rules.h"
 #include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
@@ -165,9 +166,10 @@ void check_optimizer(const Config& c, Report& report) {
   if (stage > 0 && one_bit) {
     report.error("optimizer.type", c.optimizer.type + " cannot be combined with zero_optimization");
   } else if (stage > 0 && !type.empty() && optim::find_type(type) == nullptr && !c.zero_allow_untested_optimizer) {
-    report.error("optimizer.type", c.optimizer.type +
-                                       " has no native rule; under zero_optimization set "
-                                       "zero_allow_untested_optimizer to true to use it");
+    const std::string near = nearest(type, optimizer_types());
+    report.error("optimizer.type", c.optimizer.type + " has no native rule" +
+                                       (near.empty() ? "" : " (did you mean \"" + near + "\"?)") +
+                                       "; under zero_optimization set zero_allow_untested_optimizer to true to use it");
   }
   if (type == "lamb" && c.fp16.enabled && c.fp16.loss_scale != 0) {
     report.error("optimizer.type", "Lamb needs a dynamic loss scale (fp16.loss_scale 0)");
@@ -189,6 +191,7 @@ void check_clipping(const Config& c, Report& report) {
 }
 
 void check_tensor_parallel(const Config& c, Report& report) {
+  check_partition_keys(c, report);
   const int64_t size = c.tensor_parallel.tp.tp_size;
   if (size != 1 && size != c.tensor_parallel.autotp_size) {
     report.error("tensor_parallel.tp.tp_size", "must be 1 or autotp_size (" +

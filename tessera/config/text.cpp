@@ -25,21 +25,30 @@ int edit_distance(std::string_view a, std::string_view b) {
   return cost[a.size()][b.size()];
 }
 
-std::string nearest(std::string_view word, const std::vector<std::string>& candidates) {
+std::vector<std::string> all_nearest(std::string_view word, const std::vector<std::string>& candidates) {
   if (word.size() > 200) {
-    return "";
+    return {};
   }
   const std::string wanted = lower(word);
-  std::string best;
-  int best_cost = std::max<int>(1, int(word.size()) / 3) + 1;
+  std::vector<std::string> best;
+  int best_cost = std::max<int>(1, int(word.size()) / 3);
   for (const std::string& candidate : candidates) {
     const int cost = edit_distance(wanted, lower(candidate));
-    if (cost < best_cost && cost < int(candidate.size())) {
-      best_cost = cost;
-      best = candidate;
-    }
+    if (cost > best_cost || cost >= int(candidate.size())) continue;
+    if (cost < best_cost) best.clear();
+    best_cost = cost;
+    if (std::find(best.begin(), best.end(), candidate) == best.end()) best.push_back(candidate);
   }
   return best;
+}
+
+std::string nearest(std::string_view word, const std::vector<std::string>& candidates) {
+  const std::vector<std::string> best = all_nearest(word, candidates);
+  return best.empty() ? "" : best.front();
+}
+
+bool near_miss(std::string_view word, std::string_view candidate) {
+  return edit_distance(lower(word), lower(candidate)) <= std::max<int>(1, int(candidate.size()) / 6);
 }
 
 std::string whole_characters(std::string_view text) {
@@ -79,9 +88,11 @@ void Report::warning(const std::string& path, const std::string& text) {
   warnings_.push_back(whole_characters(path + ": " + text));
 }
 
-InvalidConfig::InvalidConfig(c10::SourceLocation where, const std::string& message, std::vector<Problem> problems)
+InvalidConfig::InvalidConfig(c10::SourceLocation where, const std::string& message, std::vector<Problem> problems,
+                             std::vector<std::string> warnings)
     : ValueError(tessera::detail::errors_have_frames() ? ValueError(where, message) : ValueError(message)),
-      problems_(std::move(problems)) {}
+      problems_(std::move(problems)),
+      warnings_(std::move(warnings)) {}
 
 void Report::raise() const {
   if (errors_.empty()) {
@@ -92,7 +103,8 @@ void Report::raise() const {
     lines.push_back(problem.line());
   const std::string count = errors_.size() == 1 ? "1 problem" : std::to_string(errors_.size()) + " problems";
   throw InvalidConfig({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                      c10::str("[config] ", count, " in the configuration:\n  ", join(lines, "\n  ")), errors_);
+                      c10::str("[config] ", count, " in the configuration:\n  ", join(lines, "\n  ")), errors_,
+                      warnings_);
 }
 
 }  // namespace tessera::config

@@ -13,8 +13,12 @@ namespace tessera::config {
 // Letters to change, insert, drop or swap to get from `a` to `b`.
 int edit_distance(std::string_view a, std::string_view b);
 
-// The candidate nearest to `word`, or "" when none is near enough to be meant.
+// The candidates nearest to `word`, all of one distance; none where none is near enough to be meant.
+std::vector<std::string> all_nearest(std::string_view word, const std::vector<std::string>& candidates);
+// The first of them, or "".
 std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
+// Whether `word` can hardly be anything but `candidate`, misspelt: one letter of six at most.
+bool near_miss(std::string_view word, std::string_view candidate);
 
 // `text` with "?" for every byte that belongs to no whole UTF-8 character, as where a message was cut.
 std::string whole_characters(std::string_view text);
@@ -36,11 +40,15 @@ struct Problem {
 // The value error of a configuration: one line for each problem.
 class InvalidConfig : public c10::ValueError {
  public:
-  InvalidConfig(c10::SourceLocation where, const std::string& message, std::vector<Problem> problems);
+  InvalidConfig(c10::SourceLocation where, const std::string& message, std::vector<Problem> problems,
+                std::vector<std::string> warnings);
   const std::vector<Problem>& problems() const { return problems_; }
+  // Of the same configuration; they are not in the message.
+  const std::vector<std::string>& warnings() const { return warnings_; }
 
  private:
   std::vector<Problem> problems_;
+  std::vector<std::string> warnings_;
 };
 
 // Everything found in a configuration; one error carries all that is wrong.

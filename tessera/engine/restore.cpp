@@ -115,8 +115,9 @@ void Restore::plan(Engine& engine) {
     if (spec.tensor.numel() > 0)
       add(master, id, spec.group >= 0 ? shard::Quantity::Master : shard::Quantity::Weight, "weight");
     if (spec.group < 0 || !options_.optimizer || spec.tensor.numel() == 0) continue;
+    // One line a parameter.
     const auto names = optim::state_names(engine.options().rule, engine.groups());
-    for (int i = 0; i < names.count; ++i) {
+    for (int i = 0; i < names.count && problems.size() == before; ++i) {
       const shard::Quantity quantity = i == 0 ? shard::Quantity::State0 : shard::Quantity::State1;
       const TensorRecord* state = record->trained ? reader_->find(record->name, names.name[i]) : nullptr;
       if (state == nullptr && (!record->trained || record->step == 0))

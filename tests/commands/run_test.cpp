@@ -18,6 +18,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/base/free_port.h"
 #include "tests/support/errors.h"
 
 namespace {
@@ -277,8 +278,23 @@ TEST(Run, SignalsArePassedOn) {
     EXPECT_EQ(launcher.wait(), 128 + signal);
     EXPECT_EQ(launcher.lines(), (Words{"[rank 0] more", "[rank 0] ready", "[rank 0] told", "[rank 1] more",
                                        "[rank 1] ready", "[rank 1] told"}));
-    EXPECT_EQ(launcher.err().find("[launch]"), std::string::npos) << launcher.err();
+    const std::string name = signal == SIGINT ? "INT" : signal == SIGTERM ? "TERM" : signal == SIGHUP ? "HUP" : "QUIT";
+    EXPECT_TRUE(launcher.err().ends_with("[launch] interrupted by SIG" + name + "; all ranks have ended\n"));
   }
+}
+
+TEST(Run, APortInUseIsNamed) {
+  const tessera::HeldPort held = tessera::hold_free_port();
+  ASSERT_EQ(listen(held.socket, 1), 0);
+  const std::string port = std::to_string(held.port);
+  for (const Words& hosts : {Words{}, Words{"--num-nodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"}}) {
+    Words words{"--master-port", port, "true"};
+    words.insert(words.begin(), hosts.begin(), hosts.end());
+    Launcher launcher(words);
+    EXPECT_EQ(launcher.wait(), 1);
+    EXPECT_HAS(launcher.err(), "[launch] port " + port + " is in use on this host; name another with --master-port");
+  }
+  close(held.socket);
 }
 
 TEST(Run, RanksDieWithTheLauncher) {

@@ -1,6 +1,12 @@
 #include "tessera/config/parse.h"
 
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
 #include "support.h"
+#include "tessera/config/lookup.h"
 
 namespace tessera::config {
 namespace {
@@ -28,13 +34,13 @@ TEST(Parse, TwoSpellingsMayAgreeButNotDiffer) {
 
 TEST(Parse, UnknownTopLevelKeysOnlyWarn) {
   const Config c = Config::from_json(
-      R"({"train_batch_sise": 8, "msamp": {}, "zero_optimization.reduce_bucket_size": 1e6, "stage": 3})");
+      R"({"eval_batch_size": 8, "msamp": {}, "zero_optimization.reduce_bucket_size": 1e6, "stage": 3})");
   ASSERT_EQ(c.warnings.size(), 4u);
   std::string all;
   for (const auto& w : c.warnings) {
     all += w + "\n";
   }
-  EXPECT_HAS(all, "train_batch_sise: unknown key, ignored; did you mean \"train_batch_size\"?");
+  EXPECT_HAS(all, "eval_batch_size: unknown key, ignored; did you mean \"train_batch_size\"?");
   EXPECT_HAS(all, "msamp: unknown key, ignored\n");
   EXPECT_HAS(all, "write \"reduce_bucket_size\" inside \"zero_optimization\"");
   EXPECT_HAS(all, "write \"stage\" inside \"zero_optimization\"");
@@ -51,10 +57,45 @@ TEST(Parse, UnknownKeysInSectionsAreErrors) {
 }
 
 TEST(Parse, ExtraKeysBesideATypeOnlyWarn) {
-  const Config c = Config::from_json(R"({"optimizer": {"type": "Adam", "lr": 1}, "scheduler": {"parms": {}}})");
+  const Config c = Config::from_json(R"({"optimizer": {"type": "Adam", "lr": 1}, "scheduler": {"pa": {}}})");
   ASSERT_EQ(c.warnings.size(), 2u);
   EXPECT_HAS(c.warnings[0], "optimizer.lr: unknown key, ignored");
-  EXPECT_HAS(c.warnings[1], "did you mean \"params\"?");
+  EXPECT_HAS(c.warnings[1], "scheduler.pa: unknown key, ignored");
+  EXPECT_HAS(json_error(R"({"optimizer": {"typ": "Adam"}})"), "optimizer.typ: unknown key; did you mean \"type\"?");
+}
+
+// With one letter dropped, doubled or swapped.
+std::set<std::string> misspelt(const std::string& name) {
+  std::set<std::string> all;
+  for (const size_t at : {size_t{0}, name.size() / 2, name.size() - 1}) {
+    std::string less = name, more = name, other = name;
+    less.erase(at, 1);
+    more.insert(at, 1, name[at]);
+    std::swap(other[at], other[at + 1 < name.size() ? at + 1 : at - 1]);
+    all.insert({less, more, other});
+  }
+  return all;
+}
+
+TEST(Parse, ANearMissIsAnErrorThatNamesTheKeyAtEveryLevel) {
+  for (const std::string& section : sections()) {
+    const std::vector<std::string> names = names_in(section);
+    for (const std::string& name : names)
+      for (const std::string& wrong : misspelt(name)) {
+        if (std::find(names.begin(), names.end(), wrong) != names.end()) continue;
+        std::string json = "{\"" + wrong + "\": null}";
+        std::string rest = section;
+        while (!rest.empty()) {
+          const size_t dot = rest.rfind('.');
+          const std::string last = dot == std::string::npos ? rest : rest.substr(dot + 1);
+          json = std::string("{\"").append(last).append("\": ").append(json).append("}");
+          rest = dot == std::string::npos ? "" : rest.substr(0, dot);
+        }
+        const std::string text = json_error(json);
+        EXPECT_HAS(text, (section.empty() ? "" : section + ".") + wrong + ": unknown key; ");
+        EXPECT_HAS(text, "\"" + name + "\"");
+      }
+  }
 }
 
 TEST(Parse, ReadsDeprecatedKeys) {

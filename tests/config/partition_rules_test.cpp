@@ -55,8 +55,9 @@ TEST(PartitionRules, Sources) {
 TEST(PartitionRules, WhatIsWrongIsNamed) {
   const auto wrong = [](const std::string& section) { return error_of([&] { rules_of(section); }); };
   const std::vector<std::pair<std::string, const char*>> rows{
-      {R"("partition_config": [])", "partition_config must be an object"},
-      {R"("partition_config": {"layer_spec": []})", "unknown layer_spec; known are use_default_specs, strict_mode"},
+      {R"("partition_config": [])", "partition_config: must be an object"},
+      {R"("partition_config": {"layer_spec": []})",
+       "partition_config.layer_spec: unknown key; did you mean \"layer_specs\"?"},
       {R"("partition_config": {})", "there is no rule"},
       {R"("partition_config": {"strict_mode": 1})", "strict_mode has the wrong type: 1"},
       {R"("partition_config": {"tp_size": 3})", "tp_size is 3; it must be 1 or tensor_parallel.autotp_size (2)"},
@@ -64,7 +65,7 @@ TEST(PartitionRules, WhatIsWrongIsNamed) {
       {specs("{}"), "layer_specs[0].patterns is empty"},
       {specs(R"({"patterns": ["("]})"), "layer_specs[0].patterns: '(' is no regular expression"},
       {specs(R"({"patterns": ["x"], "partition_type": "diagonal"})"), "must be one of column, row, skip"},
-      {specs(R"({"patterns": ["x"], "kind": 1})"), "unknown kind"},
+      {specs(R"({"patterns": ["x"], "kind": 1})"), "layer_specs[0].kind: unknown key; known are patterns"},
       {specs(R"({"patterns": ["x"], "shape": 3})"), "layer_specs[0].shape must be a list, got 3"},
       {specs(R"({"patterns": ["x"], "shape": [true, -1]})"), "no whole number"},
       {specs(R"({"patterns": ["x"], "shape": [[1, 2], [3, 4]]})"), "nested tuple only allowed at partition_dim"},

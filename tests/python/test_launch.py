@@ -29,6 +29,9 @@ ROUTES = [
     (["--num_nodes", "2", "--master_addr", "a"], "--node_rank 0 to 1, got -1"),
     (["--num_nodes", "2", "--node_rank", "0"], "needs --master_addr"),
     (["--num_nodes", "2", "--node_rank", "2", "--master_addr", "a"], "got 2"),
+    (["--num_gpus", "0"], "--num_gpus must be a number from 1"),
+    (["-n", "-2"], "-n must be a number from 1"),
+    (["--num-nodes", "x"], "--num-nodes must be a number from 1"),
     (["--module", "--no_python"], "exclude each other"),
 ]
 
@@ -132,5 +135,5 @@ def test_signals_reach_the_ranks(start: Start, launched_program: Path, tmp_path:
     while not (tmp_path / "0").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     child.send_signal(signal.SIGTERM)
-    child.communicate(timeout=60)
+    assert child.communicate(timeout=60)[1] == "[launch] interrupted by SIGTERM; all ranks have ended\n"
     assert child.returncode == 128 + signal.SIGTERM

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,12 @@ def _counter(name: str) -> Any:
         self.core.set_counters(**counters, global_samples=self.global_samples)
 
     return property(lambda self: getattr(self._engine, name), put)
+
+
+def _without_missing_ok(method: Any) -> inspect.Signature:
+    """A folder without a checkpoint is no error of the alias."""
+    own = inspect.signature(method)
+    return own.replace(parameters=[one for name, one in own.parameters.items() if name != "missing_ok"])
 
 
 class DeepSpeedEngine(nn.Module):
@@ -277,9 +284,15 @@ class DeepSpeedEngine(nn.Module):
                 [0],
                 logging.WARNING,
             )
-        return self._engine.load_checkpoint(*args, trusted=trusted is not False, **kwargs)
+        found = self._engine.load_checkpoint(*args, trusted=trusted is not False, missing_ok=True, **kwargs)
+        if found[0] is None:
+            folder = os.fspath(args[0] if args else kwargs["load_dir"])
+            warnings.warn(
+                f"[engine.load_checkpoint] there is no file 'latest' in '{folder}', nothing is loaded", stacklevel=2
+            )
+        return found
 
-    load_checkpoint.__signature__ = inspect.signature(tessera.Engine.load_checkpoint)  # type: ignore[attr-defined]
+    load_checkpoint.__signature__ = _without_missing_ok(tessera.Engine.load_checkpoint)  # type: ignore[attr-defined]
 
     def destroy(self) -> None:
         self._forget()

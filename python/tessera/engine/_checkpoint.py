@@ -68,13 +68,14 @@ class Checkpoints:
         custom_load_fn: Callable[..., None] | None = None,
         *,
         trusted: bool = False,
+        missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Goes on from save_dir/tag (default: what `latest` names; without that file a warning and (None, None)).
-        Returns the folder and the client_state. The checkpoint may come from other ranks, another stage, precision or
-        front end. IoError for what is damaged or missing, ConfigError for what does not fit, with nothing changed.
-        `custom_load_fn(src=state_dict, dst=module)` puts the weights into the module in place of load_state_dict.
-        `trusted`: objects of any kind are unpickled (of a client_state, a schedule, a module's extra state), which can
-        run code. Collective."""
+        """Goes on from save_dir/tag (default: what `latest` names; a folder without that file, or none, is an IoError,
+        with `missing_ok` the result (None, None)). Returns the folder and the client_state. The checkpoint may come
+        from other ranks, another stage, precision or front end. IoError for what is damaged or missing, ConfigError for
+        what does not fit, with nothing changed. `custom_load_fn(src=state_dict, dst=module)` puts the weights into the
+        module in place of load_state_dict. `trusted`: objects of any kind are unpickled (of a client_state, a schedule,
+        a module's extra state), which can run code. Collective."""
         request = LoadRequest(
             load_dir,
             tag,
@@ -84,6 +85,7 @@ class Checkpoints:
             load_module_only,
             custom_load_fn,
             trusted,
+            missing_ok,
         )
         return load(self._run, request, self._run.load_module_state_dict)
 

@@ -29,7 +29,7 @@ from tessera.engine._contents import Contents
 from tessera.engine._delegate import method_of, property_of, weak
 from tessera.engine._device import keep_device, move_to_device, settle_buffers
 from tessera.engine._end import end, give_up
-from tessera.engine._forward import Forward
+from tessera.engine._forward import Forward, compute_dtype
 from tessera.engine._info import Info
 from tessera.engine._joining import Joining, groups_of_frozen
 from tessera.engine._loaders import Loaders
@@ -241,8 +241,7 @@ class Engine(nn.Module):
         self._accumulation = Accumulation(core, self._settings.managed_gradient_accumulation)
         warn, shares = warn_of if logs else None, self._ranks.sp_world_size > 1
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares)
-        if self._settings.fp16.enabled and self._settings.fp16.auto_cast:
-            self._forward.input_dtype = torch.float16
+        self.cast_forward_inputs = False
 
     def _visible_optimizer(self, options: _core.EngineOptions) -> torch.optim.Optimizer | None:
         """The client's own object where its states can be what it expects (stage 0, fp32), else a wrapper."""
@@ -356,6 +355,18 @@ class Engine(nn.Module):
         self.core.zero_grad()
         super().zero_grad(set_to_none=True)
 
+    @property
+    def cast_forward_inputs(self) -> bool:
+        """Whether each forward casts and moves its inputs, as tessera.cast_inputs() does; no by default. With
+        fp16.auto_cast forwards cast them, too, and do not move them."""
+        return self._forward.input_device is not None
+
+    @cast_forward_inputs.setter
+    def cast_forward_inputs(self, on: bool) -> None:
+        auto_cast = torch.float16 if self._settings.fp16.enabled and self._settings.fp16.auto_cast else None
+        self._forward.input_dtype = compute_dtype(self) if on else auto_cast
+        self._forward.input_device = self.device if on else None
+
     # ---------------------------------------------------------------- compiler
 
     def compile(
@@ -383,6 +394,12 @@ class Engine(nn.Module):
         parts, which a new engine of the same ranks goes on with, and torch's own step() refuses. Safe to call twice;
         afterwards the module is as plain as before and can get a new engine."""
         end(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "[engine] an engine cannot be pickled or copied, it holds process groups and buffers: save_checkpoint() "
+            "has the run, module_state_dict() the weights; build another by tessera.initialize()"
+        )
 
     def __del__(self) -> None:
         # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from tessera import _core
 from tessera._outputs import tensors_in
-from tessera.autocast import cast_floating
 from tessera.engine._look import Look
 from tessera.parallel.engines import TensorParallel
 from tessera.sequence.engines import attends_locally
 from tessera.zero.engines import Partition
+
+_NAMED = 3  # inputs that a message names
+_OF_INPUTS = re.compile(r"dtype|scalar type|type \(|same type|device", re.IGNORECASE)  # what torch says of a wrong one
+
+
+def moved(value: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
+    """`value`, any nesting of tensors: those of floating point in `dtype`, all on `device`."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    return _pytree.tree_map_only(torch.Tensor, move, value)
+
+
+def compute_dtype(engine: Any) -> torch.dtype:
+    """Of the parameters; of the precision where this rank's module has none."""
+    dtypes = (param.dtype for param in engine.module.parameters() if param.is_floating_point())
+    return next(dtypes, engine.core.options().zero.precision.param)
+
+
+def cast_inputs(engine: Any, *values: Any) -> Any:
+    """`values`, any nesting of tensors, as the engine's forward takes them: floating point in its compute dtype, and
+    all on its device; integers and masks keep their dtype. One value comes back as itself, several as a tuple. What
+    FSDP2 does to the arguments of a forward; with engine.cast_forward_inputs = True each forward does it. Local."""
+    cast = moved(values, compute_dtype(engine), engine.device)
+    return cast[0] if len(cast) == 1 else cast
 
 
 class Forward:
@@ -33,6 +60,8 @@ class Forward:
         self._core, self._parallel, self._partition, self._look = core, parallel, partition, look
         self._device, self._warn, self._checks_attention = device, warn, checks_attention
         self.input_dtype: torch.dtype | None = None  # that inputs are cast to
+        self.input_device: torch.device | None = None  # that they are moved to
+        self.takes_inputs = True  # else they come from another forward, as between stages
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         core, parallel = self._core, self._parallel
@@ -40,8 +69,8 @@ class Forward:
         if self._checks_attention and self._warn is not None:  # now: registration may come after the engine
             self._checks_attention = False
             self._warn(attends_locally(module))
-        if self.input_dtype is not None:
-            args, kwargs = cast_floating((args, kwargs), self.input_dtype)
+        if self.input_dtype is not None and self.takes_inputs:
+            args, kwargs = moved((args, kwargs), self.input_dtype, self.input_device)
         parallel.before_forward(args, kwargs, self._device)
         with self._partition.forward():
             switched_off = core.pre_forward()
@@ -58,8 +87,35 @@ class Forward:
                 parallel.after_forward(self._device)
             except BaseException as error:
                 explained = parallel.explained(error)
+                if type(error) is RuntimeError and _OF_INPUTS.search(str(error)):
+                    self._explain_inputs(error, module, args, kwargs)
                 core.abort_forward()
                 raise explained  # noqa: B904 (mostly the same one)
             finally:
                 parallel.end_forward(self._device)
         return outputs
+
+    def _explain_inputs(self, error: RuntimeError, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Adds to the text of `error` which inputs are not what the engine has, and what to do."""
+        dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), None)
+        autocast = self._core.options().autocast.enabled
+        wrong, elsewhere = [], False
+        for path, value in _pytree.tree_flatten_with_path((args, kwargs))[0]:
+            if not isinstance(value, torch.Tensor):
+                continue
+            other = value.device.type != self._device.type or value.device.index != self._device.index
+            cast = dtype is not None and value.is_floating_point() and value.dtype != dtype and not autocast
+            if other or cast:
+                place = _pytree.keystr(path[1:])
+                wrong.append(f"input {place} is {value.dtype} on {value.device}")
+                elsewhere |= other
+        if not wrong:
+            return
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        error.args = (
+            f"{error}\n[engine.forward] the engine has {dtype} on {self._device}; {', '.join(wrong[:_NAMED])}{more}: "
+            "pass inputs through tessera.cast_inputs(engine, ...), or set engine.cast_forward_inputs = True"
+            + (", or move them with .to(engine.device)" if elsewhere else "")
+            + (", or set fp16.auto_cast in the configuration" if dtype == torch.float16 else ""),
+            *error.args[1:],
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +42,7 @@ class LoadRequest:
     module_only: bool
     custom_load_fn: Callable[..., None] | None
     trusted: bool
+    missing_ok: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ def load(run: Run, request: LoadRequest, load_weights: Callable[..., None]) -> t
     with on_all(run.core):
         run._contents.check(run.module, "load_checkpoint")
     optimizer = request.optimizer and not request.module_only
+    latest = "latest_universal" if run._settings.checkpoint.load_universal else "latest"
     restore = _core.open_checkpoint(
         run.core,
         os.fspath(request.folder),
@@ -74,16 +75,17 @@ def load(run: Run, request: LoadRequest, load_weights: Callable[..., None]) -> t
         optimizer=optimizer,
         run=not request.module_only,
         from_master=run._settings.zero_optimization.load_from_fp32_weights,
-        latest="latest_universal" if run._settings.checkpoint.load_universal else "latest",
+        latest=latest,
         objects=_core.Objects.Kept if request.trusted else _core.Objects.Refused,
         groups=run._updates.group_names or None,
     )
     if restore is None:
-        warnings.warn(
-            f"[engine.load_checkpoint] there is no file 'latest' in '{os.fspath(request.folder)}', nothing is loaded",
-            stacklevel=4,
+        if request.missing_ok:
+            return None, None
+        raise IoError(
+            f"[engine.load_checkpoint] there is no checkpoint in '{os.fspath(request.folder)}': it has no file "
+            f"'{latest}'; with missing_ok=True that is no error, and the result is (None, None)"
         )
-        return None, None
     # All that can be refused is looked at before anything changes, on any rank.
     with on_all(run.core):
         found = _look(run, request, restore)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -218,9 +219,10 @@ def _from_config(
     if kind is None:
         found = getattr(torch.optim, name, None)
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+            types = _core.optimizer_types()
             raise ConfigError(
-                f"[config] optimizer.type {name!r} is neither one of {_core.native_types()} nor a class of "
-                "torch.optim (exact spelling)"
+                f"[config] optimizer.type {name!r} is neither one of {', '.join(types)} nor a class of torch.optim "
+                f"(exact spelling){_meant(name, types, torch.optim, torch.optim.Optimizer)}"
             )
         cls = found
     elif kind.rule == _core.Rule.Adam:
@@ -236,6 +238,13 @@ def _from_config(
             kind.rule
         ]
     return _construct(f"optimizer.params of {name}", cls, groups, params)
+
+
+def _meant(name: str, own: Sequence[str], torchs: ModuleType, base: type) -> str:
+    """The names nearest to one that is not there, of ours and of the classes of `torchs`."""
+    classes = [key for key, value in vars(torchs).items() if isinstance(value, type) and issubclass(value, base)]
+    near = _core.all_nearest(name, [*own, *classes])
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _construct(what: str, cls: Callable[..., Any], first: Any, params: dict[str, Any]) -> Any:
@@ -291,6 +300,7 @@ def _schedule_from_config(kind: str, params: dict[str, Any], base: torch.optim.O
             raise ConfigError(
                 f"[config] scheduler.type {kind!r} is neither one of {', '.join(lr_schedules.VALID_LR_SCHEDULES)} nor "
                 "a class of torch.optim.lr_scheduler"
+                f"{_meant(kind, lr_schedules.VALID_LR_SCHEDULES, torch.optim.lr_scheduler, LRScheduler)}"
             )
     return _construct(f"scheduler.params of {kind}", found, base, params)
 

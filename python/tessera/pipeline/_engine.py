@@ -98,7 +98,6 @@ class PipelineEngine(Engine):
         interval = self._settings.pipeline.activation_checkpoint_interval
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
-        self._casts_to = self._forward.input_dtype
         self._feed = Feed(self, self._grid, self._everyone)
         beside = [self._ranks.mesh.group(axes) for axes in self._grid.axes]
         chunks = self.module.num_chunks
@@ -220,7 +219,7 @@ class PipelineEngine(Engine):
     # ---------------------------------------------------------------- what a Batch calls
 
     def _run_chunk(self, inputs: Any, chunk: int, casts: bool) -> Any:
-        self._forward.input_dtype = self._casts_to if casts else None
+        self._forward.takes_inputs = casts
         return super().forward(inputs, chunk=chunk)
 
     def _count_micro_batch(self) -> None:

@@ -448,3 +448,8 @@ def test_is_a_module_that_has_an_engine() -> None:
     del engine
     assert gone() is None and {type(param) for param in module.parameters()} == {nn.Parameter}
     losses_of(deepspeed.initialize(model=module, config=config(3))[0])
+
+
+def test_a_load_from_nothing_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no file 'latest' in .*nothing is loaded"):
+        assert start()[0].load_checkpoint(str(tmp_path)) == (None, None)
