@@ -136,7 +136,7 @@ TEST(Run, AnErrorOfOneStageIsOneOfAll) {
 TEST(Run, CallsAndWhatEndsThem) {
   const Shape shape{2, 4, 1};
   const auto refused = [](Runner& runner) { return error_of<UsageError>([&] { runner.begin("eval_batch"); }); };
-  const auto ends = [](Runner& runner, int stage, bool amid, bool lost) {
+  const auto ends = [&](Runner& runner, int stage, bool amid, bool lost) {
     Matrices matrices(shape, stage, amid && stage == 1 ? 2 : -1);
     try {
       runner.in_call("train_batch", matrices, [&]() -> int {
