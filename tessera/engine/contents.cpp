@@ -49,7 +49,8 @@ ContentsReport compare_contents(const std::vector<NamedParam>& built, const std:
   say(added, ": added after the engine was built, which neither trains nor saves them");
   if (!replaced.empty() || !untrained.empty())
     report.fault +=
-        ". Copy values into the parameters that were there (load_module_state_dict() of the engine does; in stage 3 inside "
+        ". Copy values into the parameters that were there (load_module_state_dict() of the engine does; in stage 3 "
+        "inside "
         "GatheredParameters with modifier_rank 0)";
   if (!added.empty()) report.fault += ". The engine trains what its optimizer gets by add_param_group()";
   if (!report.fault.empty()) report.fault += "; for other parameters destroy() the engine and build a new one";

@@ -40,7 +40,7 @@ struct Engine::Impl {
   std::vector<std::string> client_terms;
   std::vector<DeviceTerm> device_terms;
   std::optional<bool> boundary_override;
-  bool counts_empty = false;      // Engine::count_empty_steps()
+  bool counts_empty = false;  // Engine::count_empty_steps()
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   LastNorm norm;           // of the last step
   LastNorm previous_norm;  // Note [Clipping by the step before]: of the last update

@@ -126,7 +126,8 @@ Pipeline::Built Pipeline::build(const Layers& layers, const Config& config, cons
 namespace {
 
 Recipe recipe_of(const PipelineOptions& options, const StageLayers& module) {
-  Recipe recipe{.units = options.units ? options.units : units_of_layers, .groups = options.groups, .schedule = options.schedule};
+  Recipe recipe{
+      .units = options.units ? options.units : units_of_layers, .groups = options.groups, .schedule = options.schedule};
   if (options.optimizer) {
     recipe.optimizer = options.optimizer(module);
     TESSERA_CHECK_VALUE(recipe.optimizer != nullptr, "pipeline", "PipelineOptions::optimizer has made none");
@@ -151,8 +152,7 @@ Pipeline::Pipeline(const Layers& layers, const Config& config, const comm::Parts
 
 Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options,
                    const Built& built) try
-    : Session(built.module, config, parts.mesh, nullptr,
-              recipe_of(options, *built.module),
+    : Session(built.module, config, parts.mesh, nullptr, recipe_of(options, *built.module),
               parts.part == 0 ? Part::First : Part::Other),
       parts_(parts),
       options_(options),

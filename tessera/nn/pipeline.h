@@ -95,8 +95,8 @@ class Pipeline : private Session {
   using Session::global_grad_norm;
   using Session::global_steps;
   using Session::groups;
-  using Session::loss_scale;
   using Session::load_module_state_dict;
+  using Session::loss_scale;
   using Session::lr;
   using Session::mean;
   using Session::memory;

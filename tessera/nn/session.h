@@ -300,7 +300,7 @@ class Session {
   bool warned_of_frozen_ = false;  // that came later
   Held::Error held_error_ = std::make_shared<std::exception_ptr>();
   ScopeHandle rest_;
-  std::vector<std::string> leaves_;  // paths of modules that run as one
+  std::vector<std::string> leaves_;          // paths of modules that run as one
   std::unique_ptr<ClientOptimizer> client_;  // in place of the core's
   std::vector<optim::GroupOptions> groups_;  // at the start
   std::optional<optim::ScheduleOptions> schedule_;

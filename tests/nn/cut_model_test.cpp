@@ -291,9 +291,8 @@ TEST(CutModel, WholeValues) {
 // Whole values into a model that is cut over the ranks, from a dict and from files, of which a rank reads its slices.
 TEST(CutModel, WholeValuesAreLoadedIntoSlices) {
   const std::string vocabulary = R"(, "preset_model": "llama", "vocab_parallel_lm_head": true)";
-  const std::vector<std::pair<Form, std::string>> forms{{{.packed = true, .key_heads = 2}, kPackedRules},
-                                                        {{}, vocabulary},
-                                                        {{.tied = true}, vocabulary}};
+  const std::vector<std::pair<Form, std::string>> forms{
+      {{.packed = true, .key_heads = 2}, kPackedRules}, {{}, vocabulary}, {{.tied = true}, vocabulary}};
   for (const auto& [form, section] : forms)
     for (const int stage : {0, 2, 3}) {
       const io::TempFolder dir;

@@ -301,8 +301,9 @@ TEST(Scope, ExternalParametersAreGatheredWithTheirReader) {
         if (ranks > 1) {
           EXPECT_HAS(error_of([&] { engine.forward(x); }), "parameter 'first.weight' is partitioned");
         }
-        engine.register_external_parameter(by_name ? *net->reader->linear : static_cast<torch::nn::Module&>(*net->reader),
-                                 by_name ? ParamKey("first.weight") : ParamKey(net->first->weight));
+        engine.register_external_parameter(
+            by_name ? *net->reader->linear : static_cast<torch::nn::Module&>(*net->reader),
+            by_name ? ParamKey("first.weight") : ParamKey(net->first->weight));
         for (int step = 0; step < 3; ++step) {
           engine.forward(x).backward();
           EXPECT_EQ(gathered(engine.core()), ranks == 1 ? 4 : 0);

@@ -75,8 +75,8 @@ class Stack {
       return q + at::repeat_interleave(k * v, q.size(2) / k.size(2), 2);
     };
     const at::Tensor out = SequenceAttention(local, {sp_})(heads(column_linear(x, w[0], {}, attention)),
-                                                              heads(column_linear(x, w[1], {}, attention)),
-                                                              heads(column_linear(x, w[2], {}, attention)));
+                                                           heads(column_linear(x, w[1], {}, attention)),
+                                                           heads(column_linear(x, w[2], {}, attention)));
     const at::Tensor y = x + row_linear(out.flatten(2), w[3], {}, region_);
     return y + row_linear(column_linear(y, w[4], {}, mlp) * column_linear(y, w[5], {}, mlp), w[6], {}, region_);
   }

@@ -20,7 +20,8 @@ constexpr int64_t kLocalHeader = 30, kEntry = 46, kEnd = 22, kEnd64 = 56, kLocat
 constexpr uint32_t kLocalMark = 0x04034b50, kEntryMark = 0x02014b50, kEndMark = 0x06054b50, kEnd64Mark = 0x06064b50,
                    kLocatorMark = 0x07064b50;
 constexpr uint16_t kLargeField = 1;  // the extra field with numbers of 64 bits
-constexpr const char* kTrust = "If you trust it, Python reads it with trusted=True (--trusted on the command line), which can run code";
+constexpr const char* kTrust =
+    "If you trust it, Python reads it with trusted=True (--trusted on the command line), which can run code";
 
 template <class T>
 T number_at(const std::string& bytes, size_t at) {

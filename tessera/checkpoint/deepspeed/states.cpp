@@ -52,7 +52,8 @@ int64_t Folder::read_states(const Optims& optims, bool is_sharded) {
     const bool of_stages = listed != nullptr && !listed->is(Kind::None) && !items_of(*listed).empty();
     if (of_stages && hints.optimizer)
       fail(
-          "has no '*_optim_states.pt', which hold masters and moments of stages 1 and 2; load its weights alone, without ",
+          "has no '*_optim_states.pt', which hold masters and moments of stages 1 and 2; load its weights alone, "
+          "without ",
           "the optimizer's states");
     read_stage0();
     return 0;
