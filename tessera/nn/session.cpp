@@ -264,8 +264,8 @@ at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool sca
 }
 
 bool Session::step(std::optional<double> global_norm) {
-  if (const auto error = std::exchange(*held_error_, nullptr)) std::rethrow_exception(error);
   const int64_t steps = live().global_steps();
+  if (const auto error = std::exchange(*held_error_, nullptr)) std::rethrow_exception(error);
   const bool boundary = !live().options().managed_accumulation || live().is_gradient_accumulation_boundary();
   std::function<void()> update;
   if (client_ != nullptr) {
@@ -396,8 +396,8 @@ std::map<std::string, std::vector<std::string>> Session::aliases() const {
 }
 
 bool Session::save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options) {
-  if (!gathers_for_export_) return false;
   const auto call = live().enter("save_16bit_model");
+  if (!gathers_for_export_) return false;
   check_contents("save_16bit_model");
   const auto aliases = this->aliases();
   std::vector<engine::LiveTensor> tensors;
