@@ -29,7 +29,7 @@ STAGES = [0, 1, 2, 3]
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_backward_that_is_to_be_differentiated_is_refused_by_name(stage: int) -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
-        with pytest.raises(RuntimeError, match=r"create_graph=True.*torch.autograd.grad"):
+        with pytest.raises(RuntimeError, match=r"with create_graph: .*autograd's grad"):
             engine(*batch(rank)).backward(create_graph=True)
         assert all(param.grad is None for param in engine.module.parameters())
         assert not engine.core.has_gradients()

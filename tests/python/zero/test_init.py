@@ -262,7 +262,7 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tessera.distributed.prepare", lambda *_: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(RuntimeError, match=r"2 were started.*init_distributed"):
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2.*init_distributed"):
         zero.Init(dtype=torch.float32)
     zero.Init(dtype=torch.float32, group=tessera.thread_groups(1)[0])
 
