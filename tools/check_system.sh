@@ -19,8 +19,7 @@ if [ "${1:-base}" = tests ]; then
   if ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null && ! command -v google-chrome >/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
       echo "[setup] installing chromium"
-      apt-get update -qq
-      DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null ||
+      { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; } ||
         echo "[setup] chromium cannot be had: the test of pages in a browser is skipped" >&2
     else
       echo "[setup] no chromium: the test of pages in a browser is skipped; as root run: apt-get install chromium" >&2
