@@ -64,7 +64,9 @@ ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engi
     }
     std::vector<int> params;
     for (const at::Tensor& p : part->parameters()) {
-      params.push_back(index.at(p.unsafeGetTensorImpl()));
+      const auto known = index.find(p.unsafeGetTensorImpl());
+      if (known == index.end()) continue;  // it came later, and no group has it
+      params.push_back(known->second);
       covered.insert(params.back());
     }
     holder->connect({engine, engine->modules().add(params)});

@@ -135,8 +135,8 @@ class Session {
   // Hyper-parameters by param group, which may be changed between steps, on all ranks alike. With an optimizer of one's own its
   // groups are in the optimizer.
   std::vector<optim::GroupOptions>& groups() { return live().groups(); }
-  // One more param group, of parameters that begin to be trained: frozen ones that require gradients now, and of modules that came
-  // after the engine was built. They join with the next step, save or load; a schedule leaves their rate as it is. Its number. Value
+  // One more param group, of parameters of modules that came after the engine was built. (Frozen ones that require gradients again
+  // join the group that they are of.) They join with the next step, save or load; a schedule leaves their rate as it is. Its number. Value
   // error, with nothing changed, for what the module does not have, what is in another group and what cannot be trained beside the
   // others; state error with an optimizer of one's own. On all ranks alike; local.
   int add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);

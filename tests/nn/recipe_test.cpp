@@ -309,6 +309,19 @@ struct Growing : torch::nn::Module {
   std::shared_ptr<ResidualImpl> block;
 };
 
+// Of a module that came later a group may have a part: the rest is named, and nothing is trained.
+TEST(Recipe, APartOfWhatCameMayBeInAGroup) {
+  for (int stage = 0; stage <= 3; ++stage)
+    testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+      auto model = std::make_shared<Growing>();
+      auto engine = initialize(model, config_of_stage(stage, kAdamW), comm::Mesh(group));
+      engine.add_param_group({model->grow().front()}, engine.groups().front());
+      engine.forward(batch(0)).backward();
+      EXPECT_HAS(testing::error_of<UsageError>([&] { engine.step(); }),
+                 "block.line.bias: added after the engine was built");
+    });
+}
+
 TEST(Recipe, ParametersMayBeginToBeTrained) {
   using torch::optim::AdamW;
   using torch::optim::AdamWOptions;
