@@ -48,13 +48,17 @@ TEST(Session, AxesOfTheConfigurationAreThoseOfTheMesh) {
                      "tensor_parallel.autotp_size is 2, but the mesh has 1 ranks along 'tp'");
 }
 
-void train_step(Session& s) {
+void pass(Session& s) {
   s.core().pre_forward();
   at::Tensor loss = at::zeros({});
   for (const auto& spec : s.core().params())
     loss = loss + spec.tensor.sum();
   s.core().post_forward({loss});
   loss.backward();
+}
+
+void train_step(Session& s) {
+  pass(s);
   EXPECT_TRUE(s.step());
 }
 
@@ -70,12 +74,7 @@ TEST(Session, WhatTheEndOfAHeldReductionThrows) {
                 mesh);
       const auto body = [&] {
         auto held = s.coalesce();
-        s.core().pre_forward();
-        at::Tensor loss = at::zeros({});
-        for (const auto& spec : s.core().params())
-          loss = loss + spec.tensor.sum();
-        s.core().post_forward({loss});
-        loss.backward();
+        pass(s);
         group->barrier();
         if (rank == 0) group->abort("enough");
         if (how == "ends") held.end();
