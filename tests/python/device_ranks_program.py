@@ -105,6 +105,13 @@ def no_kernels_on_one() -> str:
     return found(lambda: tessera.initialize(model=make(), config=config(1)))
 
 
+def end_together() -> None:
+    """A rank that ends while another one still connects to it is a failure there."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store.set(f"ended/{os.environ['RANK']}", "")
+    store.wait([f"ended/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))])
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     library = stand_in.load(sys.argv[1])
@@ -113,4 +120,5 @@ if __name__ == "__main__":
     print(globals()[sys.argv[2]]())
     assert time.monotonic() - started < 30
     if dist.is_initialized():
+        end_together()
         dist.destroy_process_group()
