@@ -1,5 +1,5 @@
 // A pipeline: a list of layers cut into stages, each of which is an engine over its ranks, and the batches that they train
-// together. The schedules, names in checkpoints and results are those of Python's tessera.pipeline (docs/pipeline.md).
+// together. The schedules, names in checkpoints and results are those of Python's tessera.pipeline (docs/pipeline_cpp.md).
 //
 //   const auto parts = tessera::nn::environment_stages(config, 2);  // half of the ranks each
 //   tessera::nn::Pipeline engine(layers, config, parts, {.loss = &loss_of});

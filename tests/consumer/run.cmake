@@ -81,8 +81,10 @@ foreach(header IN LISTS headers)
     -isystem ${TORCH}/include -isystem ${TORCH}/include/torch/csrc/api/include)
 endforeach()
 
-# The blocks of docs/cpp.md are one program: those that begin with an #include outside of main(), the others in it.
+# The blocks of docs/cpp.md and then cpp_recipes.md are one program: those that begin with an #include outside of main(), the others in it.
 file(READ ${SOURCE}/../../docs/cpp.md page)
+file(READ ${SOURCE}/../../docs/cpp_recipes.md recipes)
+string(APPEND page "${recipes}")
 string(REPLACE ";" "\\;" page "${page}")
 string(REGEX MATCHALL "```cpp\n[^`]*" blocks "${page}")
 set(outside "")
