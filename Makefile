@@ -116,7 +116,7 @@ archive: $(BUILD)/stamp-configure
 	$(PY) tools/abi.py $(BUILD)/libtessera.so
 	$(CMAKE) -DBUILD=$(BUILD) -DOUT=$(ROOT)/dist -DNAME=$(ARCHIVE) "-DFOLDERS=$(ROOT);$(VENV)" -P cmake/archive.cmake
 	$(CMAKE) -DARCHIVE=$(ROOT)/dist/$(ARCHIVE).tar.gz -DSOURCE=$(ROOT)/tests/consumer -DWORK=$(ROOT)/$(BUILD)/archive \
-	  -DTORCH=$$($(PY) -c "import torch; print(torch.__path__[0])") -DCXX=$${CXX:-c++} -DNINJA=$(VENV)/bin/ninja -P tests/consumer/run.cmake
+	  -DTORCH=$$($(PY) -c "import torch; print(torch.__path__[0])") -DCXX=$${CXX:-c++} -DNINJA=$(VENV)/bin/ninja -DPYTHON=$(PY) -P tests/consumer/run.cmake
 
 # Each in environments of its own, of an sdist; nothing of .venv or of a build tree is used. ARGS: see the program.
 wheels:

@@ -1,6 +1,6 @@
 # ctest's `consumer`, and the test of an archive: install Tessera, find it in all ways, compile each public header alone, configure and
 # build this folder against it, run on one rank and on two.
-# Input: BUILD (Tessera's build tree) or ARCHIVE (a file of `make archive`), SOURCE (this folder), WORK (scratch folder), TORCH, CXX, NINJA.
+# Input: BUILD (Tessera's build tree) or ARCHIVE (a file of `make archive`), SOURCE (this folder), WORK (scratch folder), TORCH, CXX, NINJA, PYTHON.
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE output ERROR_VARIABLE output)
   message("${output}")
@@ -81,42 +81,32 @@ foreach(header IN LISTS headers)
     -isystem ${TORCH}/include -isystem ${TORCH}/include/torch/csrc/api/include)
 endforeach()
 
-# The blocks of docs/cpp.md and then cpp_recipes.md are one program: those that begin with an #include outside of main(), the others in it.
-file(READ ${SOURCE}/../../docs/cpp.md page)
-file(READ ${SOURCE}/../../docs/cpp_recipes.md recipes)
-string(APPEND page "${recipes}")
-string(REPLACE ";" "\\;" page "${page}")
-string(REGEX MATCHALL "```cpp\n[^`]*" blocks "${page}")
-set(outside "")
-set(inside "")
-foreach(block IN LISTS blocks)
-  string(REGEX REPLACE "^```cpp\n" "" block "${block}")
-  if(block MATCHES "^#include")
-    string(APPEND outside "${block}\n")
-  else()
-    string(APPEND inside "${block}\n")
-  endif()
-endforeach()
-file(WRITE ${WORK}/page.cpp "${outside}int main() try {\n${inside}} catch (const std::exception& error) {\n  std::cerr << error.what();\n  return 1;\n}\n")
-
+run(${PYTHON} ${SOURCE}/pages.py ${WORK}/page.cpp ${WORK}/functions.txt)
 run(${CMAKE_COMMAND} -G Ninja -S ${SOURCE} -B ${WORK}/build -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${WORK}/prefix
     -DPAGE=${WORK}/page.cpp -DTESSERA_TORCH_DIR=${TORCH} -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_MAKE_PROGRAM=${NINJA})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
 
 set(ENV{OMP_NUM_THREADS} 1)
-foreach(program consumer page)
-  run(${CMAKE_COMMAND} -E rm -rf ${WORK}/runs)
-  run(${CMAKE_COMMAND} -E make_directory ${WORK}/runs/one ${WORK}/runs/two)
-  run(${CMAKE_COMMAND} -E chdir ${WORK}/runs/one ${WORK}/build/${program})
-
-  run(${CMAKE_COMMAND} -E chdir ${WORK}/runs/two ${WORK}/prefix/bin/tessera-run -n 2 ${WORK}/build/${program})
+run(${WORK}/build/consumer)
+run(${WORK}/prefix/bin/tessera-run -n 2 ${WORK}/build/consumer)
+file(STRINGS ${WORK}/functions.txt functions)
+foreach(function IN LISTS functions)
+  separate_arguments(words UNIX_COMMAND "${function}")
+  list(POP_FRONT words name)
+  foreach(ranks IN LISTS words)
+    message("${name} on ${ranks} ranks")
+    set(folder ${WORK}/runs/${name}_${ranks})
+    run(${CMAKE_COMMAND} -E rm -rf ${folder})
+    run(${CMAKE_COMMAND} -E make_directory ${folder})
+    run(${CMAKE_COMMAND} -E chdir ${folder} ${WORK}/prefix/bin/tessera-run -n ${ranks} ${WORK}/build/page ${name})
+  endforeach()
 endforeach()
 
-# The command, where the page's program has left a checkpoint. An archive knows no torch.
+# The command, where the program of docs/cpp.md has left a checkpoint. An archive knows no torch.
 if(ARCHIVE)
   set(ENV{LD_LIBRARY_PATH} ${TORCH}/lib)
 endif()
 foreach(line "--version" "report" "estimate 7B --ranks 8" "inspect run --verify" "export run weights --dtype bf16")
   string(REPLACE " " ";" line "${line}")
-  run(${CMAKE_COMMAND} -E chdir ${WORK}/runs/two ${WORK}/prefix/bin/tessera ${line})
+  run(${CMAKE_COMMAND} -E chdir ${WORK}/runs/cpp_2 ${WORK}/prefix/bin/tessera ${line})
 endforeach()
