@@ -107,7 +107,10 @@ def _unpacked(value: Any) -> Any:
         return value
     ((key, held),) = value.items()
     if key == _ARRAY and isinstance(held, torch.Tensor):
-        return held.numpy()
+        try:
+            return held.numpy()
+        except RuntimeError as error:
+            raise IoError("[checkpoint] an array of NumPy was saved, and numpy is not installed here") from error
     if key == _STREAM and isinstance(held, tuple):
         stream = io.BytesIO(held[0])
         stream.seek(held[1])

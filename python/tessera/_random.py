@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 from collections.abc import Iterator
@@ -37,13 +38,19 @@ def try_random_states(states: dict[str, Any]) -> None:
     torch.Generator().set_state(states["torch"])
     if "python" in states:  # not of a program in C++
         random.Random().setstate(states["python"])
-    if "numpy" in states:
-        import numpy
-
+    if "numpy" in states and (numpy := _numpy()) is not None:
         of, keys, *rest = states["numpy"]
         numpy.random.RandomState().set_state((of, keys.numpy().astype("uint32"), *rest))
     if "device" in states:
         _try_on_device(states["device"])
+
+
+def _numpy() -> Any:
+    """None where it is not installed: then nothing draws from its generator."""
+    try:
+        return importlib.import_module("numpy")
+    except ModuleNotFoundError:
+        return None
 
 
 def _try_on_device(state: Any) -> None:
@@ -61,9 +68,7 @@ def put_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "python" in states:
         random.setstate(states["python"])
-    if "numpy" in states:
-        import numpy
-
+    if "numpy" in states and (numpy := _numpy()) is not None:
         name, keys, *rest = states["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
     if "device" in states and (device := _device()) is not None:

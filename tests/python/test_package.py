@@ -170,3 +170,44 @@ def test_cmake_finds_the_package_inside_this_one(tmp_path: Path) -> None:
     command = ["cmake", "-S", str(consumer), "-B", str(tmp_path), f"-DCMAKE_PREFIX_PATH={tessera.cmake_prefix_path}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# What torch does not ask for is not there. On each of two ranks, which hold slices of one model.
+BARE = """
+import importlib.machinery, sys, warnings
+
+ABSENT = ("numpy", "ray", "transformers", "safetensors", "tensorboard", "wandb", "tqdm", "packaging")
+
+class Bare(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in ABSENT else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Bare
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's
+import torch, tessera
+
+tessera.init_distributed("gloo")
+config = {
+    "train_batch_size": 2,
+    "optimizer": {"type": "AdamW"},
+    "checkpoint": {"random_state": True},
+    "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": [
+        {"patterns": ["^0.weight"], "partition_type": "column"}, {"patterns": ["^2.weight"], "partition_type": "row"}]}},
+}
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+engine, *_ = tessera.initialize(model=model, config=config)
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+engine.save_checkpoint(sys.argv[1], client_state={"epoch": 3})
+_, client = engine.load_checkpoint(sys.argv[1])
+assert engine.global_steps == 1 and client == {"epoch": 3} and "numpy" not in sys.modules
+"""
+
+
+def test_the_package_needs_what_torch_needs(tmp_path: Path) -> None:
+    program = tmp_path / "bare.py"
+    program.write_text(BARE)
+    words = [sys.executable, "-m", "tessera", "launch", "-n", "2", str(program), str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

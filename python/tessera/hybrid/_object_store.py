@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 
@@ -61,8 +60,10 @@ class ObjectStore:
         processes: Sequence[dict[str, Any]],
         timeout: float,
     ) -> None:
+        import numpy  # Ray's way to hand memory on
         import ray
 
+        self._numpy = numpy
         self._ray = ray
         self._relay = relay
         self._link = link
@@ -85,7 +86,7 @@ class ObjectStore:
             if not isinstance(message, bytes):
                 message = self._wait(message, deadline, source)
             # A copy: what is in the object store must stay as it is.
-            data.numpy()[:] = numpy.frombuffer(message, numpy.uint8)
+            data.numpy()[:] = self._numpy.frombuffer(message, self._numpy.uint8)
         except self._ray.exceptions.RayError as error:
             reason = str(error).strip().split("\n", 1)[0]
             raise dist.DistBackendError(f"a message was lost on its way: {reason}") from None
