@@ -193,7 +193,8 @@ config = {
     "optimizer": {"type": "AdamW"},
     "checkpoint": {"random_state": True},
     "tensor_parallel": {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": [
-        {"patterns": ["^0.weight"], "partition_type": "column"}, {"patterns": ["^2.weight"], "partition_type": "row"}]}},
+        {"patterns": ["^0.weight"], "partition_type": "column"},
+        {"patterns": ["^2.weight"], "partition_type": "row"}]}},
 }
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
 engine, *_ = tessera.initialize(model=model, config=config)
