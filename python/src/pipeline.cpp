@@ -9,7 +9,9 @@
 
 #include "bindings.h"
 #include "tessera/base/error.h"
+#include "tessera/config/config.h"
 #include "tessera/engine/engine.h"
+#include "tessera/pipeline/alike.h"
 #include "tessera/pipeline/partition.h"
 #include "tessera/pipeline/runner.h"
 #include "tessera/pipeline/schedule.h"
@@ -20,16 +22,16 @@ namespace tessera::python {
 namespace {
 
 // What others are to know of an exception of Python. The interpreter's lock is held.
-pipeline::Failure failure_of(const py::error_already_set& error) {
+pipeline::Failure failure_of(const py::handle& error) {
   const auto is = [&](const char* module, const char* name) {
-    return error.matches(py::module_::import(module).attr(name));
+    return py::isinstance(error, py::module_::import(module).attr(name));
   };
-  const std::string text = py::str(error.value());
+  const std::string text = py::str(error);
   if (is("tessera.errors", "StageFailed")) return {.text = text, .announced = true};
   if (is("torch.distributed", "DistBackendError"))  // as the core has thrown it
     return pipeline::failure_of(std::make_exception_ptr(c10::DistBackendError({}, text)));
-  const std::string name = py::str(error.type().attr("__name__"));
-  return {.text = name + ": " + text, .lost = !error.matches(PyExc_Exception)};
+  const std::string name = py::str(py::type::handle_of(error).attr("__name__"));
+  return {.text = name + ": " + text, .lost = !is("builtins", "Exception")};
 }
 
 // Errors of the core by the names of Python's classes.
@@ -65,13 +67,20 @@ class Batch final : public pipeline::EngineStage<engine::Engine> {
   }
   void count_micro_batch() override { call("count_micro_batch"); }
   void join() override { call("join"); }
+  int64_t read(int64_t wanted) override {
+    const py::gil_scoped_acquire locked;
+    return batch_.attr("read")(wanted).cast<int64_t>();
+  }
+  void end_of_data() override { call("end_of_data"); }
+  void step(const std::vector<int>&) override { call("step"); }  // _together.py knows the copies as parameters
+  void forget_gradients() override { call("forget_gradients"); }
 
   pipeline::Failure explain(const std::exception_ptr& error) const override {
     try {
       std::rethrow_exception(error);
     } catch (const py::error_already_set& raised) {
       const py::gil_scoped_acquire locked;
-      return failure_of(raised);
+      return failure_of(raised.value());
     } catch (...) {
       pipeline::Failure failure = pipeline::failure_of(error);
       if (!failure.announced && !failure.lost) failure.text = c10::str(class_of(error), ": ", failure.text);
@@ -110,7 +119,7 @@ class Member final : public pipeline::Stepping {
       else
         return py::object();
     } catch (const py::error_already_set& error) {
-      if (failure_of(error).lost && error.matches(PyExc_Exception))  // as the core has thrown it
+      if (failure_of(error.value()).lost && error.matches(PyExc_Exception))  // as the core has thrown it
         throw c10::DistBackendError({}, py::str(error.value()));
       throw;
     }
@@ -141,12 +150,13 @@ auto of_batch(R (Part::*method)(pipeline::Stage&, A...)) {
 
 std::shared_ptr<pipeline::Ties> make_ties(
     const pipeline::Ranks& ranks,
-    std::vector<std::tuple<std::string, std::vector<int>, std::vector<std::pair<std::string, at::Tensor>>>> tied) {
+    std::vector<std::tuple<std::string, std::vector<int>, std::vector<std::pair<std::string, at::Tensor>>>> tied,
+    const pipeline::Building& building) {
   std::vector<pipeline::Tied> all;
   for (auto& [key, stages, params] : tied)
     all.push_back({key, std::move(stages), std::move(params)});
   const py::gil_scoped_release unlocked;
-  return {new pipeline::Ties(ranks, all), Unlocked<pipeline::Ties>()};
+  return {new pipeline::Ties(ranks, all, building), Unlocked<pipeline::Ties>()};
 }
 
 void bind_runner(py::module_& m) {
@@ -163,19 +173,48 @@ void bind_runner(py::module_& m) {
            py::arg("stages"), py::arg("size"), py::arg("rank"), py::arg("everyone"), py::arg("device"),
            py::arg("forwards"), py::arg("backwards"), py::arg("peers"))
       .def("name", py::overload_cast<int>(&Ranks::name, py::const_), py::arg("rank"));
-  m.def("rows_of", &rows_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
-  m.def("agree", &agree, py::arg("everyone"), py::arg("problem"), py::arg("device"), NoGil());
+  py::class_<Building, std::unique_ptr<Building, Unlocked<Building>>>(m, "Building")
+      .def(py::init([](comm::GroupPtr everyone, std::string where, c10::Device device) {
+             return std::unique_ptr<Building, Unlocked<Building>>(
+                 new Building(std::move(everyone), std::move(where), device));
+           }),
+           py::arg("everyone"), py::arg("where"), py::arg("device"))
+      .def("set_where", &Building::set_where, py::arg("where"))
+      .def("agree", &Building::agree, NoGil())
+      .def(
+          "fail",
+          [](const Building& building, const py::object& error) {
+            const Failure failure = failure_of(error);
+            const py::gil_scoped_release unlocked;
+            building.fail(failure);
+          },
+          py::arg("error"));
+  m.def("check_pipeline", &check_served, py::arg("config"), py::arg("stages"));
+  m.def("check_ties", &check_ties, py::arg("config"), py::arg("tied"));
+  m.def(
+      "check_alike",
+      [](const comm::GroupPtr& everyone, const Config& config, std::vector<Named> more, c10::Device device) {
+        const auto same = alike_of(config);
+        more.insert(more.end(), same.begin(), same.end());
+        const py::gil_scoped_release unlocked;
+        check_alike(*everyone, more, device);
+      },
+      py::arg("everyone"), py::arg("config"), py::arg("more"), py::arg("device"));
+  m.def(
+      "check_optimizers",
+      [](const Ranks& ranks, const std::optional<std::pair<std::string, std::vector<std::vector<Named>>>>& own) {
+        const py::gil_scoped_release unlocked;
+        check_optimizers(ranks, own ? std::optional(OptimizerForm{own->first, own->second}) : std::nullopt);
+      },
+      py::arg("ranks"), py::arg("own"));
   m.def("texts_of", &texts_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
 
   m.def("step_together", &python::step_together, py::arg("members"), py::arg("everyone"), py::arg("device"));
 
   py::class_<Ties, std::shared_ptr<Ties>>(m, "Ties")
-      .def(py::init(&make_ties), py::arg("ranks"), py::arg("tied"))
-      .def("attach", of_batch(&Ties::attach), py::arg("engine"), py::arg("batch"))
-      .def("follow", of_batch(&Ties::follow), py::arg("engine"), py::arg("batch"))
-      .def("sum_gradients", of_batch(&Ties::sum_gradients), py::arg("engine"), py::arg("batch"));
+      .def(py::init(&make_ties), py::arg("ranks"), py::arg("tied"), py::arg("building"))
+      .def("attach", of_batch(&Ties::attach), py::arg("engine"), py::arg("batch"));
 
-  py::class_<Runner::Result>(m, "BatchResult").def_readonly("loss", &Runner::Result::loss);
   py::class_<Runner, std::shared_ptr<Runner>>(m, "PipelineRunner")
       .def(py::init([](const Ranks& ranks, std::shared_ptr<Ties> ties, int chunks, c10::Device device,
                        std::vector<comm::GroupPtr> beside) {
@@ -183,13 +222,11 @@ void bind_runner(py::module_& m) {
                                             Unlocked<Runner>());
            }),
            py::arg("ranks"), py::arg("ties"), py::arg("chunks"), py::arg("device"), py::arg("beside"))
-      .def("run", of_batch(&Runner::run), py::arg("engine"), py::arg("batch"), py::arg("table"), py::arg("shape"),
-           py::arg("trains"))
-      .def("begin", &Runner::begin, py::arg("call"))
-      .def("end", &Runner::end)
-      .def(
-          "fail", [](Runner& runner, const std::string& text, bool lost) { runner.fail({.text = text, .lost = lost}); },
-          py::arg("text"), py::arg("lost"), NoGil())
+      .def("train_batch", of_batch(&Runner::train_batch), py::arg("engine"), py::arg("batch"), py::arg("table"),
+           py::arg("shape"))
+      .def("eval_batch", of_batch(&Runner::eval_batch), py::arg("engine"), py::arg("batch"), py::arg("table"),
+           py::arg("shape"))
+      .def("check", &Runner::check, py::arg("call"))
       .def_property_readonly("call", &Runner::call)
       .def_property_readonly("most_live", &Runner::most_live);
 }

@@ -51,6 +51,24 @@ InputArchive archive_from(const std::string& text) {
   return archive;
 }
 
+// All that its options write into a checkpoint; of a program's own class, which may write none, the rate.
+std::string options_text(const torch::optim::OptimizerParamGroup& group) {
+  OutputArchive written;
+  try {
+    group.options().serialize(written);
+  } catch (const c10::Error&) {
+    return c10::str("lr ", rate_of(group));
+  }
+  InputArchive archive = archive_from(text_of(written));
+  std::ostringstream text;
+  for (const std::string& key : archive.keys()) {
+    c10::IValue value;
+    archive.read(key, value);
+    text << (text.tellp() > 0 ? ", " : "") << key << " " << value;
+  }
+  return text.str();
+}
+
 // Names of tensors that a checkpoint has besides those of a client's optimizer.
 bool is_own_kind(const std::string& kind) {
   static const std::set<std::string> own{"weight", "master", "buffer", "rank_buffer", "gradient", "partial_gradient"};
@@ -149,7 +167,7 @@ std::string ClientOptimizer::description() const {
   }
   text << class_of(*optimizer_);
   for (const auto& group : optimizer_->param_groups())
-    text << " lr " << rate_of(group);
+    text << " (" << options_text(group) << ")";
   return text.str();
 }
 

@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "tessera/base/error.h"
-#include "tessera/config/resolve.h"
+#include "tessera/engine/agreement.h"
 #include "tessera/nn/together.h"
+#include "tessera/optim/types.h"
+#include "tessera/pipeline/alike.h"
 
 namespace tessera::nn {
 namespace {
@@ -21,37 +24,13 @@ pipeline::Ranks ranks_of(const comm::Parts& parts) {
   return ranks;
 }
 
-struct Named {
-  std::string name;
-  double value;
-};
-
-// What all ranks must agree on.
-void check_alike(const comm::Parts& parts, const std::vector<Named>& values) {
-  std::vector<double> own;
-  for (const Named& each : values)
-    own.push_back(each.value);
-  const auto rows = pipeline::rows_of(*parts.everyone, own, "what stages must have alike");
-  for (size_t rank = 0; rank < rows.size(); ++rank)
-    for (size_t i = 0; i < own.size(); ++i)
-      TESSERA_CHECK_VALUE(rows[rank][i] == own[i], "pipeline", values[i].name, " is ", own[i], " on rank ",
-                          parts.everyone->rank(), " and ", rows[rank][i], " on rank ", rank);
+pipeline::Building building_of(const comm::Parts& parts) {
+  return {parts.everyone, c10::str("stage ", parts.part, " (rank ", parts.everyone->rank(), ")")};
 }
 
 // In a handler of the construction, whose error it throws: one of all ranks. Collective, but where a connection broke.
 [[noreturn]] void end_building(const comm::Parts& parts) {
-  const pipeline::Failure failure = pipeline::failure_of(std::current_exception());
-  const std::string text = c10::str("[pipeline] stage ", parts.part, " (rank ", parts.everyone->rank(),
-                                    ") failed while it was built: ", failure.text);
-  try {
-    if (failure.lost) {
-      parts.everyone->abort(text);  // this rank has no exchange any more
-    } else if (!failure.announced) {
-      pipeline::agree(*parts.everyone, text);
-    }
-  } catch (const c10::DistBackendError&) {
-    // Others are lost: this rank's own error says more.
-  }
+  building_of(parts).fail(pipeline::failure_of(std::current_exception()));
   throw;
 }
 
@@ -60,11 +39,7 @@ void check(const Config& config, const comm::Parts& parts, int chunks) {
   for (const comm::MeshShape& shape : parts.shapes)
     TESSERA_CHECK_VALUE(shape.size(comm::kAxes) == size, "pipeline", "stages have ", size, " and ",
                         shape.size(comm::kAxes), " ranks; they must have equally many");
-  TESSERA_CHECK_BUILT(parts.shapes.size() == 1 || !config::placements(config).shards_params(), "pipeline",
-                      "zero_optimization.stage 3 is not served inside pipeline stages: every micro-batch would gather "
-                      "the stage's parameters again; use stage 1 or 2, and more pipeline stages");
-  TESSERA_CHECK_VALUE(config.managed_gradient_accumulation, "pipeline",
-                      "managed_gradient_accumulation must be true: train_batch() counts its micro-batches");
+  pipeline::check_served(config, static_cast<int>(parts.shapes.size()));
   TESSERA_CHECK_VALUE(chunks >= 1 && (chunks == 1 || parts.shapes.size() > 1), "pipeline", "chunks ", chunks, " with ",
                       parts.shapes.size(), " stages; it needs 2 stages");
 }
@@ -91,34 +66,19 @@ struct Pipeline::Built {
 Pipeline::Built Pipeline::build(const Layers& layers, const Config& config, const comm::Parts& parts,
                                 const PipelineOptions& options) try {
   const int stages = static_cast<int>(parts.shapes.size()), chunks = options.chunks;
+  const pipeline::Building building = building_of(parts);
   check(config, parts, chunks);
-  pipeline::agree(*parts.everyone, "");
-  const auto& names = pipeline::schedules();
-  const auto schedule = std::find(names.begin(), names.end(), config.pipeline.schedule) - names.begin();
-  check_alike(
-      parts,
-      {{"the number of layers", static_cast<double>(layers.size())},
-       {"chunks", static_cast<double>(chunks)},
-       {"gradient_accumulation_steps", static_cast<double>(config.gradient_accumulation_steps.value_or(0))},
-       {"train_batch_size", static_cast<double>(config.train_batch_size.value_or(0))},
-       {"train_micro_batch_size_per_gpu", static_cast<double>(config.train_micro_batch_size_per_gpu.value_or(0))},
-       {"the number of pipeline.schedule", static_cast<double>(schedule)},
-       {"gradient_clipping", config.gradient_clipping}});
+  building.agree();
+  auto alike = pipeline::alike_of(config);
+  alike.emplace_back("the number of layers", std::to_string(layers.size()));
+  alike.emplace_back("chunks", std::to_string(chunks));
+  pipeline::check_alike(*parts.everyone, alike);
   const std::vector<int> bounds = bounds_of(options.partition, stages * chunks, layers);
   const auto module = std::make_shared<StageLayers>(layers, bounds, stages, parts.part, options.seed);
-  pipeline::agree(*parts.everyone, "");
-  std::vector<Named> same;
-  for (const int bound : bounds)
-    same.push_back({"a boundary of the parts", static_cast<double>(bound)});
-  check_alike(parts, same);
-  const bool low = config.bf16.bf16_master_weights_and_grads || config.bf16.bf16_optimizer_states;
-  TESSERA_CHECK_BUILT(
-      module->ties().empty() || !low || config.tessera.rounding == "nearest", "pipeline",
-      "tied weights on several stages do not stay equal where updates round at random: set \"tessera\": "
-      "{\"rounding\": \"nearest\"}, or leave bf16_master_weights_and_grads and bf16_optimizer_states");
-  const std::vector<pipeline::Tied> tied = tied_of(*module);
-  pipeline::agree(*parts.everyone, "");
-  return {module, std::make_shared<pipeline::Ties>(ranks_of(parts), tied)};
+  building.agree();
+  pipeline::check_alike(*parts.everyone, {{"bounds of the parts", c10::str(c10::ArrayRef<int>(bounds))}});
+  pipeline::check_ties(config, !module->ties().empty());
+  return {module, std::make_shared<pipeline::Ties>(ranks_of(parts), tied_of(*module), building)};
 } catch (...) {
   end_building(parts);
 }
@@ -168,9 +128,8 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
 // A batch of this stage, as the interpreter sees it.
 class Pipeline::Batch final : public pipeline::EngineStage<engine::Engine> {
  public:
-  // `batches`: of every micro-batch, on the first and the last stage.
-  explicit Batch(Pipeline& pipeline, std::vector<MicroBatch> batches = {})
-      : EngineStage(pipeline.core()), pipeline_(pipeline), batches_(std::move(batches)) {}
+  explicit Batch(Pipeline& pipeline, BatchSource data = {})
+      : EngineStage(pipeline.core()), pipeline_(pipeline), data_(std::move(data)) {}
 
   Made forward(int chunk, int micro, pipeline::Message inputs) override {
     const pipeline::Shape shape{pipeline_.stages(), 1, pipeline_.options_.chunks};
@@ -189,6 +148,16 @@ class Pipeline::Batch final : public pipeline::EngineStage<engine::Engine> {
   }
   void count_micro_batch() override { engine_.step(); }
   void join() override { engine_.join(); }
+  int64_t read(int64_t wanted) override {
+    if (!pipeline_.is_first_stage() && !pipeline_.is_last_stage()) return -1;
+    TESSERA_CHECK_VALUE(data_, "pipeline", pipeline_.runner_->ranks().name(), " reads data and has none");
+    for (int64_t micro = 0; micro < wanted; ++micro)
+      batches_.push_back(data_(micro));
+    return wanted;
+  }
+  void end_of_data() override { TESSERA_ASSERT(false, "a source of batches has no end"); }
+  void step(const std::vector<int>& copies) override { step_together(pipeline_, pipeline_.parts_, copies); }
+  void forget_gradients() override { engine_.zero_grad(); }
 
   std::vector<Tensors> outputs;  // of the last layer, by micro-batch, of an evaluation
 
@@ -206,7 +175,8 @@ class Pipeline::Batch final : public pipeline::EngineStage<engine::Engine> {
   }
 
   Pipeline& pipeline_;
-  const std::vector<MicroBatch> batches_;
+  const BatchSource data_;
+  std::vector<MicroBatch> batches_;  // on the first and the last stage
 };
 
 void Pipeline::connect(std::shared_ptr<pipeline::Ties> ties) {
@@ -215,9 +185,35 @@ void Pipeline::connect(std::shared_ptr<pipeline::Ties> ties) {
     beside.push_back(parts_.mesh.group(axes));
   runner_ = std::make_unique<pipeline::Runner>(ranks_of(parts_), std::move(ties), options_.chunks, device(), beside);
   Batch none(*this);
-  pipeline::agree(*parts_.everyone, "");
+  building_of(parts_).agree();
+  pipeline::check_optimizers(runner_->ranks(), optimizer_form());
+  pipeline::check_groups_take(runner_->ranks(), taken());
   runner_->ties().attach(none);
   if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, runner_->ties().copies(none));
+}
+
+// What all stages must have alike of an optimizer: its hyper-parameters by group, and what a client's class says of itself.
+pipeline::OptimizerForm Pipeline::optimizer_form() {
+  const engine::Options& options = core().options();
+  const bool is_own = options.rule == optim::Rule::External;
+  pipeline::OptimizerForm form{is_own ? options.client_optimizer : optim::type_of(options.rule).name, {}};
+  for (const optim::GroupOptions& group : core().groups()) {
+    auto& values = form.groups.emplace_back();
+    engine::each_field(group, [&]<class T>(const char* name, T value) {
+      values.emplace_back(name, std::is_same_v<T, bool> ? (value ? "true" : "false") : engine::text_of(value));
+    });
+  }
+  return form;
+}
+
+// By group of the options: how many parameters of this stage it has, trained or frozen.
+std::vector<int64_t> Pipeline::taken() {
+  std::vector<int64_t> taken(options_.groups.size() + 1);
+  const size_t of_each = core().groups().size() / taken.size();  // two with Muon
+  for (const zero::ParamSpec& param : core().params())
+    if (const int group = std::max(param.group, param.joins); group >= 0) ++taken[group / of_each];
+  taken.pop_back();  // what no group takes
+  return taken;
 }
 
 // ---------------------------------------------------------------- batches
@@ -225,24 +221,11 @@ void Pipeline::connect(std::shared_ptr<pipeline::Ties> ties) {
 double Pipeline::train_batch(const BatchSource& data) {
   const auto micro_batches = static_cast<int>(core().options().gradient_accumulation_steps);
   const pipeline::Shape shape{stages(), micro_batches, options_.chunks};
-  const pipeline::Table table = pipeline::training(schedule_, shape, stage());
-  pipeline::Ties& ties = runner_->ties();
-  return runner_->in_call("train_batch", Batch(*this), [&] {
-    Batch none(*this);
-    ties.follow(none);
-    Batch batch(*this, read(data, micro_batches));
-    module_->train();
-    const auto loss = runner_->run(batch, table, shape, /*trains=*/true).loss;
-    if (loss) core().set_loss(*loss);
-    try {
-      ties.sum_gradients(batch);
-      step_together(*this, parts_, ties.copies(batch));
-    } catch (...) {
-      core().zero_grad();  // the next batch is not added to this one
-      throw;
-    }
-    return loss.value_or(std::numeric_limits<double>::quiet_NaN());
-  });
+  Batch batch(*this, data);
+  runner_->check("train_batch");
+  module_->train();
+  return runner_->train_batch(batch, pipeline::training(schedule_, shape, stage()), shape)
+      .value_or(std::numeric_limits<double>::quiet_NaN());
 }
 
 namespace {
@@ -276,41 +259,24 @@ class EvalMode {
 Evaluation Pipeline::eval_batch(const BatchSource& data, int64_t micro_batches) {
   if (micro_batches <= 0) micro_batches = core().options().gradient_accumulation_steps;
   const pipeline::Shape shape{stages(), static_cast<int>(micro_batches), options_.chunks};
-  return runner_->in_call("eval_batch", Batch(*this), [&] {
-    Batch batch(*this, read(data, micro_batches));
-    const EvalMode evaluates(*module_);
-    const at::NoGradGuard no_grad;
-    const auto result = runner_->run(batch, pipeline::forward_only(shape, stage()), shape, /*trains=*/false);
-    return Evaluation{result.loss.value_or(std::numeric_limits<double>::quiet_NaN()), std::move(batch.outputs)};
-  });
+  Batch batch(*this, data);
+  runner_->check("eval_batch");
+  const EvalMode evaluates(*module_);
+  const at::NoGradGuard no_grad;
+  const auto loss = runner_->eval_batch(batch, pipeline::forward_only(shape, stage()), shape);
+  return {loss.value_or(std::numeric_limits<double>::quiet_NaN()), std::move(batch.outputs)};
 }
 
-// The micro-batches where they are needed, once all ranks have theirs.
-std::vector<MicroBatch> Pipeline::read(const BatchSource& data, int64_t micro_batches) {
-  std::vector<MicroBatch> batches;
-  std::exception_ptr problem;
-  try {
-    TESSERA_CHECK_VALUE(data || !(is_first_stage() || is_last_stage()), "pipeline", runner_->ranks().name(),
-                        " reads data and has none");
-    for (int64_t micro = 0; micro < micro_batches && (is_first_stage() || is_last_stage()); ++micro)
-      batches.push_back(data(micro));
-  } catch (...) {
-    problem = std::current_exception();
-  }
-  const pipeline::Ranks& ranks = runner_->ranks();
-  const auto rows = ranks.rows({static_cast<double>(micro_batches), problem ? 1.0 : 0.0}, "the data of a batch");
-  if (std::ranges::any_of(rows, [](const auto& row) { return row[1] != 0; })) {
-    std::string text;
-    if (problem)
-      text = c10::str("[pipeline] ", ranks.name(), " could not read its data: ", pipeline::failure_of(problem).text);
-    pipeline::agree(*ranks.everyone, text, ranks.device);
-    std::rethrow_exception(problem);
-  }
-  for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank)
-    TESSERA_CHECK(static_cast<int64_t>(rows[rank][0]) == micro_batches, "pipeline", ranks.name(rank), " has ",
-                  rows[rank][0], " micro-batches for this batch, ", ranks.name(), " has ", micro_batches,
-                  "; they must be the same on all stages");
-  return batches;
+std::string Pipeline::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options,
+                                      const ClientValues& client) {
+  runner_->check("save_checkpoint");
+  return Session::save_checkpoint(dir, std::move(options), client);
+}
+
+Loaded Pipeline::load_checkpoint(const std::string& dir, const std::string& tag,
+                                 const engine::Restore::Options& options) {
+  runner_->check("load_checkpoint");
+  return Session::load_checkpoint(dir, tag, options);
 }
 
 Tensors Pipeline::forward(int chunk, const Tensors& inputs) {

@@ -16,6 +16,7 @@
 #include "tessera/comm/parts.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/session.h"
+#include "tessera/pipeline/alike.h"
 #include "tessera/pipeline/runner.h"
 #include "tessera/pipeline/schedule.h"
 
@@ -56,9 +57,9 @@ struct Evaluation {
 // (UsageError).
 class Pipeline : private Session {
  public:
-  // Value error for a configuration that is not the same on all ranks, or that a schedule cannot do; not-implemented error for
-  // stage 3, weights of two stages that are not Layers::tied(), and tied ones where updates round at random. Value error where
-  // tied layers of two stages have other parameters. What fails on one rank is pipeline::StageFailed on the others.
+  // Value error for a configuration, or groups with hyper-parameters, that are not the same on all ranks, a group that takes nothing
+  // on any stage, a schedule that cannot do it, and tied layers of two stages that have other parameters; not-implemented error for
+  // stage 3, weights of two stages that are not Layers::tied(), and tied ones where updates round at random. What fails on one rank is pipeline::StageFailed on the others.
   Pipeline(const Layers& layers, const Config& config, const comm::Parts& parts, const PipelineOptions& options);
 
   // One optimizer step: gradient_accumulation_steps micro-batches forward and backward, one norm of all stages that clips, and
@@ -78,8 +79,11 @@ class Pipeline : private Session {
   StageLayers& module() { return *module_; }
 
   // One folder for all stages, with the names of the whole list: it loads with any number of stages and chunks, also in Python.
-  using Session::load_checkpoint;
-  using Session::save_checkpoint;
+  // UsageError after a batch that has failed, as of the others.
+  std::string save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options = {},
+                              const ClientValues& client = {});
+  [[nodiscard]] Loaded load_checkpoint(const std::string& dir, const std::string& tag = "",
+                                       const engine::Restore::Options& options = {});
   using Session::wait_for_checkpoint;
   // The first rank of the first stage says it, with the loss and the norm of all stages.
   using Session::add_writer;
@@ -120,7 +124,8 @@ class Pipeline : private Session {
                      const PipelineOptions& options);
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options, const Built& built);
   void connect(std::shared_ptr<pipeline::Ties> ties);
-  std::vector<MicroBatch> read(const BatchSource& data, int64_t micro_batches);
+  pipeline::OptimizerForm optimizer_form();
+  std::vector<int64_t> taken();
   Tensors forward(int chunk, const Tensors& inputs);
 
   comm::Parts parts_;

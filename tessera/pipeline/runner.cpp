@@ -7,49 +7,19 @@
 #include "tessera/base/error.h"
 
 namespace tessera::pipeline {
-namespace {
-
-constexpr std::string_view kFailed = " failed in this batch: ";
-
-std::string first_line(const std::string& text) {
-  return text.substr(0, text.find('\n'));
-}
-
-// The error with which another rank has ended a group.
-std::optional<std::string> announced_by_abort(const std::string& text) {
-  const size_t failed = text.find(kFailed), begin = text.rfind("[pipeline] stage ", failed);
-  if (failed == std::string::npos || begin == std::string::npos) return std::nullopt;
-  return first_line(text.substr(begin));
-}
-
-}  // namespace
-
-Failure failure_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const StageFailed& failed) {
-    return {.text = failed.what_without_backtrace(), .announced = true};
-  } catch (const c10::DistBackendError& lost) {
-    const std::string text = lost.what_without_backtrace();
-    if (auto announced = announced_by_abort(text)) return {.text = *announced, .announced = true};
-    return {.text = text, .lost = true};
-  } catch (const c10::Error& known) {
-    return {.text = known.what_without_backtrace()};
-  } catch (const std::exception& other) {
-    return {.text = other.what()};
-  } catch (...) {
-    return {.text = "an exception that is no std::exception"};
-  }
-}
 
 Runner::Runner(Ranks ranks, std::shared_ptr<Ties> ties, int chunks, at::Device device,
                std::vector<comm::GroupPtr> beside)
     : ranks_(std::move(ranks)), ties_(std::move(ties)), wires_(ranks_, chunks, device), beside_(std::move(beside)) {}
 
-void Runner::begin(const std::string& call) {
+void Runner::check(const std::string& call) const {
   TESSERA_CHECK(refused_.empty(), "engine", call, ": a batch has failed before (", refused_,
                 "): stages are not at the same place any more; build a new engine and load a checkpoint");
   TESSERA_CHECK(call_.empty(), "engine", call, ": inside ", call_);
+}
+
+void Runner::begin(const std::string& call) {
+  check(call);
   call_ = call;
   under_way_ = false;
 }
@@ -60,15 +30,64 @@ void Runner::fail(const Failure& failure) {
   end();
 }
 
-Runner::Result Runner::run(Stage& stage, const Table& table, const Shape& shape, bool trains) {
+std::optional<double> Runner::train_batch(Stage& stage, const Table& table, const Shape& shape) {
+  return in_call("train_batch", stage, [&] {
+    ties_->follow(stage);
+    read(stage, shape.micro_batches);
+    const auto loss = run(stage, table, shape, /*trains=*/true).loss;
+    if (loss) stage.set_loss(*loss);
+    try {
+      sum_gradients(stage);
+      stage.step(ties_->copies(stage));
+    } catch (...) {
+      stage.forget_gradients();
+      throw;
+    }
+    return loss;
+  });
+}
+
+std::optional<double> Runner::eval_batch(Stage& stage, const Table& table, const Shape& shape) {
+  return in_call("eval_batch", stage, [&] {
+    read(stage, shape.micro_batches);
+    return run(stage, table, shape, /*trains=*/false).loss;
+  });
+}
+
+// Once all ranks have theirs.
+void Runner::read(Stage& stage, int64_t micro_batches) const {
+  const auto wanted = static_cast<double>(micro_batches);
+  const auto rows = agreed_rows(
+      ranks_, "read its data", [&](const std::exception_ptr& error) { return stage.explain(error); }, 2,
+      [&] { return std::vector<double>{wanted, static_cast<double>(stage.read(micro_batches))}; },
+      "the data of a batch");
+  int readers = 0, ended = 0, first_ended = -1;
+  for (int rank = 0; rank < static_cast<int>(rows.size()); ++rank) {
+    const double count = rows[rank][0], has = rows[rank][1];
+    TESSERA_CHECK(count == wanted, "pipeline", ranks_.name(rank), " has ", count, " micro-batches for this batch, ",
+                  ranks_.name(), " has ", wanted, "; they must be the same on all stages");
+    TESSERA_CHECK(has <= 0 || has >= wanted, "pipeline", "the data of ", ranks_.name(rank), " ended after ", has,
+                  " of ", wanted,
+                  " micro-batches; give whole batches, as an iterator over a loader with drop_last, or "
+                  "tessera.data.RepeatingLoader");
+    readers += has >= 0 ? 1 : 0;
+    if (has == 0 && ended++ == 0) first_ended = rank;
+  }
+  if (ended == 0) return;
+  TESSERA_CHECK(ended == readers, "pipeline", "the data of rank ", first_ended,
+                " has ended, that of other ranks has not");
+  stage.end_of_data();
+}
+
+template <class F>
+std::vector<std::vector<double>> Runner::amid_messages(const Stage& stage, size_t count, comm::Label label,
+                                                       const F& work) {
   under_way_ = true;
-  Run run(stage, wires_, shape, ranks_.stage(), trains);
   std::exception_ptr problem;
   Failure failure;
-  double mean = 0;
+  std::vector<double> own;
   try {
-    run.execute(table);
-    mean = mean_of(run.losses);
+    own = work();
   } catch (...) {
     problem = std::current_exception();
     failure = stage.explain(problem);
@@ -77,15 +96,12 @@ Runner::Result Runner::run(Stage& stage, const Table& table, const Shape& shape,
     announce(failure);
     if (failure.lost) throw;
   }
-  const bool has_loss = !problem && !run.losses.empty();
-  double sum = 0, count = 0, failed = 0;
+  own.resize(count);
+  own.push_back(problem ? 1 : 0);
+  std::vector<std::vector<double>> rows;
   try {
-    for (const auto& row : ranks_.rows({problem ? 1.0 : 0.0, has_loss ? 1.0 : 0.0, mean}, "the loss of a batch")) {
-      failed += row[0];
-      count += row[1];
-      sum += row[1] != 0 ? row[2] : 0;
-    }
-    if (failed > 0) end_failed(problem, failure);
+    rows = ranks_.rows(own, label);
+    if (std::ranges::any_of(rows, [](const auto& row) { return row.back() != 0; })) end_failed(problem, failure);
   } catch (const StageFailed&) {
     throw;
   } catch (const c10::DistBackendError&) {
@@ -94,10 +110,33 @@ Runner::Result Runner::run(Stage& stage, const Table& table, const Shape& shape,
   }
   ranks_.flush();
   under_way_ = false;
+  return rows;
+}
+
+Runner::Result Runner::run(Stage& stage, const Table& table, const Shape& shape, bool trains) {
+  Run run(stage, wires_, shape, ranks_.stage(), trains);
+  const auto rows = amid_messages(stage, 2, "the loss of a batch", [&] {
+    run.execute(table);
+    return std::vector<double>{run.losses.empty() ? 0.0 : 1.0, mean_of(run.losses)};
+  });
+  double sum = 0, count = 0;
+  for (const auto& row : rows) {
+    count += row[0];
+    sum += row[0] != 0 ? row[1] : 0;
+  }
   most_live_ = std::max(most_live_, run.most_live);
   Result result{{}, run.most_live, run.most_under_way};
   if (count > 0) result.loss = sum / count;
   return result;
+}
+
+void Runner::sum_gradients(Stage& stage) {
+  if (ties_->empty()) return;
+  const Ties::Used used = ties_->used(stage);
+  amid_messages(stage, 0, "gradients of tied weights", [&] {
+    ties_->sum_gradients(stage, used);
+    return std::vector<double>();
+  });
 }
 
 // Over micro-batches, added up in fp32.
@@ -123,13 +162,8 @@ void Runner::announce(const Failure& failure) {
   auto wires = wires_.all();
   for (Wire* wire : ties_->outgoing())
     wires.push_back(wire);
-  for (Wire* wire : wires) {
-    try {
-      wire->send_failure(failure.text);
-    } catch (const c10::DistBackendError&) {
-      // It is lost: nobody waits there.
-    }
-  }
+  for (Wire* wire : wires)
+    wire->try_to_send_failure(failure.text);
   const std::string text = first_line(failure.text);
   for (const comm::GroupPtr& group : beside_)
     if (group->size() > 1) group->abort(text);

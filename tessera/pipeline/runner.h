@@ -22,6 +22,13 @@ class Runner {
   // `beside`: groups in which the ranks of this stage wait for each other. Messages come to `device`.
   Runner(Ranks ranks, std::shared_ptr<Ties> ties, int chunks, at::Device device, std::vector<comm::GroupPtr> beside);
 
+  // One optimizer step: what was thawed joins, all ranks have their data, the batch, gradients of tied weights, and the step of all
+  // stages. The mean loss. Errors as of run(); UsageError where ranks have other numbers of micro-batches, or only some have any
+  // left. Collective over all ranks of all stages.
+  std::optional<double> train_batch(Stage& stage, const Table& table, const Shape& shape);
+  // The same without gradients and step; no loss where the last stage computes none.
+  std::optional<double> eval_batch(Stage& stage, const Table& table, const Shape& shape);
+
   struct Result {
     std::optional<double>
         loss;           // the mean over micro-batches and ranks of the last stage; none where these compute none
@@ -31,9 +38,13 @@ class Runner {
   // What this stage does of a batch. An error of one rank is one of all: there it is thrown as it is, elsewhere as StageFailed
   // with its text, or as DistBackendError where ranks were lost. Collective over all ranks of all stages.
   Result run(Stage& stage, const Table& table, const Shape& shape, bool trains);
+  // Behind run(), and before the step: every copy of a tied weight gets the gradients of all. Errors as of run(), but that one from
+  // before anything is sent leaves all stages at one place. Collective.
+  void sum_gradients(Stage& stage);
 
   // ---- Note [A call that failed]
   // UsageError within another call, and where one has failed so that none may come. Local, as all of these.
+  void check(const std::string& call) const;
   void begin(const std::string& call);
   void end() { call_.clear(); }
   // In place of end(). Where ranks are lost it announces that to all.
@@ -59,8 +70,13 @@ class Runner {
   Ties& ties() { return *ties_; }
 
  private:
+  // What work() returns, `count` numbers, of all ranks, as rows; an error of one rank is one of all, also of those that wait for its
+  // messages or beside it. Collective.
+  template <class F>
+  std::vector<std::vector<double>> amid_messages(const Stage& stage, size_t count, comm::Label label, const F& work);
   // Everybody who may wait for this rank, now or later, gets this in place of what they wait for. Local.
   void announce(const Failure& failure);
+  void read(Stage& stage, int64_t micro_batches) const;
   double mean_of(const Tensors& losses) const;
   [[noreturn]] void end_failed(const std::exception_ptr& problem, const Failure& failure) const;
 
@@ -69,7 +85,7 @@ class Runner {
   Wires wires_;
   const std::vector<comm::GroupPtr> beside_;
   std::string call_;        // that is under way
-  bool under_way_ = false;  // messages of a batch
+  bool under_way_ = false;  // messages
   std::string refused_;     // why no call may come
   int most_live_ = 0;
 };

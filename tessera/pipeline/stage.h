@@ -1,26 +1,17 @@
-// What the interpreter of schedules asks of a stage, whichever front end it belongs to.
+// What the interpreter of schedules and the order of a batch ask of a stage, whichever front end it belongs to.
 #pragma once
 
+#include <cstdint>
 #include <exception>
-#include <string>
 #include <vector>
 
 #include "tessera/amp/grad_scaler.h"
+#include "tessera/pipeline/failure.h"
 #include "tessera/pipeline/wire.h"
 #include "tessera/zero/param_spec.h"
 #include "tessera/zero/state_access.h"
 
 namespace tessera::pipeline {
-
-// An error, as this rank announces it to others.
-struct Failure {
-  std::string text;
-  bool announced = false;  // by another rank, whose error it is
-  bool lost = false;       // a connection broke, or the program is to end: this rank has no exchange any more
-};
-
-// What a C++ exception says.
-Failure failure_of(const std::exception_ptr& error);
 
 // One batch of a stage: its computations, and its engine. All calls are of the thread that runs the batch.
 class Stage {
@@ -51,6 +42,18 @@ class Stage {
   virtual at::Tensor scale(const at::Tensor& output) = 0;
   virtual const std::vector<zero::ParamSpec>& params() const = 0;
   virtual zero::StateAccess& states() = 0;
+
+  // ---- of the batch, around what the interpreter does: Runner::train_batch(), eval_batch()
+  // The micro-batches that this stage needs: how many it has of those, -1 where it needs none. Local.
+  virtual int64_t read(int64_t wanted) = 0;
+  // Throws that the data has ended, as it has on all ranks that read.
+  virtual void end_of_data() = 0;
+  // For logs: the mean of all micro-batches and ranks.
+  virtual void set_loss(double loss) = 0;
+  // The step of all stages. `copies`: numbers of the parameters that an earlier stage has, too. Collective.
+  virtual void step(const std::vector<int>& copies) = 0;
+  // There is no step: the next batch is not added to this one.
+  virtual void forget_gradients() = 0;
 };
 
 // A stage over any engine: engine::Engine of either front end.
@@ -63,6 +66,7 @@ class EngineStage : public Stage {
   at::Tensor scale(const at::Tensor& output) override { return engine_.scaling().scale(output); }
   const std::vector<zero::ParamSpec>& params() const override { return engine_.params(); }
   zero::StateAccess& states() override { return engine_.states(); }
+  void set_loss(double loss) override { engine_.set_loss(loss); }
 
  protected:
   Engine& engine_;

@@ -37,13 +37,19 @@ std::string other_of(const Ranges& a, const Ranges& b) {
   return names.empty() ? "" : *names.begin();
 }
 
+Explain explain_by(const Stage& stage) {
+  return [&stage](const std::exception_ptr& error) { return stage.explain(error); };
+}
+
 }  // namespace
 
 std::string tied_prefix(const std::string& key) {
   return c10::str("tied_modules.", key, ".");
 }
 
-Ties::Ties(const Ranks& ranks, const std::vector<Tied>& tied) : ranks_(ranks) {
+Ties::Ties(const Ranks& ranks, const std::vector<Tied>& tied, const Building& building) : ranks_(ranks) {
+  building.agree();
+  if (tied.empty()) return;
   check(tied);
   for (const Tied& each : tied) {
     const int tag = kFirstTag + static_cast<int>(keys_.size());
@@ -56,20 +62,35 @@ Ties::Ties(const Ranks& ranks, const std::vector<Tied>& tied) : ranks_(ranks) {
       tie.wires.push_back(
           std::make_unique<Wire>(Peer{ranks.peers[stage], ranks.name(stage * ranks.size + ranks.place())},
                                  tie.first ? ahead : back, tie.first ? back : ahead, at::kCPU));
+    ties_.push_back(std::move(tie));
+  }
+  try {
+    exchange_values(tied);
+  } catch (...) {
+    const Failure failure = failure_of(std::current_exception());
+    for (Wire* wire : failure.announced ? std::vector<Wire*>() : outgoing())
+      wire->try_to_send_failure(building.text_of(failure));
+    if (failure.announced) building.agree();  // to what the rank that failed says there
+    throw;
+  }
+  building.agree();
+}
+
+void Ties::exchange_values(const std::vector<Tied>& tied) {
+  for (Tie& tie : ties_) {
+    const auto& params = std::ranges::find(tied, tie.key, &Tied::key)->params;
     Tensors own;
-    for (const auto& [name, param] : each.params)
+    for (const auto& [name, param] : params)
       own.push_back(param.detach());
     const Tensors values = exchange(tie, own, [&](const std::vector<Tensors>&) { return own; });
     const at::NoGradGuard no_grad;
     for (size_t i = 0; i < own.size() && !tie.first; ++i)
       own[i].copy_(values[i]);
-    ties_.push_back(std::move(tie));
   }
   if (!ties_.empty()) ranks_.flush();  // before an engine moves the parameters
 }
 
 void Ties::check(const std::vector<Tied>& tied) const {
-  if (tied.empty()) return;
   Json own = Json::object();
   for (const Tied& each : tied)
     if (std::ranges::find(each.stages, ranks_.stage()) != each.stages.end()) own[each.key] = form_of(each);
@@ -129,32 +150,17 @@ Ties::Key& Ties::key_of(const Tie& tie) {
 }
 
 void Ties::follow(Stage& stage) {
-  if (keys_.empty()) return;
-  std::exception_ptr problem;
-  Failure failure;
-  try {
-    stage.join();
-  } catch (...) {
-    problem = std::current_exception();
-    failure = stage.explain(problem);
-    if (failure.lost) throw;
-  }
-  const bool changed =
-      std::ranges::any_of(ties_, [&](const Tie& tie) { return tie.trained != trained_of(stage, tie); });
-  double failed = 0, other = 0;
-  for (const auto& row : ranks_.rows({problem ? 1.0 : 0.0, changed ? 1.0 : 0.0}, "which tied weights are trained")) {
-    failed += row[0];
-    other += row[1];
-  }
-  if (failed > 0) {
-    const auto texts = ranks_.texts(failure.text, "why tied weights are not trained");
-    if (problem) std::rethrow_exception(problem);
-    for (size_t rank = 0; rank < texts.size(); ++rank)
-      if (!texts[rank].empty())
-        TESSERA_FAIL(StageFailed, "[pipeline] ", ranks_.name(static_cast<int>(rank)),
-                     " could not train what was thawed: ", texts[rank]);
-  }
-  if (other > 0) attach(stage);
+  if (empty()) return;
+  const auto rows = agreed_rows(
+      ranks_, "train what was thawed", explain_by(stage), 1,
+      [&] {
+        stage.join();
+        const bool changed =
+            std::ranges::any_of(ties_, [&](const Tie& tie) { return tie.trained != trained_of(stage, tie); });
+        return std::vector<double>{changed ? 1.0 : 0.0};
+      },
+      "which tied weights are trained");
+  if (std::ranges::any_of(rows, [](const auto& row) { return row[0] != 0; })) attach(stage);
 }
 
 void Ties::attach(Stage& stage) {
@@ -194,18 +200,26 @@ void Ties::attach(Stage& stage) {
     ties_[i].trained = std::move(trained[i]);
 }
 
-std::vector<std::vector<bool>> Ties::used(Stage& stage) {
-  std::vector<double> own;
-  std::vector<std::vector<bool>> used;
+Ties::Used Ties::used(Stage& stage) {
+  Used used;
+  size_t count = 0;
   for (const Key& key : keys_) {
-    const auto tie = std::ranges::find(ties_, key.name, &Tie::key);
-    for (size_t i = 0; i < key.trained; ++i)
-      own.push_back(tie != ties_.end() &&
-                    stage.states().local_view(tie->trained[i], zero::Quantity::Gradient).defined());
     used.emplace_back(key.trained, false);
+    count += key.trained;
   }
-  if (own.empty()) return used;
-  for (const auto& row : ranks_.rows(own, "which tied weights have gradients")) {
+  const auto has_gradients = [&] {
+    std::vector<double> own;
+    for (const Key& key : keys_) {
+      const auto tie = std::ranges::find(ties_, key.name, &Tie::key);
+      for (size_t i = 0; i < key.trained; ++i)
+        own.push_back(tie != ties_.end() &&
+                      stage.states().local_view(tie->trained[i], zero::Quantity::Gradient).defined());
+    }
+    return own;
+  };
+  if (count == 0) return used;
+  for (const auto& row : agreed_rows(ranks_, "look at gradients of tied weights", explain_by(stage), count,
+                                     has_gradients, "which tied weights have gradients")) {
     auto value = row.begin();
     for (auto& of_key : used)
       for (auto&& each : of_key)
@@ -214,9 +228,8 @@ std::vector<std::vector<bool>> Ties::used(Stage& stage) {
   return used;
 }
 
-void Ties::sum_gradients(Stage& stage) {
+void Ties::sum_gradients(Stage& stage, const Used& used) {
   const at::NoGradGuard no_grad;
-  const std::vector<std::vector<bool>> used = this->used(stage);
   for (Tie& tie : ties_) {
     Key& key = key_of(tie);
     std::vector<int> numbers;  // of those that any place used; the others have no gradient, as in the whole model

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/pipeline/failure.h"
 #include "tessera/pipeline/ranks.h"
 #include "tessera/pipeline/stage.h"
 #include "tessera/pipeline/wire.h"
@@ -26,8 +27,10 @@ std::string tied_prefix(const std::string& key);  // "tied_modules.KEY."
 class Ties {
  public:
   // The first stage's values become those of all copies. Value error, on all ranks and before anything is sent, where copies
-  // differ in number, names, shapes or dtypes of their parameters. Collective over all stages, which pass the same keys.
-  Ties(const Ranks& ranks, const std::vector<Tied>& tied);
+  // differ in number, names, shapes or dtypes of their parameters. An error of one rank amid messages ends the construction on all:
+  // there it is thrown, to be told by Building::fail(), elsewhere as StageFailed. Collective over all stages, which pass the same
+  // keys.
+  Ties(const Ranks& ranks, const std::vector<Tied>& tied, const Building& building);
 
   // From here on the parameters of this stage's engine. UsageError, on all ranks, where a copy is trained and another one is
   // not. Collective.
@@ -35,8 +38,13 @@ class Ties {
   // Before a batch: what was frozen or thawed since takes part, or does not. Errors as of attach(); an error of one rank is
   // StageFailed on the others. Collective.
   void follow(Stage& stage);
-  // Every copy's gradient becomes the sum of all copies', where a place has one. Collective.
-  void sum_gradients(Stage& stage);
+  bool empty() const { return keys_.empty(); }  // on all stages
+  // By key and parameter: whether any rank of a stage that has it has a gradient. An error of one rank is one of all. Collective.
+  using Used = std::vector<std::vector<bool>>;
+  Used used(Stage& stage);
+  // Every copy's gradient becomes the sum of all copies', where a place has one. An error is this rank's own, and others may wait
+  // for it: Runner::sum_gradients(). Collective.
+  void sum_gradients(Stage& stage, const Used& used);
   // Numbers of the engine's parameters that an earlier stage has, too. Local.
   std::vector<int> copies(const Stage& stage) const;
   // This stage announces its failures over these to those that may wait for it.
@@ -59,13 +67,12 @@ class Ties {
   };
 
   void check(const std::vector<Tied>& tied) const;
+  void exchange_values(const std::vector<Tied>& tied);
   static std::vector<int> trained_of(const Stage& stage, const Tie& tie);
   // The first stage gets what all others pass and returns what `join` makes of it, on all stages.
   template <class F>
   static Tensors exchange(Tie& tie, const Tensors& own, const F& join);
   Key& key_of(const Tie& tie);
-  // By key and parameter: whether any rank of a stage that has it has a gradient. Collective.
-  std::vector<std::vector<bool>> used(Stage& stage);
 
   const Ranks ranks_;
   std::vector<Key> keys_;

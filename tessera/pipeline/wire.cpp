@@ -98,6 +98,13 @@ void Wire::send_failure(const std::string& text) {
   put_bytes(text);
 }
 
+void Wire::try_to_send_failure(const std::string& text) {
+  try {
+    send_failure(text);
+  } catch (const c10::DistBackendError&) {
+  }
+}
+
 void Wire::acknowledge() {
   begin(kTaken, 0, 0, 0);
 }

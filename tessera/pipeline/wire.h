@@ -60,6 +60,8 @@ class Wire {
   void send(const Message& message, int64_t number);
   // In place of the next message: this side cannot go on.
   void send_failure(const std::string& text);
+  // Nothing where the other side is lost: nobody waits there.
+  void try_to_send_failure(const std::string& text);
 
   // The next message: leaves that require a gradient where the sender's do. UsageError when it has another number; StageFailed
   // when the other side could not go on; DistBackendError when it is lost, which names it.

@@ -5,7 +5,9 @@
 #include <torch/nn.h>
 #include <torch/optim/sgd.h>
 
+#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -246,6 +248,35 @@ inline void run_stages(const Case& c, const std::function<void(const comm::Parts
                        std::chrono::milliseconds timeout = std::chrono::minutes(1)) {
   run_parts(std::vector(c.stages, c.shape()), body, timeout);
 }
+
+inline nn::BatchSource data_of(const Case& c, const comm::Parts& parts, int step) {
+  return [type = c.type(), place = parts.mesh.rank(comm::kBatchAxes), step](int64_t micro) {
+    return batch_of(place, step, micro, type);
+  };
+}
+
+// Calls `on_send` before each message's tensor leaves.
+class Watched final : public comm::PointToPoint {
+ public:
+  using OnSend = std::function<void(const at::Tensor& tensor, int tag)>;
+  Watched(comm::PointToPointPtr inner, OnSend on_send) : inner_(std::move(inner)), on_send_(std::move(on_send)) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  at::Device device() const override { return inner_->device(); }
+  int64_t send(const at::Tensor& tensor, int to, int tag, comm::Label label) override {
+    on_send_(tensor, tag);
+    return inner_->send(tensor, to, tag, label);
+  }
+  void receive(const at::Tensor& tensor, int from, int tag, comm::Label label) override {
+    inner_->receive(tensor, from, tag, label);
+  }
+  void settle(int64_t number) override { inner_->settle(number); }
+  void flush() override { inner_->flush(); }
+
+ private:
+  const comm::PointToPointPtr inner_;
+  const OnSend on_send_;
+};
 
 struct Trained {
   std::vector<double> losses;

@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <array>
+#include <optional>
+
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/pipeline/runner.h"
@@ -23,7 +26,7 @@ at::Tensor weight_of(int part) {
 at::Tensor input_of(int micro) {
   return at::randn({3, kWidth}, at::make_generator<at::CPUGeneratorImpl>(100 + micro), at::kFloat);
 }
-at::Tensor step(const at::Tensor& x, const at::Tensor& weight) {
+at::Tensor layer(const at::Tensor& x, const at::Tensor& weight) {
   return at::tanh(at::linear(x, weight));
 }
 
@@ -37,7 +40,7 @@ class Matrices final : public Stage {
 
   Made forward(int chunk, int micro, Message inputs) override {
     TESSERA_CHECK_VALUE(forwards_++ != fails_, "layer", "no luck");
-    const at::Tensor y = step(shape_.is_first(stage_, chunk) ? input_of(micro) : inputs.tensors[0], weights[chunk]);
+    const at::Tensor y = layer(shape_.is_first(stage_, chunk) ? input_of(micro) : inputs.tensors[0], weights[chunk]);
     if (!shape_.is_last(stage_, chunk)) return {{{y}}};
     return {{}, y.square().sum()};
   }
@@ -52,7 +55,14 @@ class Matrices final : public Stage {
   at::Tensor scale(const at::Tensor& output) override { return output; }
   const std::vector<zero::ParamSpec>& params() const override { return params_; }
   zero::StateAccess& states() override { TESSERA_ASSERT(false, "there is no engine"); }
+  int64_t read(int64_t wanted) override { return has.value_or(wanted); }
+  void end_of_data() override { TESSERA_FAIL(UsageError, "the end"); }
+  void set_loss(double) override {}
+  void step(const std::vector<int>&) override { ++steps; }
+  void forget_gradients() override { ++forgotten; }
 
+  std::optional<int64_t> has;  // micro-batches; unset: all
+  int steps = 0, forgotten = 0;
   Tensors weights;
   int counted = 0, boundaries = 0;
 
@@ -72,7 +82,8 @@ void run_stages(const Shape& shape, const std::function<void(Runner&)>& body) {
     Ranks ranks{shape.stages, 1, rank, group, at::kCPU, p2p[rank], p2p[rank]};
     for (int stage = 0; stage < shape.stages; ++stage)
       ranks.peers.push_back(stage);
-    Runner runner(ranks, std::make_shared<Ties>(ranks, std::vector<Tied>()), shape.chunks, at::kCPU, {});
+    Runner runner(ranks, std::make_shared<Ties>(ranks, std::vector<Tied>(), Building(group, "a rank")), shape.chunks,
+                  at::kCPU, {});
     body(runner);
   });
 }
@@ -89,7 +100,7 @@ TEST(Run, GradientsAreThoseOfTheWholeModel) {
     for (int micro = 0; micro < shape.micro_batches; ++micro) {
       at::Tensor x = input_of(micro);
       for (const at::Tensor& weight : weights)
-        x = step(x, weight);
+        x = layer(x, weight);
       x.square().sum().backward();
       expected += x.square().sum().item<double>() / shape.micro_batches;
     }
@@ -161,6 +172,66 @@ TEST(Run, CallsAndWhatEndsThem) {
   run_stages(shape, [&](Runner& runner) {
     ends(runner, runner.ranks().stage(), false, true);
     EXPECT_HAS(refused(runner), "a lost rank");
+  });
+}
+
+TEST(Run, ABatchBeginsWhereAllRanksHaveTheirData) {
+  const Shape shape{3, 4, 1};
+  struct Row {
+    std::array<int64_t, 3> has;
+    std::string text;
+  };
+  const std::vector<Row> rows{{{4, -1, 4}, ""},
+                              {{0, -1, 0}, "the end"},
+                              {{3, -1, 4}, "the data of stage 0 (rank 0) ended after 3 of 4 micro-batches"},
+                              {{4, -1, 0}, "the data of rank 2 has ended, that of other ranks has not"},
+                              {{4, 4, 4}, ""}};
+  run_stages(shape, [&](Runner& runner) {
+    const int stage = runner.ranks().stage();
+    int steps = 0;
+    for (const Row& row : rows) {
+      Matrices matrices(shape, stage);
+      matrices.has = row.has[stage];
+      const std::string text =
+          error_of<UsageError>([&] { runner.train_batch(matrices, training("1f1b", shape, stage), shape); });
+      EXPECT_EQ(text.empty(), row.text.empty()) << text;
+      EXPECT_HAS(text, row.text);
+      EXPECT_EQ(matrices.steps, row.text.empty() ? 1 : 0);
+      EXPECT_EQ(matrices.forgotten, 0);
+      steps += matrices.steps;
+    }
+    EXPECT_EQ(steps, 2);
+    Matrices matrices(shape, stage);
+    matrices.has = stage;  // of another batch
+    const Shape other{3, 3 + stage, 1};
+    EXPECT_HAS(error_of<UsageError>([&] { runner.train_batch(matrices, training("1f1b", other, stage), other); }),
+               "micro-batches for this batch, ");
+  });
+}
+
+// Each rank in turn: it throws its own error, others the same in its words, and the next exchange finds all at one place.
+TEST(Run, WhatOneRankCannotMakeIsAnErrorOfAll) {
+  const Shape shape{3, 1, 1};
+  run_stages(shape, [](Runner& runner) {
+    const Ranks& ranks = runner.ranks();
+    for (int bad = 0; bad <= 3; ++bad) {
+      std::vector<std::vector<double>> rows;
+      const std::string text = error_of([&] {
+        rows = agreed_rows(
+            ranks, "count", failure_of, 1,
+            [&] {
+              TESSERA_CHECK(ranks.rank != bad, "test", "no fingers");
+              return std::vector<double>{1.0 * ranks.rank};
+            },
+            "fingers");
+      });
+      const std::string named = c10::str("[pipeline] stage ", bad, " (rank ", bad, ") could not count: [test] no fing");
+      EXPECT_EQ(text.find(named) == 0, bad < 3 && bad != ranks.rank) << text;
+      EXPECT_EQ(text.empty(), bad == 3) << text;
+      if (bad == 3) {
+        EXPECT_EQ(rows, (std::vector<std::vector<double>>{{0}, {1}, {2}}));
+      }
+    }
   });
 }
 

@@ -15,6 +15,7 @@ from tessera._config import ConfigLike, load_config
 from tessera._former import of_initialize, takes_former
 from tessera.data import Indexed
 from tessera.engine._engine import Engine
+from tessera.engine.program import engine_class
 from tessera.errors import ConfigError
 from tessera.sequence import SequenceParallelGroups
 from tessera.units import UnitPolicy
@@ -60,7 +61,7 @@ def initialize(
         )
     if config is None:
         raise ConfigError("[initialize] no configuration: pass config= (a dict or a path)")
-    build: Any = engine_type or getattr(model, "_tessera_engine", Engine)
+    build: Any = engine_type or engine_class(model) or Engine
     if build is Engine:  # others agree on what is wrong with it
         config = load_config(config)
     distributed.prepare()

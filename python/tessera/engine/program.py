@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from tessera.engine._updates import Updates
 
-__all__ = ["Names", "Program", "check_trains"]
+__all__ = ["Names", "Program", "check_trains", "engine_class"]
 
 Names = list[list[tuple[str, bool]]]  # by param group: name, and whether it is trained
+
+
+@functools.singledispatch
+def engine_class(model: object) -> Callable[..., Any] | None:
+    """What initialize() builds of a model of this class; None: Engine. Who has another engine for a class of models
+    registers it here."""
+    return None
 
 
 class Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ class StageEngine(Protocol):
     def _backward_of_loss(self, loss: torch.Tensor) -> None: ...
     def _count_micro_batch(self) -> None: ...
     def join_thawed(self) -> None: ...
+    def _step_of_all(self) -> None: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
 _VALUES = Nesting("pipeline", "a layer returned", "stages", "stage")
@@ -32,18 +34,35 @@ _VALUES = Nesting("pipeline", "a layer returned", "stages", "stage")
 
 @dataclass
 class Batch:
-    """`batches`: (inputs, labels) of every micro-batch, on the first and the last stage. `trains`: every forward has a
-    backward. What the core calls, it calls on the thread that runs the batch."""
+    """`data`: gives (inputs, labels) of so many micro-batches, on the first and the last stage. `trains`: every forward
+    has a backward. What the core calls, it calls on the thread that runs the batch."""
 
     engine: StageEngine
     shape: _core.PipelineShape
-    batches: Sequence[tuple[Any, Any]] | None = None
+    data: Callable[[int], Sequence[tuple[Any, Any]] | None] | None = None
     trains: bool = True
     needs_loss: bool = True
     keeps_outputs: bool = False
     outputs: list[Any] = field(
         default_factory=list
     )  # of the last layer, by micro-batch: where asked, or without a loss
+
+    _batches: Sequence[tuple[Any, Any]] | None = None
+
+    def read(self, wanted: int) -> int:
+        """As Stage in tessera/pipeline/stage.h, as all that follow."""
+        assert self.data is not None
+        self._batches = self.data(wanted)
+        return -1 if self._batches is None else len(self._batches)
+
+    def end_of_data(self) -> None:
+        raise StopIteration
+
+    def step(self) -> None:
+        self.engine._step_of_all()
+
+    def forget_gradients(self) -> None:
+        self.engine.zero_grad()
 
     def forward(
         self, chunk: int, micro: int, tensors: list[torch.Tensor], note: str
@@ -58,8 +77,8 @@ class Batch:
         return *_VALUES.split(made), None
 
     def _micro_batch(self, micro: int) -> tuple[Any, Any]:
-        assert self.batches is not None
-        return self.batches[micro]
+        assert self._batches is not None
+        return self._batches[micro]
 
     def _loss_of(self, outputs: Any, micro: int) -> torch.Tensor | None:
         if self.keeps_outputs:

@@ -1,7 +1,8 @@
-"""The micro-batches of a pipeline: read where they are needed, and found whole by all ranks before any is computed."""
+"""The micro-batches of a pipeline, read where they are needed; all ranks have theirs before any is computed."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from tessera.data import RepeatingLoader
 from tessera.errors import ConfigError, UsageError
-from tessera.pipeline._grid import Everyone, Grid
+from tessera.pipeline._grid import Grid
 
 
 class Reader(Protocol):
@@ -25,8 +26,8 @@ class Reader(Protocol):
 
 
 class Feed:
-    def __init__(self, engine: Reader, grid: Grid, everyone: Everyone) -> None:
-        self._engine, self._grid, self._everyone = engine, grid, everyone
+    def __init__(self, engine: Reader, grid: Grid) -> None:
+        self._engine, self._grid = engine, grid
         self._own: Iterator[Any] | None = None
 
     def _own_data(self) -> Iterator[Any]:
@@ -39,51 +40,14 @@ class Feed:
             self._own = iter(RepeatingLoader(self._engine.training_dataloader))
         return self._own
 
-    def read(self, data_iter: Iterator[Any] | None, micro_batches: int) -> list[tuple[Any, Any]] | None:
-        """The micro-batches where they are needed, once all ranks have theirs."""
-        reads = self._engine.is_first_stage() or self._engine.is_last_stage()
-        batches: list[tuple[Any, Any]] = []
-        problem: Exception | None = None
-        try:
-            source = self._own_data() if data_iter is None and reads else data_iter
-            for _ in range(micro_batches if reads else 0):
-                batches.append(self._micro_batch(source))
-        except StopIteration:
-            pass
-        except Exception as error:
-            problem = error
-        rows = self._everyone.rows([micro_batches, len(batches) if reads else -1, problem is not None])
-        if any(failed for *_, failed in rows):
-            where = f"[pipeline] {self._grid.name()} could not read its data: "
-            self._everyone.agree("" if problem is None else f"{where}{type(problem).__name__}: {problem}")
-        if problem is not None:
-            raise problem
-        self._check(rows, micro_batches)
-        return batches if reads else None
+    def read(self, data_iter: Iterator[Any] | None, wanted: int) -> list[tuple[Any, Any]] | None:
+        """The micro-batches, fewer where there are no more; None where this stage needs none."""
+        if not (self._engine.is_first_stage() or self._engine.is_last_stage()):
+            return None
+        source = self._own_data() if data_iter is None else data_iter
+        return [self._micro_batch(batch) for batch in itertools.islice(source, wanted)]
 
-    def _check(self, rows: list[list[float]], micro_batches: int) -> None:
-        """`rows`, of every rank: how many it wants, and how many it has read (-1: reads none)."""
-        for rank, (count, read, _) in enumerate(rows):
-            where = self._grid.name(rank)
-            if count != micro_batches:
-                raise UsageError(
-                    f"[pipeline] {where} has {int(count)} micro-batches for this batch, {self._grid.name()} has "
-                    f"{micro_batches}; gradient_accumulation_steps must be the same on all stages"
-                )
-            if 0 < read < micro_batches:
-                raise UsageError(
-                    f"[pipeline] data_iter of {where} ended after {int(read)} of {micro_batches} micro-batches; give "
-                    "whole batches, as an iterator over a loader with drop_last, or tessera.data.RepeatingLoader"
-                )
-        ended = [rank for rank, (_, read, _) in enumerate(rows) if read == 0]
-        if ended and len(ended) == sum(read >= 0 for _, read, _ in rows):
-            raise StopIteration
-        if ended:
-            raise UsageError(f"[pipeline] data_iter of rank {ended[0]} has ended, those of other ranks have not")
-
-    def _micro_batch(self, data_iter: Iterator[Any] | None) -> tuple[Any, Any]:
-        assert data_iter is not None
-        batch = next(data_iter)
+    def _micro_batch(self, batch: Any) -> tuple[Any, Any]:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ConfigError("[pipeline] a micro-batch is a pair (inputs, labels); data_iter yields something else")
         moved = tree_map(lambda x: x.to(self._engine.device) if isinstance(x, torch.Tensor) else x, tuple(batch))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from tessera import _core, _mesh
 from tessera._config import load_config
 from tessera.engine import Engine, step_together
-from tessera.engine.program import check_trains
+from tessera.engine.program import check_trains, engine_class
 from tessera.errors import UsageError
 from tessera.pipeline._batch import Batch
 from tessera.pipeline._checks import check, check_alike, check_ties
@@ -22,6 +22,19 @@ from tessera.pipeline._grid import Everyone, Grid
 from tessera.pipeline._module import PipelineModule, units_of_layers
 from tessera.pipeline._stages import Stages
 from tessera.units import UnitPolicy
+
+
+def _of_all_stages(call: str) -> Callable[..., Any]:
+    """A method of engines that one stage alone cannot do."""
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
+            f"[engine.{call}] a pipeline's engine trains by train_batch() and evaluates by eval_batch(): one stage "
+            "alone cannot go forward, back or step"
+        )
+
+    refuse.__name__, refuse.__doc__ = call, None
+    return refuse
 
 
 class PipelineEngine(Engine):
@@ -62,13 +75,12 @@ class PipelineEngine(Engine):
                 grid = Grid(everyone, model.num_stages, **sizes)
                 stages.agree()
                 check_alike(model, loaded, everyone)
-                self._grid = stages.grid = grid
+                self._grid = grid
+                stages.made(grid)
                 check_ties(model, loaded)
                 stages.agree()
                 grid.connect(everyone)
-                tied = grid.tied(model)
-                stages.agree()
-                self._ties = _core.Ties(grid.ranks, tied)
+                self._ties = _core.Ties(grid.ranks, grid.tied(model), stages.building)
                 if not isinstance(grid.stage_ranks, (dist.ProcessGroup, type(None))) and grid.device:
                     model.to(grid.device)
                 stages.agree()
@@ -95,7 +107,7 @@ class PipelineEngine(Engine):
         interval = self.config.pipeline.activation_checkpoint_interval
         if interval and not self.module.activation_checkpoint_interval:
             self.module.activation_checkpoint_interval = interval
-        self._feed = Feed(self, self._grid, self._everyone)
+        self._feed = Feed(self, self._grid)
         beside = [self.core.mesh().group(axes) for axes in self._grid.axes]
         chunks = self.module.num_chunks
         self._runner = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
@@ -153,18 +165,10 @@ class PipelineEngine(Engine):
         check_trains(self, "train_batch")
         shape = self._shape(self.micro_batches)
         table = _core.training_table(self.config.pipeline.schedule, shape, self._grid.stage)
-        with self._in_call("train_batch"):
-            batch = Batch(self, shape)
-            self._ties.follow(self.core, batch)
-            batch.batches = self._feed.read(data_iter, shape.micro_batches)
-            self.train()
-            loss = self._run(batch, table)
-            try:
-                self._ties.sum_gradients(self.core, batch)
-                step_together(self, self._everyone.processes, copies=self._copies)
-            except BaseException:
-                self.zero_grad()  # the next batch is not added to this one
-                raise
+        runner = self._checked("train_batch")
+        batch = Batch(self, shape, functools.partial(self._feed.read, data_iter))
+        self.train()
+        loss = self._loss(runner.train_batch(self.core, batch, table, shape))
         assert loss is not None
         return loss
 
@@ -186,18 +190,18 @@ class PipelineEngine(Engine):
         if reduce_output not in ("avg", None):
             raise NotImplementedError(f"[engine.eval_batch] reduce_output {reduce_output!r} is not served; use 'avg'")
         shape = self._shape(num_micro_batches or self.micro_batches)
-        with self._in_call("eval_batch"):
-            batches = self._feed.read(data_iter, shape.micro_batches)
-            keeps = return_logits or not compute_loss
-            batch = Batch(self, shape, batches, trains=False, needs_loss=compute_loss, keeps_outputs=keeps)
-            modes = [(module, module.training) for module in self.module.modules()]
-            self.eval()
-            try:
-                with torch.no_grad():
-                    loss = self._run(batch, _core.forward_table(shape, self._grid.stage))
-            finally:
-                for module, training in modes:
-                    module.training = training
+        runner = self._checked("eval_batch")
+        data, keeps = functools.partial(self._feed.read, data_iter), return_logits or not compute_loss
+        batch = Batch(self, shape, data, trains=False, needs_loss=compute_loss, keeps_outputs=keeps)
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.eval()
+        try:
+            with torch.no_grad():
+                table = _core.forward_table(shape, self._grid.stage)
+                loss = self._loss(runner.eval_batch(self.core, batch, table, shape))
+        finally:
+            for module, training in modes:
+                module.training = training
         outputs = batch.outputs if self.is_last_stage() else None
         if not compute_loss:
             return outputs
@@ -205,13 +209,8 @@ class PipelineEngine(Engine):
             return loss, outputs
         return outputs if loss is None else loss
 
-    def _run(self, batch: Batch, table: Any) -> torch.Tensor | None:
-        """The mean loss of all ranks of the last stage, None where they compute none. An error of any rank is one of
-        all."""
-        result = self._runner.run(self.core, batch, table, batch.shape, batch.trains)
-        if result.loss is not None and batch.trains:
-            self.core.set_loss(result.loss)
-        return None if result.loss is None else torch.tensor(result.loss, dtype=torch.float32, device=self.device)
+    def _loss(self, mean: float | None) -> torch.Tensor | None:
+        return None if mean is None else torch.tensor(mean, dtype=torch.float32, device=self.device)
 
     # ---------------------------------------------------------------- what a Batch calls
 
@@ -225,20 +224,16 @@ class PipelineEngine(Engine):
     def _backward_of_loss(self, loss: torch.Tensor) -> None:
         super().backward(loss)
 
+    def _step_of_all(self) -> None:
+        step_together(self, self._everyone.processes, copies=self._copies)
+
     # ---------------------------------------------------------------- calls at the wrong moment
 
-    @contextlib.contextmanager
-    def _in_call(self, call: str) -> Iterator[None]:
+    def _checked(self, call: str) -> _core.PipelineRunner:
         """Note [A call that failed] in tessera/pipeline/runner.h."""
         runner = self._calls(call)
-        runner.begin(call)
-        try:
-            yield
-        except BaseException as error:
-            lost = isinstance(error, dist.DistBackendError)
-            runner.fail(str(error) if lost else f"{type(error).__name__}: {error}", lost)
-            raise
-        runner.end()
+        runner.check(call)
+        return runner
 
     def _calls(self, call: str) -> _core.PipelineRunner:
         runner: _core.PipelineRunner | None = self.__dict__.get("_runner")
@@ -246,31 +241,14 @@ class PipelineEngine(Engine):
             raise UsageError(f"[engine.{call}] the engine was destroyed; build a new one")
         return runner
 
-    def _only_whole(self, call: str) -> NoReturn:
-        raise UsageError(
-            f"[engine.{call}] a pipeline's engine trains by train_batch() and evaluates by eval_batch(): one stage "
-            "alone cannot go forward, back or step"
-        )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._only_whole("forward")
-
-    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._only_whole("backward")
+    forward, backward = _of_all_stages("forward"), _of_all_stages("backward")
+    no_sync, coalesce_grad_reduction = _of_all_stages("no_sync"), _of_all_stages("coalesce_grad_reduction")
+    set_gradient_accumulation_boundary = _of_all_stages("set_gradient_accumulation_boundary")
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
         if not self._calls("step").call:
-            self._only_whole("step")
+            _of_all_stages("step")(self)
         super().step(lr_kwargs, global_norm=global_norm)
-
-    def no_sync(self) -> Any:
-        self._only_whole("no_sync")
-
-    def coalesce_grad_reduction(self) -> Any:
-        self._only_whole("coalesce_grad_reduction")
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        self._only_whole("set_gradient_accumulation_boundary")
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -281,12 +259,17 @@ class PipelineEngine(Engine):
     # ---------------------------------------------------------------- the rest
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        self._checked("save_checkpoint")
         if self.config.checkpoint.format == "deepspeed":
             raise NotImplementedError(
                 '[engine.save_checkpoint with checkpoint.format "deepspeed"] is not served by this version; use the '
                 'format "tessera"'
             )
         return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        self._checked("load_checkpoint")
+        return super().load_checkpoint(*args, **kwargs)
 
     def pipe_group(self) -> Any:
         """The process group of the ranks that are at one place of their stages; None with one stage."""
@@ -302,4 +285,4 @@ class PipelineEngine(Engine):
         _mesh.discard(self._grid.groups)
 
 
-PipelineModule._tessera_engine = PipelineEngine
+engine_class.register(PipelineModule, lambda model: PipelineEngine)

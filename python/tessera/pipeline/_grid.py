@@ -25,21 +25,10 @@ class Everyone:
         self.group = core_group(None)
         self.device = (group_device(self.processes) if self.processes is not None else None) or torch.device("cpu")
 
-    def rows(self, own: list[float]) -> list[list[float]]:
-        """The numbers that each rank passes, equally many, in the order of ranks. Collective."""
-        return _core.rows_of(self.group, own, "what stages agree on", self.device)
-
-    def texts(self, own: str) -> list[str]:
-        """What each rank passes, in the order of ranks. Collective."""
-        return _core.texts_of(self.group, own, "what stages agree on", self.device)
-
-    def agree(self, problem: str = "") -> None:
-        """StageFailed with another rank's `problem` where this one has none. Collective."""
-        _core.agree(self.group, problem, self.device)
-
     def values(self, own: Any) -> list[Any]:
-        """The same of what JSON can say."""
-        return [json.loads(text) for text in self.texts(json.dumps(own))]
+        """What each rank passes, in the order of ranks; what JSON can say. Collective."""
+        texts = _core.texts_of(self.group, json.dumps(own), "what stages agree on", self.device)
+        return [json.loads(text) for text in texts]
 
 
 class Grid:

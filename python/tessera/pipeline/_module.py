@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,10 +80,6 @@ class PipelineModule(nn.Module):
     Parameters have the names that they have in the list: "layers.3.weight" is of layer 3 on whatever stage it is, a
     tied module's are "tied_modules.KEY.weight". Called, it runs the layers of one chunk of this stage.
     """
-
-    _tessera_engine: ClassVar[
-        Callable[..., Any]
-    ]  # what tessera.initialize() calls: PipelineEngine, which is made of this
 
     def __init__(
         self,

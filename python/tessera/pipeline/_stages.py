@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
+from tessera import _core
 from tessera.engine.program import Names, Program
-from tessera.errors import StageFailed
-from tessera.pipeline._checks import Optimizer, check_optimizers
+from tessera.pipeline._checks import form_of
 from tessera.pipeline._grid import Everyone, Grid
 
 
@@ -19,50 +18,44 @@ class Stages(Program):
 
     def __init__(self, everyone: Everyone) -> None:
         self._everyone = everyone
-        self.grid: Grid | None = None  # until it is made, errors name ranks
+        self.building = _core.Building(everyone.group, f"rank {everyone.rank}", everyone.device)
+        self._grid: Grid | None = None
         self.own_inputs = True  # of the forward that comes
+
+    def made(self, grid: Grid) -> None:
+        """From here on errors name stages."""
+        self._grid = grid
+        self.building.set_where(grid.name())
 
     @contextlib.contextmanager
     def agreeing(self) -> Iterator[None]:
-        """The construction: an error of one rank is one of all. Up to an exchange its errors are a rank's own, so that
-        agree() comes before each. Collective."""
+        """The construction: an error of one rank is one of all (tessera/pipeline/failure.h). Collective."""
         try:
             yield
-        except StageFailed:
-            raise
-        except dist.DistBackendError as error:  # this rank has no exchange any more
-            self._everyone.group.abort(self._failure_text(error))
-            raise
         except Exception as error:
-            with contextlib.suppress(dist.DistBackendError):  # others are lost: this rank's own error says more
-                self._everyone.agree(self._failure_text(error))
+            self.building.fail(error)
             raise
         self.agree()
 
     def agree(self) -> None:
         """This rank goes on. StageFailed where another one has failed. Collective."""
-        self._everyone.agree()
-
-    def _failure_text(self, problem: Exception) -> str:
-        where = self.grid.name() if self.grid is not None else f"rank {self._everyone.rank}"
-        return f"[pipeline] {where} failed while it was built: {type(problem).__name__}: {problem}"
+        self.building.agree()
 
     def end(self) -> None:
         """The engine has ended: lets go of the process groups."""
-        self.grid = None
-        del self._everyone
+        self._grid = None
+        del self._everyone, self.building
 
     # ---- of one of the engines
 
     def speaks(self) -> bool:
-        return self.grid is not None and self.grid.stage == 0
+        return self._grid is not None and self._grid.stage == 0
 
     def optimizer_made(self, base: torch.optim.Optimizer | None) -> None:
-        assert self.grid is not None
+        assert self._grid is not None
+        own = None if base is None else form_of(base)
         self.agree()
-        own = Optimizer.of(base)
-        everyone = self._everyone.values(None if own is None else own.plain())
-        check_optimizers([None if one is None else Optimizer.from_plain(one) for one in everyone], self.grid.name)
+        _core.check_optimizers(self._grid.ranks, own)
 
     def casts_inputs(self) -> bool:
         return self.own_inputs
@@ -71,7 +64,7 @@ class Stages(Program):
         self.agree()
 
     def device(self) -> torch.device | None:
-        return None if self.grid is None else self.grid.device
+        return None if self._grid is None else self._grid.device
 
     def group_names(self, own: Names) -> Names:
         """Of all stages, each name once."""

@@ -97,7 +97,7 @@ def refused_together(rank: int) -> None:
     engine.set_train_batch_size(12)
     with pytest.raises(tessera.UsageError, match="ended after 3 of 4 micro-batches"):
         engine.train_batch(iter([batch(0)] * (3 + rank)))
-    with pytest.raises(tessera.UsageError, match="data_iter of rank 0 has ended"):
+    with pytest.raises(tessera.UsageError, match="the data of rank 0 has ended"):
         engine.train_batch(iter([batch(0)] * (4 * rank)))
     with pytest.raises(StopIteration):
         engine.train_batch(iter([]))
@@ -235,6 +235,9 @@ def one_fails(rank: int, how: str, words: str, error: type[Exception]) -> None:
     assert rank == 1 or "stage 1 (rank 1) failed in this batch" in str(caught.value)
     with pytest.raises(tessera.UsageError, match="a batch has failed before"):
         engine.train_batch(data(0))
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(tessera.UsageError, match=r"\w+_checkpoint: a batch has failed before"):
+            call("nowhere")
     engine.destroy()
 
 
