@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import typed_program
 
 import tessera
 
@@ -107,29 +108,34 @@ def test_public_members_have_docstrings() -> None:
     assert len(members) > 300
 
 
-CHECKPOINT = """
-engine.save_checkpoint("run", client_state={"epoch": 1})
-path, client_state = engine.load_checkpoint("run")
-if path is not None and client_state is not None:
-    print(path.upper(), client_state["epoch"], engine.global_grad_norm(), engine.global_steps + 1, engine.get_lr()[0])
-engine.save_16bit_model("out", max_shard_size="5GB")
-engine.destroy()
-"""
-
-
 def test_a_program_of_a_user_passes_mypy_strict(tmp_path: Path) -> None:
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed (requirements/lint.txt)")
     root = Path(__file__).parents[2]
     loop = re.search(r"```python\n(.*?)\n```", (root / "README.md").read_text(), re.S)
     assert loop is not None
-    (tmp_path / "program.py").write_text(loop[1] + CHECKPOINT)
+    (tmp_path / "loop.py").write_text(loop[1] + "\n")
+    program = Path(__file__).with_name("typed_program.py")
     place = Path(tessera.__file__).parents[1]
     path = {} if place.name == "site-packages" else {"MYPYPATH": str(place)}
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", "program.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        "--follow-imports=silent",
+        "loop.py",
+        str(program),
+    ]
     command += ["--cache-dir", str(root / ".mypy_cache" / "program")]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_that_program_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    typed_program.main(tmp_path)
+    assert "memory of this rank" in capsys.readouterr().out and (tmp_path / "run.jsonl").exists()
 
 
 def test_stub_matches_the_compiled_module() -> None:
