@@ -50,7 +50,7 @@ namespace tessera::zero {
 class Units;
 struct Lanes;
 
-// All but its thread's part is for the thread that runs the model.
+// All but the part of the lane's thread is for the thread that runs the model.
 class UpdateLane {
  public:
   static constexpr int kHeld = 2;
@@ -59,9 +59,9 @@ class UpdateLane {
     shard::Buffer grads;  // of its owned range
     std::vector<Segment> segments;
     double scale;  // of the gradients
-    // Ends their use, as ArrivedSum::release; not called by the lane's thread. Without it they are let go of.
+    // Ends the gradients' use, as ArrivedSum::release; not called by the lane's thread. Without it the lane lets go of them.
     std::function<void(const std::shared_ptr<c10::Event>&)> release{};
-    std::shared_ptr<c10::Event> start{};  // add() makes it
+    std::shared_ptr<c10::Event> start{};  // add() makes this event
   };
   using Gather = std::function<comm::Pending(Unit&)>;
 
@@ -70,42 +70,42 @@ class UpdateLane {
   UpdateLane(const UpdateLane&) = delete;
   UpdateLane& operator=(const UpdateLane&) = delete;
 
-  // The options ask for it and some states or weights may live elsewhere than on the device, which is not the CPU.
+  // Whether the options ask for a lane and some states or weights may live elsewhere than on the device, which is not the CPU.
   bool on() const;
-  // Updates of `unit` run on.
+  // Whether updates of `unit` run on.
   bool takes(const Unit& unit) const;
 
-  // An update begins, once finish() has ended the one before, or agreed() was called: of some of `units`, in the order in which
-  // the next forward uses them. `gather` starts to gather a unit's weights. `disks` has what failed in the update so far.
+  // Begins an update of some of `units`, in the order in which the next forward uses them, once finish() has ended the last one,
+  // or agreed() was called. `gather` starts to gather a unit's weights. `disks` has what failed in the update so far.
   void open(const std::vector<Unit*>& units, Lanes& lanes, Gather gather, RankGuard disks);
   bool is_open() const { return open_; }
-  // Leaves the update of a unit to the thread. `present`: by parameter, which are updated. Waits while kHeld units that are to be
-  // released have not been. Nothing has changed where it throws.
+  // Leaves the update of a unit to the thread. `present`: by parameter, whether it is updated. Waits while kHeld units that are
+  // to be released have not been. Nothing has changed where this throws.
   void add(Work work, const std::vector<bool>& present);
-  // No more of them come. `disks` has what failed beside it.
+  // Says that no more units come. `disks` has what failed beside the thread.
   void close(RankGuard disks = RankGuard(true));
-  // What is open ends, with what was added; nothing of it is gathered, and what failed is forgotten. Local.
+  // Ends an open update, with the units that were added; gathers nothing of them, and forgets what failed. Local.
   void abandon();
 
-  // The current stream may read the weights of `unit`. Collective where they are gathered: Note [Updates that run on].
+  // The current stream may read the weights of `unit` afterwards. Collective where they are gathered: Note [Updates that run on].
   void await(const Unit& unit);
-  // The host would not wait for the thread, nor gather.
+  // Whether await() would neither wait for the thread nor gather.
   bool is_there(const Unit& unit) const;
-  // Nothing of it runs on, or await() was called since.
+  // Whether nothing of the unit runs on, or await() was called since.
   bool is_awaited(const Unit& unit) const;
-  // All states of this rank are those after the update, or while it is open after that of the units so far, for what the current
-  // stream is given from here on. On one rank IoError or OutOfMemoryError where the update failed. Local.
+  // Waits for all states of this rank: those after the update, or while it is open after that of the units so far, for what the
+  // current stream is given from here on. On one rank IoError or OutOfMemoryError where the update failed. Local.
   void settle();
-  // Gathers what await() has not. Collective.
+  // Gathers the weights that await() has not gathered. Collective.
   void gather_rest();
-  // Both. Where the update failed on some rank: IoError or OutOfMemoryError, on all ranks. Collective; nothing happens where
-  // no update has run on since the last call.
+  // Settles and gathers the rest. Where the update failed on some rank: IoError or OutOfMemoryError, on all ranks. Collective;
+  // nothing happens where no update has run on since the last call.
   void finish();
-  // After settle(): an update of this rank's failed, and ranks have not agreed on it.
+  // After settle(): whether an update of this rank's failed, and ranks have not agreed on it.
   bool has_failed() const;
-  // No rank has.
+  // Says that no rank's update failed.
   void agreed() { agreed_ = true; }
-  // The thread comes to its end, with the update. Local. What is not gathered stays so: true where there is such.
+  // Ends the thread, with the update. Local. Weights that are not gathered stay so: true where there are such.
   bool stop() noexcept;
 
  private:
@@ -113,9 +113,9 @@ class UpdateLane {
   struct Coming {
     Unit* unit = nullptr;
     bool gathers = false, added = false, awaited = false;
-    // The thread's, under mutex_.
+    // The lane's thread writes these, under mutex_.
     bool there = false;
-    std::vector<std::shared_ptr<c10::Event>> events;  // of its weights
+    std::vector<std::shared_ptr<c10::Event>> events;  // of the unit's weights
   };
   struct Job {
     std::vector<optim::GroupOptions> groups;
@@ -140,7 +140,7 @@ class UpdateLane {
   Gather gather_;
   std::vector<bool> present_;
   std::vector<Coming> coming_;  // in the order of the next forward; until all of it is settled and gathered
-  std::unordered_map<const Unit*, size_t> numbers_;  // there
+  std::unordered_map<const Unit*, size_t> numbers_;  // numbers of units in coming_
   size_t gathered_ = 0;                              // of coming_
   bool runs_ = false;                                // begun and not settled
   bool agreed_ = true;
@@ -148,15 +148,15 @@ class UpdateLane {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::unique_ptr<Job> job_;   // until the thread is through
-  std::vector<Work> waiting_;  // for the thread
+  std::vector<Work> waiting_;  // units for the thread
   bool open_ = false, stops_ = false, failed_ = false;
   bool rests_ = false;  // the thread has done all that came
   int held_ = 0;        // works to be released
   std::vector<std::pair<decltype(Work::release), std::shared_ptr<c10::Event>>> used_;
   RankGuard beside_{true};      // what close() was given
-  RankGuard disks_{true};       // the thread's, while it has a job
-  std::deque<Work> under_way_;  // the thread's
-  std::exception_ptr error_;    // as disks_
+  RankGuard disks_{true};       // what failed on the thread, which has it while there is a job
+  std::deque<Work> under_way_;  // units that the thread works on
+  std::exception_ptr error_;    // the thread's, as disks_
   std::thread thread_;
 };
 
