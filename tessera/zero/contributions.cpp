@@ -118,7 +118,7 @@ void Contributions::add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& 
     shard::scaled_add(to, from);
     return;
   }
-  const uint64_t number = kSums + unit.progress().count_sum();  // additions of contributions differ by rank: not counted
+  const uint64_t number = kSums + unit.progress().count_sum();  // ranks' additions differ in number: they do not count
   for (const Param& p : unit.params()) {
     const shard::Range r = unit.owned_slice(p);
     if (r.empty()) continue;
