@@ -41,8 +41,8 @@ class Watch {
   void attach(Engine& engine, bool speaks);
   // Somebody takes metrics from here on. Local.
   void listen(Engine& engine);
-  // Sets what only the program knows; 0: not known. Steps of the whole run (else the schedule's total_num_steps), tokens a sample.
-  // Value error for a negative number.
+  // Sets what only the program knows; 0: not known. Steps of the whole run (else the schedule's total_num_steps), tokens of one
+  // sample. Value error for a negative number.
   void expect(int64_t steps, double tokens_per_sample = 0);
 
   struct Report {

@@ -101,7 +101,7 @@ class Buffer {
   PendingView fetch(Range range) const;
   PendingView to_fill(Range range) const { return home_ ? home_->to_fill(range) : fetch(range); }  // see Home
   void store(Range range, const at::Tensor& values) const;
-  bool arrives(Range range, const std::shared_ptr<c10::Event>& event) const;  // see Home; not for a buffer on the device
+  bool arrives(Range range, const std::shared_ptr<c10::Event>& event) const;  // see Home; not for one on the device
   void flush() const;
   // The elements of `range` on the device: a view where the buffer lives there, else a copy.
   at::Tensor read(Range range) const;

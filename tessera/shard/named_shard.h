@@ -32,7 +32,7 @@ struct NamedShard {
   int replica = 0;                    // number among those that hold the same elements
   int replicas = 1;                   // how many hold the same elements
   bool trained = true;                // has an optimizer group
-  CutPtr cut{};                       // which elements of a whole the parameter is; null: all. `range` is of the parameter's
+  CutPtr cut{};                       // which elements of a whole the parameter is; null: all. The range is within it
 };
 
 }  // namespace tessera::shard
