@@ -56,8 +56,8 @@ class NvmeFile {
   Read read(Bytes bytes, Bytes space);
   // Memory for bytes that are to be written there; `bytes` as for write().
   std::shared_ptr<char> memory_for(Bytes bytes);
-  // Writes `values`, which stay untouched; `keeps` are kept alive until they are there. Copies nothing where they lie in memory of
-  // read() or memory_for(), from the same block on to the end of a block or of `space`.
+  // Writes `values`, which stay untouched; `keeps` are kept alive until they are there. Copies nothing where they lie in memory
+  // of read() or memory_for(), from the same block on to the end of a block or of `space`.
   void write(Bytes bytes, Bytes space, const char* values, std::shared_ptr<void> keeps);
   // Returns when what was written is in the file. Of several errors the first is thrown; none is left for later.
   void flush();
