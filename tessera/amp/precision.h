@@ -66,7 +66,7 @@ struct PrecisionPolicy {
 //   param   fp32, bf16 or fp16
 //   grad    fp32, bf16 or fp16, whatever the param is
 //   master  Weight with fp32 parameters; Split with bf16 ones only
-//     state   fp32, or bf16 where param is not fp16: fp16 is for processors without bf16
+//   state   fp32, or bf16 where param is not fp16: fp16 is for processors without bf16
 void check(const PrecisionPolicy& policy);
 
 }  // namespace tessera::amp

@@ -4,7 +4,7 @@
 //   Backward   from the first of the engine's hooks in a backward to its end, whoever started it
 //   Step       step(), at a boundary or not
 //   Gather     partitioned parameters on their way, as far as this rank launched or waited
-//     Reduce     gradients on their way, likewise
+//   Reduce     gradients on their way, likewise
 //
 // Gather and Reduce lie inside the others: what of the communication was not hidden. Times are of the host's clock; on a
 // device kernels may still run, unless wait_for() makes phases wait for them.
