@@ -65,8 +65,8 @@ struct Recipe {
 };
 
 // ---- for sessions
-// Marks in `specs` (param_specs() of the module) the parameters' groups; returns their options. Value errors, which name group and
-// parameter: a group that takes nothing (of the `whole` model; a stage of one may have none), a tensor that is no parameter of it,
+// Marks in `specs` (param_specs() of the module) the parameters' groups, and returns their options. Value errors, which name group
+// and parameter: a group that takes nothing (of the `whole` model; a stage may have none of one), a tensor that is no parameter,
 // one that two groups list.
 std::vector<optim::GroupOptions> group_params(const std::vector<ParamGroup>& groups,
                                               const optim::OptimizerOptions& optimizer, bool whole,
