@@ -65,7 +65,7 @@ struct Recipe {
 };
 
 // ---- for sessions
-// Marks in `specs` (param_specs() of the module) the parameters' groups, and returns their options. Value errors, which name group
+// Marks in `specs` (param_specs() of the module) the parameters' groups, and returns those. Value errors, which name group
 // and parameter: a group that takes nothing (of the `whole` model; a stage may have none of one), a tensor that is no parameter,
 // one that two groups list.
 std::vector<optim::GroupOptions> group_params(const std::vector<ParamGroup>& groups,

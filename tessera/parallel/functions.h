@@ -1,5 +1,5 @@
-// Collectives of tensor and sequence parallelism as autograd functions. Each has a partner: what one does forward the other
-// does backward (Megatron-LM, arXiv 1909.08053, section 3; sequence regions: arXiv 2205.05198, section 4.2).
+// Collectives of tensor and sequence parallelism as autograd functions. Each has a partner: what a function does forward its
+// partner does backward (Megatron-LM, arXiv 1909.08053, section 3; sequence regions: arXiv 2205.05198, section 4.2).
 //
 //                        forward            backward
 //   copy_to_ranks        identity           all-reduce            before column-parallel layers
@@ -9,9 +9,9 @@
 //   gather_for_use       all-gather of dim  reduce-scatter        enters a region of which each rank uses all
 //   scatter_sum          reduce-scatter     all-gather of dim     leaves it
 //
-// All are collective over `group`, in forward and in backward; where gradients are not needed only in forward. The backward is
-// made of the partners, so it can be differentiated again. Value errors name `label`. `sizes`: the ranks' sizes along `dim`,
-// which may differ; empty: equal ones. Bytes sent are the least possible for uneven sizes, too. A group of one rank: the identity.
+// All functions are collective over `group`, in forward and in backward; where gradients are not needed only in forward. The
+// backward is made of the partners, so it can be differentiated again. Value errors name `label`. `sizes`: the ranks' sizes along
+// `dim`, which may differ; empty: equal ones. Bytes sent are the least for uneven sizes, too. A group of one rank: the identity.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -58,15 +58,15 @@ class Exchanging {
   std::vector<at::Tensor> wait();  // once
 
  private:
-  std::vector<at::Tensor> own_;  // of a group of one rank: the result
+  std::vector<at::Tensor> own_;  // the result in a group of one rank
   at::Tensor token_;             // ties the halves together in the graph
   std::shared_ptr<InFlight> flight_;
 };
 
 // ---- of values, without autograd
-// This rank's slice of a whole, in memory of its own. Local.
+// This rank's slice of a whole, in new memory. Local.
 at::Tensor take_slice(const at::Tensor& whole, const shard::Cut& cut);
-// The whole of which `slice` is this rank's, on every rank. What several ranks have must be the same there. Collective.
+// The whole of which `slice` is this rank's, on every rank. Elements that several ranks have must be the same there. Collective.
 at::Tensor join_slices(const at::Tensor& slice, const shard::Cut& cut, const comm::GroupPtr& group,
                        comm::Label label = {});
 
