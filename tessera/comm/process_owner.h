@@ -1,4 +1,4 @@
-// Whether this is still the process in which something was made, or a forked copy of it.
+// ProcessOwner: whether this is still the process in which something was made, or a forked copy of it.
 //
 // Note [Copies of a process]
 //   fork() (os.fork in Python, workers of a DataLoader) copies a rank's groups into the child, but not the threads behind
@@ -23,7 +23,7 @@ class ProcessOwner {
   uint32_t forks_;
 };
 
-// Why calls fail in a copy.
+// Why calls fail in a copy of the process.
 inline constexpr auto kForkedCopy =
     "this process is a forked copy of the rank and cannot talk to the others; use the engine and its groups "
     "only in the process that made them";
