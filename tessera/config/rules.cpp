@@ -28,7 +28,7 @@ void check_amp(const Config& c, Report& report) {
   }
 }
 
-// Checks that a static loss scale fits fp32, in which gradients are divided.
+// Checks that a loss scale fits fp32, in which gradients are divided.
 void check_loss_scale_fits(const Config& c, Report& report) {
   if (!c.fp16.enabled) {
     return;
