@@ -25,10 +25,10 @@ namespace tessera::kernels {
 // Good for rounding, where a bias would have to line up with the data over many steps; not for secrets.
 enum Stream : uint8_t { kState0, kState1, kWeight, kGradient };
 
-TESSERA_ELEMENT constexpr bool is_first(Stream stream) {  // its word is not made of another one
+TESSERA_ELEMENT constexpr bool is_first(Stream stream) {  // whether its word is not made of another one
   return stream == kState0 || stream == kWeight;
 }
-TESSERA_ELEMENT constexpr int32_t factor_of(Stream stream) {  // of the others
+TESSERA_ELEMENT constexpr int32_t factor_of(Stream stream) {  // of the other streams
   return stream == kState1 ? -0x663766cb : -0x62b75ccd;
 }
 TESSERA_ELEMENT constexpr unsigned turn_of(Stream stream) {
