@@ -101,7 +101,7 @@ class Session {
                               const ClientValues& client = {});
   [[nodiscard]] Loaded load_checkpoint(const std::string& dir, const std::string& tag = "",
                                        const engine::Restore::Options& options = {});
-  // Exports weights and buffers in the compute dtype for other tools to `dir`: ".bin" for torch.load(), or ".safetensors"; several
+  // Exports weights and buffers in the compute dtype for other tools to `dir`: ".bin" for torch.load(), ".safetensors"; several
   // files with an index where one would have more than max_shard_bytes. Complete or not at all. False, and nothing is
   // written, for partitioned parameters without zero_optimization.stage3_gather_16bit_weights_on_model_save. Collective.
   struct ExportOptions {
@@ -136,7 +136,7 @@ class Session {
   // groups are in the optimizer.
   std::vector<optim::GroupOptions>& groups() { return live().groups(); }
   // Adds a param group of parameters of modules that came after the engine was built. (Frozen ones that require gradients again
-  // join their group.) They join with the next step, save or load; a schedule leaves their rate. Returns the group's number. Value
+  // join their group.) They join with the next step, save or load; a schedule leaves their rate. Returns its number. Value
   // error, with nothing changed, for what the module does not have, what is in another group and what cannot be trained with the
   // others; state error with an optimizer of one's own. On all ranks alike; local.
   int add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);
