@@ -39,7 +39,7 @@ def rows_of(everyone: Group, own: Sequence[float], label: str, device: torch.dev
 def agree(everyone: Group, problem: str, device: torch.device) -> None: ...
 def texts_of(everyone: Group, own: str, label: str, device: torch.device) -> list[str]: ...
 
-# `batch`: what the core calls of it is in python/tessera/pipeline/_batch.py.
+# `batch`: what the core calls on it is in python/tessera/pipeline/_batch.py.
 class Ties:
     def __init__(
         self, ranks: PipelineRanks, tied: Sequence[tuple[str, list[int], Sequence[tuple[str, torch.Tensor]]]]
@@ -60,13 +60,13 @@ class PipelineRunner:
     def run(
         self, engine: Engine, batch: Any, table: Sequence[StageAction], shape: PipelineShape, trains: bool
     ) -> BatchResult: ...
-    call: Final[str]  # that is under way
+    call: Final[str]  # the call that is under way
     most_live: Final[int]  # activations held at one time
     def begin(self, call: str) -> None: ...
     def end(self) -> None: ...
     def fail(self, text: str, lost: bool) -> None: ...
 
-# Of a link (tessera/pipeline/link.h); layouts and `dims` are those of tessera/hybrid/_layout.py.
+# The classes of a link (tessera/pipeline/link.h); layouts and `dims` are those of tessera/hybrid/_layout.py.
 class PythonPointToPoint(PointToPoint):
     def __init__(self, rank: int, size: int, channel: Any) -> None: ...
 
