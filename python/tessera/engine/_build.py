@@ -93,7 +93,7 @@ def units_of(
 
 @dataclass(frozen=True)
 class Specs:
-    params: list[_core.ParamSpec]  # all, those of the optimizer that the model lacks behind its own
+    params: list[_core.ParamSpec]  # all parameters; those that the optimizer has and the model lacks come last
     group_names: list[list[tuple[str, bool]]]  # Updates.group_names
 
 
@@ -125,7 +125,7 @@ def specs_of(
 
 
 def updates_of(core: _core.Engine, specs: Specs, settings: _core.Config, ranks: Ranks) -> Updates:
-    """Without a runner still."""
+    """The updates, still without a runner."""
     shards = settings.placements.shards_states
     return Updates(
         core,

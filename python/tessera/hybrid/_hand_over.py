@@ -17,7 +17,7 @@ from tessera.hybrid._sender import Sender
 def hand_over(
     sender: Sender, receiver: Receiver, outputs: Any, sample: Hashable, samples: Sequence[int] | None = None
 ) -> Any:
-    """For processes that have a rank of both sides: what Receiver.receive() would return of Sender.send(outputs),
+    """For processes that have a rank on both sides: what Receiver.receive() would return of Sender.send(outputs),
     inside one graph, so that loss.backward() goes through both engines. The ends have no step() then, and must be there
     until the last backward. Collective over both sides, in the backward too."""
     leaves, tree = _pytree.tree_flatten(outputs)
