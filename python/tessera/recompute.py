@@ -30,7 +30,7 @@ class RandomStates:
         self.seeds: set[int] = set()
 
     def add(self, name: str, seed: int) -> None:
-        """A generator that begins with `seed`. ValueError for a name or a seed that is there already."""
+        """Adds a generator that begins with `seed`. ValueError for a name or a seed that is there already."""
         if seed in self.seeds:
             raise ValueError(f"[recompute] seed {seed} already exists")
         if name in self.states:
@@ -90,7 +90,7 @@ class Recompute:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(*args, **kwargs); what its backward needs is computed again there."""
         random = self.random
-        states = dict(random.states) if random is not None else {}  # as the call finds them
+        states = dict(random.states) if random is not None else {}  # the states as the call finds them
 
         def contexts() -> tuple[Any, Any]:
             again = random.replayed(states) if random is not None else contextlib.nullcontext()

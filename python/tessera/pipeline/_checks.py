@@ -1,4 +1,4 @@
-"""What a pipeline refuses before it is built."""
+"""Refuses what a pipeline cannot be built of."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(model: Any, config: _core.Config, group: Any) -> None:
 
 
 def check_alike(model: PipelineModule, config: _core.Config, everyone: Everyone) -> None:
-    """What all stages must have alike. Collective."""
+    """Checks what all stages must have alike. Collective."""
     mine = {
         "num_stages": model.num_stages,
         "num_chunks": model.num_chunks,
@@ -54,7 +54,7 @@ def check_alike(model: PipelineModule, config: _core.Config, everyone: Everyone)
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What all stages must have alike of an optimizer."""
+    """The part of an optimizer that all stages must have alike."""
 
     kind: str
     groups: list[dict[str, Any]]
@@ -64,7 +64,7 @@ class Optimizer:
         return None if base is None else cls(class_of(base), [plain_values(group) for group in base.param_groups])
 
     def plain(self) -> list[Any]:
-        """As JSON can say it, which has no tuples."""
+        """The values as JSON can say them, which has no tuples."""
         return [self.kind, self.groups]
 
     @classmethod
@@ -74,8 +74,8 @@ class Optimizer:
 
 
 def check_optimizers(everyone: Sequence[Optimizer | None], name: Callable[[int], str]) -> None:
-    """Of all ranks, which `name` puts in words: a param group has one number and the same values on all of them, since
-    a checkpoint has it once."""
+    """Checks the optimizers of all ranks, which `name` puts in words: a param group has one number and the same values
+    on all of them, since a checkpoint has it once."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         if first is None or other is None:
