@@ -56,8 +56,8 @@ def init_distributed(
     Ranks come from the arguments or from the environment: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
     `tessera launch`, tessera-run and torchrun set them; with `other_launchers` also what mpirun, mpiexec and srun set.
     Without any the process is a world of its own and opens no port. `port`, where it is given, wins over the port of a
-    job, and MASTER_PORT over it. `backend` None: nccl where CUDA runs, else gloo; "tessera" is that of
-    job, and MASTER_PORT over it. `backend` None: nccl where CUDA runs, else gloo; "tessera" is the one of
+    job, and MASTER_PORT over it. `backend` None: nccl where CUDA runs, else gloo; "tessera" is the back end of
+    register_backend().
 
     Where the back end is an accelerator's own, as NCCL, this rank's device (own_device()) is the current one from here
     on, and the group is bound to it. ConfigError on all ranks where one of them has no device, or another's.

@@ -1,5 +1,5 @@
 """Estimates what a rank holds of model states, from the configuration's own precision and placements, with the device
-of model apart from the host (tessera/config/estimate.h). Activations, and what torch itself takes, are not in it.
+of the model apart from the host (tessera/config/estimate.h). Activations, and what torch itself takes, are not in it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class LinkSender : public LinkEnd {
   // Value error where ranks of a side share a sequence and no dim of it is known.
   LinkSender(LinkRanks ranks, LinkEngine engine);
 
-  // Tensors with a graph arrive as leaves that require gradients; sizes may change from call to call, and the tensors after it.
+  // Tensors with a graph arrive as leaves that require gradients; sizes may change between calls, and tensors after a call.
   // `samples`: how many rows of the batch dim each sample of this rank's batch has (none: one), where batches are dealt out to
   // another number of ranks. `note` arrives as it is; the first rank's counts. Waits for the ranks of the source that
   // share a batch or have others to come to the same call, and where no tensor has a graph for the target to be 8 such

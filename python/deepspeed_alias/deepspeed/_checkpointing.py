@@ -56,8 +56,9 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """For checkpoint() from now on. Arguments win over the section activation_checkpointing of `deepspeed_config`.
-    partition_activations needs the tensor-parallel ranks: those of `mpu_`, or of the engine that was built last."""
+    """Sets what checkpoint() does from now on. Arguments win over the section activation_checkpointing of
+    `deepspeed_config`. partition_activations needs the tensor-parallel ranks: those of `mpu_`, or of the engine that
+    was built last."""
     global _call, _configured
     section: Any = None
     if deepspeed_config is not None:

@@ -29,7 +29,7 @@ class fragment_address:
 
 
 class DeprecatedException(Exception):
-    """What DeepSpeed raises for what it has given up."""
+    """DeepSpeed raises this for what it has given up."""
 
 
 class DummyOptim:
@@ -91,14 +91,14 @@ def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where parts begin, and the end of the last one."""
+    """Returns where parts begin, and the end of the last one."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     return [0, *itertools.accumulate(_core.part_sizes(num_items, num_parts))]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """As partition_uniform(), with the largest sum of a part as small as it can be."""
+    """Does partition_uniform()'s work with the largest sum of a part as small as it can be."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return list(_core.split_weights([float(weight) for weight in weights], num_parts))
@@ -132,7 +132,7 @@ def get_tensor_bytes(item: Any) -> int:
 def get_global_norm_of_tensors(
     input_tensors: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> float:
-    """Of tensors of this rank, or of those of the tensor-parallel ranks of `mpu` together."""
+    """The norm of tensors of this rank, or of those of the tensor-parallel ranks of `mpu` together."""
     if moe_ep_group is not None:
         raise NotServed("[get_global_norm_of_tensors] moe_ep_group: groups of experts are not served")
     norms = [tensor.detach().float().norm(norm_type) for tensor in input_tensors]

@@ -21,7 +21,7 @@ from tessera import distributed
 
 
 class ZeRORuntimeException(Exception):
-    """What DeepSpeed raises where an optimizer or a checkpoint does not fit."""
+    """DeepSpeed raises this where an optimizer or a checkpoint does not fit."""
 
 
 class ZeroParamType(enum.Enum):
@@ -106,7 +106,7 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class _Regions(threading.local):
-    """Those of GatheredParameters that this thread is in."""
+    """The GatheredParameters that this thread is in."""
 
     def __init__(self) -> None:
         self.open: list[GatheredParameters] = []
@@ -173,7 +173,7 @@ class DeepSpeedZeRoOffload:
         self.backward_hooks: list[Any] = []
 
     def setup_zero_stage3_hooks(self) -> None:
-        """They stay where they are."""
+        """Does nothing: the hooks stay where they are."""
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
         """The module is hooked already."""

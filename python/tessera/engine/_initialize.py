@@ -47,7 +47,7 @@ def initialize(
         default process group is created where several were started and there is none.
     unit_policy: which parameters travel together, see tessera.units; default: blocks that the model repeats.
     engine_type: Engine, or what makes one, or an object that has one, of its arguments; default: the class that the
-    model names (a PipelineModule a PipelineEngine), else Engine.
+        model names (a PipelineModule a PipelineEngine), else Engine.
     The returned optimizer is the client's own object at stage 0 in fp32, else a tessera.Optimizer.
     A plain model on the CPU is moved to the accelerator that the process group has a back end of its own for, as NCCL.
     Collective over all ranks. ConfigError (a ValueError) for wrong arguments.

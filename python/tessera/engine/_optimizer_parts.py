@@ -1,5 +1,5 @@
 """The part of a checkpoint that is the optimizer's, beside the core's tensors: states of an optimizer that runs itself,
-param groups, the schedule."""
+values of param groups, the schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_
 def client_states(run: Run, names: dict[int, str]) -> tuple[dict[str, Any], list[tuple[int, str, torch.Tensor]]]:
     """States of an optimizer that runs itself: those that are not a value for each element of this rank's part, by
     parameter (with CUT where that says what of it they are of), and those that are. Where all ranks have the same, one
-    has"""
+    has it here."""
     numbers: dict[str, Any] = {}
     states: list[tuple[int, str, torch.Tensor]] = []
     runner = run._updates.runner

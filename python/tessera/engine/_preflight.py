@@ -1,5 +1,5 @@
 """Refuses modules that an engine cannot take, before it touches anything (the core refuses parameters), and uses of
-them its use before a step."""
+the module before a step."""
 
 from __future__ import annotations
 

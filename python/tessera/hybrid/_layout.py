@@ -1,5 +1,5 @@
 """The terms that the ranks of a link agree on: who holds what of a tensor, and how it travels. Which part goes from
-which which is the core's arithmetic (tessera/pipeline/boxes.h)."""
+which rank to which is the core's arithmetic (tessera/pipeline/boxes.h)."""
 
 from __future__ import annotations
 
