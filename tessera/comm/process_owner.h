@@ -28,7 +28,7 @@ inline constexpr auto kForkedCopy =
     "this process is a forked copy of the rank and cannot talk to the others; use the engine and its groups "
     "only in the process that made them";
 
-// As std::make_shared, but a forked copy of the process never destroys it.
+// Does what std::make_shared does, but a forked copy of the process never destroys the object.
 template <class T, class... Args>
 std::shared_ptr<T> make_owned(Args&&... args) {
   return {new T(std::forward<Args>(args)...), [owner = ProcessOwner()](T* made) {

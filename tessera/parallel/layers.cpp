@@ -18,7 +18,7 @@ struct Entry {
   bool sequence = false, overlap = true;
   int layers = 0;  // layers that will want a gradient here
 
-  // Of the running backward:
+  // State of the backward that is running:
   int arrived = 0;  // layers that have given their gradient
   at::Tensor sum;
   std::optional<Transfer<at::Tensor>> flight;
