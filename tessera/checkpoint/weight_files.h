@@ -95,7 +95,7 @@ class WeightReader {
   // Finds a tensor by any of its names; null where there is none.
   const WeightTensor* find(const std::string& name) const;
   // Reads a tensor or a slice on the CPU, in its dtype. Value error for a name or a slice that is not there; IoError for a disk.
-  // Of a slice nothing else is read, but for gaps of less than 16 KiB.
+  // A slice is read without the rest of its tensor, but for gaps of less than 16 KiB.
   at::Tensor read(const std::string& name) const;
   at::Tensor read(const std::string& name, const Slice& slice) const;
 

@@ -3,12 +3,12 @@
 //
 // Note [Byte model]
 //   For an element that the host updates, its kernel reads and writes `kernel` bytes of host memory, and weights pass the bus each
-//   way. For one that the device does, masters and states pass the bus each way, which host memory serves; the device's
+//   way. For an element that the device updates, masters and states pass the bus each way, which host memory serves; the device's
 //   memory moves what its kernel does and, as they come and go, masters and states once more each way. Host, bus and the device
-//   work at the same time, so that an update takes as long as the busiest of them, which the share decides; of a disk it
-//   takes at least what that reads and writes, whatever the share. Gradients leave beside the backward and do not count. Of a model on
-//   the CPU nothing passes a bus. A step is its forward and backward, and what of the update is not hidden behind those
-//   that it goes on beside: step_time().
+//   work at the same time, so that an update takes as long as the busiest of them, which the share decides. An update of states
+//   on a disk takes at least as long as the disk's transfers, whatever the share. Gradients leave beside the backward and do not
+//   count. A model on the CPU passes nothing over a bus. A step is its forward and backward, and what of the update is not hidden
+//   behind those that the update goes on beside: step_time().
 #pragma once
 
 #include <cstdint>

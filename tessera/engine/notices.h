@@ -35,9 +35,9 @@ class Notices {
   std::vector<std::string> texts_;
 };
 
-// Of the parameters with these names, each used in so many of `steps` steps, returns those that no step used. Members of a list
-// (experts, layers; also numbered names as expert_3) are left out where that may be meant: of one step where another member was
-// used, of several where another member was used in some of them only.
+// Returns those of the named parameters that no step used; `used` says in how many of `steps` steps each was. Members of a list
+// (experts, layers; also numbered names as expert_3) are left out where their disuse may be meant: for one step, if another
+// member was used; for several, if another member was used in only some of them.
 std::vector<std::string> never_used(const std::vector<std::string>& names, const std::vector<int>& used, int steps);
 
 }  // namespace tessera::engine

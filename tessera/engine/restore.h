@@ -47,7 +47,7 @@ class Restore {
   const std::string& folder() const { return folder_; }
   const std::string& tag() const { return tag_; }
   const std::string& client_run() const;
-  // Whether it was saved inside an accumulation that cannot go on here: RestoredAccumulation::fits(), and the note above.
+  // Whether the checkpoint was saved inside an accumulation that cannot go on here: RestoredAccumulation::fits(), the note above.
   bool accumulation_begins_anew() const { return !anew_.empty(); }
   const std::vector<std::string>& missing() const { return missing_; }
   const std::vector<std::string>& unexpected() const { return unexpected_; }

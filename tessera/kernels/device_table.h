@@ -49,7 +49,7 @@ struct DeviceTable {
   std::string (*why_unusable)();      // empty where a device can be used, else why not
   bool (*is_captured)(void* stream);  // the stream's work is recorded for replays (a graph), and not done now
 
-  // Segments have no element in common that is written. Those that agree on which pointers they have, on dtypes and rounding
+  // Segments share no element that is written. Segments that agree on which pointers they have, on dtypes and rounding
   // share launches.
   void (*adam)(const UpdateSegment<AdamRule>*, int64_t count, void* stream);
   void (*sgd)(const UpdateSegment<SgdRule>*, int64_t count, void* stream);

@@ -8,8 +8,8 @@
 namespace tessera::kernels {
 
 // Note [Random bits]
-// Every stream has 16 bits for element e: the complement of those from 16 * (e % 4) on of its word of index a = e / 4
-// (which makes the word the bound that vectors compare dropped bits with). Of 64-bit x, low(x) and high(x) are the halves
+// Every stream has 16 bits for element e: those from bit 16 * (e % 4) on of its word of index a = e / 4, complemented (so that
+// the word is the bound that vectors compare dropped bits with). For 64-bit x, low(x) and high(x) are the halves
 // and x >>> n is x rotated to the right:
 //   x = key.offset + a * kWeyl
 //   x = low(x) * high(x) ^ (x >>> 32) ^ key.mask

@@ -70,7 +70,7 @@ class RowLinearImpl : public torch::nn::Cloneable<RowLinearImpl>, public CutHold
 };
 TORCH_MODULE(RowLinear);
 
-// An embedding with this rank's rows of the vocabulary. Of the options padding_idx is served; not-implemented error for others.
+// An embedding with this rank's rows of the vocabulary. It serves the option padding_idx; not-implemented error for others.
 class VocabEmbeddingImpl : public torch::nn::Cloneable<VocabEmbeddingImpl>, public CutHolder {
  public:
   VocabEmbeddingImpl(const torch::nn::EmbeddingOptions& options, parallel::Region region, parallel::SizeRule rule = {});

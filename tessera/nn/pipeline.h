@@ -87,7 +87,7 @@ class Pipeline : private Session {
   using Session::expect;
   using Session::on_metric;
   using Session::write_metrics;
-  // These are of this stage.
+  // The members below concern this stage alone.
   using Session::comm_summary;
   using Session::core;
   using Session::destroy;

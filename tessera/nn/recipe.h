@@ -29,8 +29,8 @@ struct ParamGroup {
   std::vector<at::Tensor> params = {};
   // Changes the options that optimizer.params of the configuration give; empty: changes nothing.
   std::function<void(optim::GroupOptions& options)> set = {};
-  // With optimizer.type Muon: whether the parameters are the matrices that Muon is for, or are updated as by AdamW. Empty: by
-  // optim::is_muon_matrix(), which may make two groups of one, matrices first; `set` is called for each.
+  // With optimizer.type Muon: true where the parameters are the matrices that Muon is for, false where AdamW updates them. Empty:
+  // optim::is_muon_matrix() decides, which may make two groups of one, matrices first; `set` is called for each.
   std::optional<bool> use_muon = {};
   // The parameters are not trained: requires_grad goes, until the program sets it again.
   bool frozen = false;
@@ -40,8 +40,8 @@ struct ParamGroup {
 class Schedule {
  public:
   virtual ~Schedule() = default;
-  // Rates by group, after so many updates. `initial`: the rates that the groups were given. As many, finite and not negative, the
-  // same on all ranks; value error for others.
+  // Returns the groups' rates after so many updates. `initial`: the rates that the groups were given. The rates must be as many,
+  // finite, not negative and the same on all ranks; value error otherwise.
   virtual std::vector<double> rates(int64_t updates, const std::vector<double>& initial) = 0;
   // The text that load_state() gets after a resume, for checkpoints; rank 0's is kept.
   virtual std::string state() const { return {}; }
@@ -55,12 +55,12 @@ struct Recipe {
   // The first group that takes a parameter has it. Parameters that none takes are one more group, behind these, with the
   // configuration's own hyper-parameters: engine.lr() has its rate last.
   std::vector<ParamGroup> groups = {};
-  // Built over the module's parameters, with its own groups; it takes the place of the configuration's. It updates fp32 masters,
-  // in stages 1 to 3 those of this rank's slices, which take the parameters' places in its groups until destroy(). What it does not
-  // have is not trained.
+  // An optimizer built over the module's parameters, with its own groups, in place of the configuration's. It updates fp32
+  // masters, in stages 1 to 3 those of this rank's slices, which take the parameters' places in its groups until destroy().
+  // Parameters that it does not have are not trained.
   std::shared_ptr<torch::optim::Optimizer> optimizer = nullptr;
   std::shared_ptr<Schedule> schedule = nullptr;  // in the place of the configuration's schedule
-  // With ranks along Axis::Sp: the model treats each part of a sequence alone, as no attention does, or exchanges parts by itself.
+  // True: along Axis::Sp the model treats each part of a sequence alone, as no attention does, or exchanges parts by itself.
   bool parts_alone = false;
 };
 

@@ -195,7 +195,7 @@ class Session {
   void zero_grad() { live().zero_grad(); }
   // Whether the next backward completes an update.
   bool is_gradient_accumulation_boundary() const { return live().is_gradient_accumulation_boundary(); }
-  // These are those of engine::Engine.
+  // The calls below do what those of engine::Engine do.
   void set_gradient_accumulation_boundary(bool boundary) { live().set_gradient_accumulation_boundary(boundary); }
   void set_gradient_accumulation_steps(int64_t steps) { live().set_gradient_accumulation_steps(steps); }
   void set_micro_batch_size(int64_t samples) { live().set_micro_batch_size(samples); }

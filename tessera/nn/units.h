@@ -12,8 +12,8 @@
 
 namespace tessera::nn {
 
-// Outline of `module` in the terms of unit_policy.h. Its classes go by Module::name() ("my::BlockImpl"), the last part of that,
-// and both without the "Impl" of what a module holder holds.
+// Outline of `module` in the terms of unit_policy.h. A module's class goes by Module::name() ("my::BlockImpl"), by the last part
+// of that name, and by both without the "Impl" of what a module holder holds.
 engine::Outline outline(const torch::nn::Module& module);
 
 // From a model to the unit of each parameter, by name; absent names join the unit "root".

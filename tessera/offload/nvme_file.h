@@ -59,7 +59,7 @@ class NvmeFile {
   // Writes `values`, which stay untouched; `keeps` are kept alive until they are there. Copies nothing where they lie in memory
   // of read() or memory_for(), from the same block on to the end of a block or of `space`.
   void write(Bytes bytes, Bytes space, const char* values, std::shared_ptr<void> keeps);
-  // Returns when what was written is in the file. Of several errors the first is thrown; none is left for later.
+  // Returns when what was written is in the file. Throws the first of several errors, and leaves none for later.
   void flush();
 
   int64_t peak_buffer_bytes() const { return staging_->peak_bytes(); }

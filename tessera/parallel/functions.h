@@ -41,7 +41,7 @@ at::Tensor scatter_sum(const at::Tensor& x, const comm::GroupPtr& group, int64_t
 // sizes of tensor i along scatter_dim (heads, which may be uneven); `gather_sizes`: along gather_dim (of the sequence). Same
 // dtype and device for all. One copy into the send buffer; none out of the receive buffer where gather_dim is the outermost and
 // scatter_dim an inner one, and the tensors differ in scatter_dim only: the results are then strided views of that buffer. None
-// in, one out, for one tensor the other way.
+// in, one out, for one tensor whose dims are the other way round.
 std::vector<at::Tensor> exchange(const std::vector<at::Tensor>& tensors, const comm::GroupPtr& group,
                                  int64_t scatter_dim, int64_t gather_dim, const std::vector<Sizes>& scatter_sizes = {},
                                  const Sizes& gather_sizes = {}, comm::Label label = {});

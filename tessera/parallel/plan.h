@@ -59,7 +59,7 @@ struct Rule {
   bool sum_gradient = false;  // Skip: whole, gradients summed over the group
 };
 
-// The first rule whose pattern matches; null without any. Also for parameters that are no module's weight: Skip leaves these.
+// The first rule whose pattern matches; null without any. Matches parameters of no module's, too: Skip leaves these.
 const Rule* first_match(const std::vector<Rule>& rules, const std::string& name);
 
 struct PlanOptions {

@@ -1,7 +1,7 @@
 // What ranks of a link say of their tensors, and the boxes that follow from it: for link*.cpp.
 //
-// A header is the first tensor of every message; its first number says what it is. Of tensors: kind, number of the message, the
-// sample's length and characters, and then what the direction has: for outputs, samples and forms; for gradients, which exist.
+// A header is the first tensor of every message; its first number is its kind. A header of tensors goes on with the message's
+// number, the sample's length and characters, and what the direction has: outputs have samples and forms; gradients, which exist.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -111,7 +111,7 @@ class Buffer {
   void fill(Range range, double value) const;
 
   // Move the buffer from the device to `home` for a while, with its values, and back. Nothing happens where it lives elsewhere
-  // anyway, has no memory, or is back. Unchanged when it throws. Its memory is free once nobody holds a view.
+  // anyway, has no memory, or is back. An error leaves the buffer as it was; its old memory is free once nobody holds a view.
   void send_to(HomePtr home);
   void bring_back();
   bool is_sent() const { return sent_; }

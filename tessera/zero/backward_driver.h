@@ -25,8 +25,8 @@ struct StepState {
   bool boundary = true;       // this micro-batch ends it
   bool hold = false;          // no_sync or coalesce: accumulate locally
   double gradient_scale = 1;  // of the running backward's gradients: 1/gradient_accumulation_steps
-  // What accumulated gradients are multiplied by. Those of a backward with another loss scale (that of another engine in a
-  // joint loss, or 1 where the engine's outputs were bypassed) are brought to it.
+  // What accumulated gradients are multiplied by. Gradients of a backward with another loss scale (that of another engine in a
+  // joint loss, or 1 where the engine's outputs were bypassed) are brought to this one.
   double loss_scale = 1;
 };
 

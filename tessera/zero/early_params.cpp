@@ -51,7 +51,7 @@ std::vector<EarlyParams::Entry*> EarlyParams::held(const std::vector<int>& numbe
   return found;
 }
 
-// Takes a parent's `child.weight.data = values` while the model is built for the values from now on. Same on all ranks.
+// Takes a parent's `child.weight.data = values` while the model is built as the values from now on. All ranks do the same.
 void EarlyParams::take_replaced(Entry& entry) {
   if (!entry.flat->sharded() || !entry.flat->is_replaced(0)) return;
   const c10::AutoGradMode no_grad(false);

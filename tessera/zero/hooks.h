@@ -7,9 +7,9 @@
 //
 // Note [Accumulators change]
 //   set_() (torch's register_parametrization() calls it) and conversions (p.data = t of another dtype) make torch forget a
-//   parameter's accumulator, while graphs still hold that, and make another one in the next forward, or at the next use. So our
-//   hook is on the parameter itself, where every accumulator of it comes by before it runs, and is given the hooks that it lacks.
-//   A user's first register_hook() takes it off; until the next forward puts it back, the accumulator that we keep has its hooks.
+//   parameter's accumulator, while graphs still hold it; the next forward, or the next use, makes another one. So our hook is on
+//   the parameter itself: each of its accumulators passes this hook before it runs, and is given the hooks that it lacks.
+//   A user's first register_hook() takes ours off; until the next forward puts it back, the accumulator we keep has the hooks.
 //
 // Note [Once]
 //   1/gradient_accumulation_steps is applied where a parameter gradient is accumulated, 1/data-parallel size where it is
@@ -20,8 +20,8 @@
 //   its own. A task is noted when one of our hooks runs in it. The backward is done when the last noted task has
 //   ended, except inside a forward (a function that runs backward in its forward is no backward of the user's).
 //   A task that throws says so before its backward is back with the caller: the next call of the user's or the next task
-//   ends what is noted of it, on all ranks at the same place. When the task dies is no such place, because threads of devices
-//   hold it for a while. A token in its callback dies with it and ends it where no call follows.
+//   ends what is noted of it, on all ranks at the same place. The death of a task is no such place, because threads of devices
+//   hold a task for a while. Where no call follows, a token that dies with the task's callback ends what is noted.
 //     task 1   hook (noted) ... node that starts task 2 ....................... hook ... callback: the last one, done
 //     task 2                      hook (noted) ... callback: task 1 is left, so not done
 //   Runs of torch.autograd.grad pass our output hooks too: they count only once a parameter hook has run.
@@ -29,12 +29,12 @@
 // Note [Ends]
 //   Ranks may reach the engines of a joint loss in different orders, so an engine that waits for its reductions could
 //   wait for a rank that waits for those of another engine. The end has rounds: every engine's callback does a round and
-//   queues the next one behind those of the other engines. What a round waits for, all ranks launched in an earlier one.
+//   queues the next one behind those of the other engines. All ranks launch what a round waits for in an earlier round.
 //
 // Note [Loss scaling]
 //   scale() multiplies a tensor and marks the node that does it. A backward runs the mark before all nodes behind it. Then
-//   every engine with parameters behind it, not only the one whose scale() it was, notes what their gradients are
-//   multiplied by, to bring them to its own scale; and that one's guard allows this backward.
+//   every engine with parameters behind the mark, not only the one whose scale() it was, notes what their gradients are
+//   multiplied by, to bring them to its own scale; and the guard of the engine whose scale() it was allows this backward.
 //   A mark serves one backward. Several engines may scale one loss: scales do not multiply, the smallest holds.
 //   A guarded engine refuses a backward through its outputs without its mark, all of them or a part of the loss, before
 //   anything is accumulated or gathered. Gradients of parameters that are in the graph beside the outputs (a penalty) are

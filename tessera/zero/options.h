@@ -61,7 +61,7 @@ struct Options {
   // Note [Update in the backward] in update_in_backward.h.
   bool update_in_backward = false;
   double unit_clipping = 0;  // with update_in_backward: largest L2 norm of a unit's gradient; 0: none
-  // With it, too: largest norm of all gradients, scaled by the last step's norm (Note [Clipping by the step before] there).
+  // With update_in_backward: largest norm of all gradients, scaled by the last step's norm (Note [Clipping by the step before]).
   double previous_clipping = 0;
   // Note [Updates that run on] in update_lane.h.
   bool update_runs_on = false;

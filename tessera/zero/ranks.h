@@ -29,7 +29,7 @@ struct Ranks {
   // Ranks that exchange gradients: how many, and this one's number among them, replica by replica.
   int size() const { return shard->size() * replicate->size(); }
   int rank() const { return replicate->rank() * shard->size() + shard->rank(); }
-  // Those and the ranks along the model, whether or not their values differ: how many, and this one's number.
+  // Ranks that exchange gradients or lie along the model, whether or not their values differ: how many, and this one's number.
   int all() const { return size() * model->size(); }
   int place() const { return rank() * model->size() + model->rank(); }
 
@@ -39,11 +39,11 @@ struct Ranks {
   // Reduces numbers that ranks exchange, along all three groups: CPU tensors, which travel by way of the device. Collective;
   // returns when done.
   void agree(const at::Tensor& numbers, comm::ReduceOp op, comm::Label label) const;
-  // Numbers of all(), by place(): `mine`, and behind them `computed` (0-d, double), which may be on the device. As many on all
-  // ranks. Makes one collective along each group of several ranks and one wait for the device. Returns when done.
+  // Returns all ranks' numbers, by place(): `mine`, and behind them `computed` (0-d, double), which may be on the device. Every
+  // rank gives as many. Makes one collective along each group of several ranks and one wait for the device. Returns when done.
   std::vector<std::vector<double>> gather(std::vector<double> mine, const std::vector<at::Tensor>& computed,
                                           comm::Label label) const;
-  // The texts of all(), by place(). Collective; returns when done.
+  // Returns the texts of all ranks, by place(). Collective; returns when done.
   std::vector<std::string> gather_text(const std::string& text, comm::Label label) const;
 };
 

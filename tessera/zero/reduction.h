@@ -22,7 +22,7 @@ struct Reduction {
   at::Tensor bucket{};  // the contributions
   bool pooled = false;  // the contributions lie in a bucket of the pool
   shard::Buffer own{};  // memory that outlives the reduction, made for the first sum of a step
-  // With a sink, by parameter: whether a rank has a gradient, which need not be asked where this rank has all.
+  // By parameter, with a sink: whether any rank has a gradient. It need not be asked where this rank has all gradients.
   at::Tensor present{};
   comm::Pending presence{};
   bool has_all = false;

@@ -393,8 +393,8 @@ double StateAccess::agree_max(double value) {
   return all.item<double>();
 }
 
-// This rank's gradient before a reduction, which is so on all ranks alike. Whether there is one differs: nothing collective may
-// follow, other than among the slices of one parameter.
+// Returns this rank's gradient before its reduction; that it is not reduced yet holds on all ranks alike. Ranks differ in whether
+// they have one: nothing collective may follow, other than among the slices of one parameter.
 at::Tensor StateAccess::local_gradient(const Place& place) const {
   const Param& p = *place.param;
   const bool here = BackwardDriver::reads_local_gradient(place);

@@ -2,12 +2,12 @@
 //
 // Note [Where an update is]
 //   - On the device, where all of the unit lives there: it is one tile, and nothing moves.
-//   - On the device too, where little has to come: only weights live elsewhere, or states of 16 bits do. Tiles pass through it: one
-//     is on its way there while one is updated and one goes home, each on a stream of its own beside what computes. So in a backward
-//     that updates they are hidden behind it. Nothing waits for them but who reads what they bring.
-//   - On the host, where fp32 states live elsewhere: they are more bytes than gradients and weights, which come to the host, and
-//     weights go back. Of such units a share may be the device's all the same (StateResidence::by_device), so that the link is busy
-//     while the host's memory is: streams of the two are apart, and what the host updates waits for nothing of the device's.
+//   - On the device too, where little has to come: only weights live elsewhere, or states of 16 bits do. Tiles pass through it:
+//     one comes while one is updated and one goes home, each on a stream of its own beside the one that computes. A backward that
+//     updates therefore hides them: only who reads what they bring waits for them.
+//   - On the host, where fp32 states live elsewhere: they are more bytes than gradients, which come to the host, and weights,
+//     which go back. A share of such units may be the device's all the same (StateResidence::by_device): so the link is busy while
+//     the host's memory is: the two have streams apart, and what the host updates waits for nothing of the device's.
 //   Bits are the same: kernels of the host and of the device have the same ones.
 #pragma once
 

@@ -116,7 +116,7 @@ class Unit {
   void take_grads(shard::Buffer memory) { grads_ = std::move(memory); }
   // All buffers that gradients are kept in.
   std::vector<shard::Buffer*> grad_buffers();
-  // The gradients of the owned range: wherever they live, and a view of them where that is the device.
+  // The gradients of the owned range, wherever they live; owned_grads(): a view of them where they live on the device.
   shard::Buffer gradients() const;
   at::Tensor owned_grads() const;
   // From now on the owned gradients live in host memory, which host_grads()->take_memory() makes: Note [Gradients leave].
@@ -134,7 +134,7 @@ class Unit {
   void make_run(const Param& param);
   void drop_run(Run& run);
   Run& run_of(const Param& param) { return runs_[param.run]; }
-  // The buffer that has the gradient of elements `range` of the owned range, all of them of `param`, and where they are there.
+  // The buffer with the gradient of elements `range` of the owned range, which are all of `param`, and their place in the buffer.
   std::pair<shard::Buffer, shard::Range> gradient(const Param& param, shard::Range range) const;
   // All elements of `param`: where its contributions add up (while accumulates()), and as p.grad shows them in stage 0.
   at::Tensor contribution(const Param& param) const;

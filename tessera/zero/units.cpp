@@ -140,7 +140,7 @@ void Units::undo() noexcept try {
     try {
       flat.make_whole();
     } catch (const std::exception&) {
-      // There is no memory for this one: an access says that its engine could not be built.
+      // There is no memory for these parameters: an access says that their engine could not be built.
     }
   };
   for (const auto& unit : units_)

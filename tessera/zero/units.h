@@ -50,10 +50,10 @@ class Units {
   // Whether a parameter is held: it is optimized, or partitioned without that.
   static bool holds(const Options& options, const ParamSpec& param);
 
-  // Value errors for a number that is no parameter's; from trained(), also for one that is not optimized. They name `call`.
+  // The place of a parameter. Value error, which names `call`, for an unknown number; from trained(), also for one not optimized.
   const Place& at(ParamId id, const char* call) const;
   const Place& trained(ParamId id, const char* call) const;
-  // Those of `ids` that are held.
+  // Returns those of `ids` whose parameters are held.
   std::vector<ParamId> held(const std::vector<ParamId>& ids, const char* call) const;
   // The place without a check, for numbers that are our own.
   const Place& operator[](ParamId id) const { return places_[id]; }
@@ -93,7 +93,7 @@ class Units {
   shard::Range local_range(const Place& place) const;
   // Throws IoError while weights and states do not belong together: an update that changed some of them did not come to its end.
   void check_whole() const;
-  // Sets why they do not, the same on all ranks; empty once all of them were written.
+  // Sets why weights and states do not belong together, the same on all ranks; empty once all of them were written.
   void set_broken(const std::string& why) { broken_ = why; }
   // Sets and throws what ranks agreed on. Nothing happens where all went well.
   void check_came_to_end(const Failure& failure);

@@ -61,7 +61,7 @@ class UpdateInBackward final : private SumSink {
   const std::vector<bool>& present() const { return present_; }
 
  private:
-  // With clipping: a sum whose norm is on its way.
+  // A sum whose norm, for the clipping, is on its way.
   struct Waiting {
     ArrivedSum sum;
     at::Tensor squares;

@@ -1,32 +1,32 @@
 // UpdateLane: what of an update runs on after step(), or after the backward, beside the next forward.
 //
 // Note [Updates that run on]
-//   With Options::update_runs_on an update of a device's model ends with what lives there. Units whose states or weights live
-//   elsewhere are left to a thread. What it needs of the step that may change meanwhile (numbers of steps, hyper-parameters,
-//   the scale) it has copies of; counters, p.grad and the schedule go on at once. So the bits are those of an update that is
+//   With Options::update_runs_on an update of a model on a device ends once what lives there is updated. Units whose states or
+//   weights live elsewhere are left to a thread, which has copies of what may change meanwhile (numbers of steps,
+//   hyper-parameters, the scale); counters, p.grad and the schedule go on at once. So the bits are those of an update that is
 //   waited for.
 //   - The thread has a stream of its own. A unit's update comes after what its streams were given before add(). The thread calls
 //     no group, takes no lock of an engine's and runs no Python. It works on its units' buffers and on the engine's Lanes, which
 //     nobody else uses meanwhile, and leaves Unit::order to who runs the model.
-//   - Of each unit it announces when the way back of its weights was launched, with events. await() is for who uses a unit: the
-//     host waits until that was announced, the current stream for the events.
+//   - The thread announces for each unit, with events, when the way back of its weights was launched. await() is for who uses a
+//     unit: the host waits for the announcement, the current stream for the events.
 //   - Weights that are whole on several ranks are gathered by the thread that runs the model, in the order that open() was given,
 //     all up to the unit that it uses: modules must run in the same order on all ranks, as those of partitioned parameters must.
-//   - settle() is for who reads or writes states. It is this rank's alone: it gathers nothing.
-//   - What fails, a disk or memory, is an error of the next call that waits, on one rank. Several ranks agree in finish(), which
-//     the next update is at the latest; until then they go on, since one that stopped would be waited for.
+//   - settle() is for who reads or writes states. It is local, and gathers nothing.
+//   - A failure, of a disk or of memory, is an error of the next call that waits, on one rank. Ranks agree in finish(), which
+//     the next update calls at the latest; until then they go on, since the others would wait for a rank that stopped.
 //
 // Note [Updates that begin in the backward]
 //   With Options::update_in_backward too, units come one by one while the backward goes on, the last ones of the forward first, and
 //   the thread takes them as they are there. Autograd's thread runs none of this and waits for none of it, but for memory:
-//   - What the host updates leaves the device as in a usual step (Note [Gradients leave] in host_grads.h), so its bucket is free
-//     when the copy is over, however far behind the host is.
-//   - What the device updates keeps its bucket until that was launched. The thread takes these first, and of more than kHeld the
-//     backward waits.
-//   - Of the others the thread takes that which the next forward uses first, so that what is left at the end is used late.
+//   - The gradients of a unit that the host updates leave the device as in a usual step (Note [Gradients leave] in host_grads.h),
+//     so its bucket is free when the copy is over, however far behind the host is.
+//   - A unit that the device updates keeps its bucket until the update was launched. The thread takes such units first, and the
+//     backward waits while there are more than kHeld.
+//   - Of the other units the thread takes the one that the next forward uses first, so that what is left at the end is used late.
 //   Ranks exchange whether the last update failed with what they compare before the first unit of the next backward is
-//   updated. A backward that threw leaves the lane open: nothing waits for units that have not come, and the next one, or
-//   who drops the gradients, ends it. Nothing of it is gathered, because not all ranks may have come as far.
+//   updated. A backward that threw leaves the lane open: nothing waits for units that have not come, and the next backward, or
+//   who drops the gradients, ends that update. Nothing of it is gathered, because not all ranks may have come as far.
 #pragma once
 
 #include <condition_variable>

@@ -64,8 +64,8 @@ class Updater {
   void prepare_update();
   // Throws a state error where a region is open. Local.
   void check_no_regions() const;
-  // Units that stay on the device first, which nothing waits for, then those that pass through it beside those of the host;
-  // each as the next forward uses it. The same on all ranks, whose gathers follow. Local.
+  // Units that stay on the device, which nothing waits for, come first, then those that pass through it beside those of the host;
+  // each in the order of the next forward. The order is the same on all ranks, as gathers follow it. Local.
   std::vector<Unit*> in_order_of_update() const;
 
   // Whether a client's optimizer is given the gradients themselves, and no copy in another dtype.
