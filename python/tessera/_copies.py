@@ -69,7 +69,8 @@ def named_for_fp32(module: nn.Module, in_fp16: bool) -> list[str]:
 
 
 def copy_of(param: torch.Tensor) -> torch.Tensor | None:
-    """None where it is released meanwhile, as by autograd's thread of a device after a backward that threw."""
+    """A detached copy of `param`; None where the parameter is released meanwhile, as by autograd's thread of a device
+    after a backward that threw."""
     try:
         return param.detach().clone()
     except RuntimeError:

@@ -27,9 +27,10 @@ def move(param: nn.Parameter, device: torch.device) -> None:
 
 @contextmanager
 def same_objects(param: nn.Parameter, device: torch.device) -> Iterator[None]:
-    """Inside, Module.to(device) keeps parameters the objects that they are, as a client's optimizer holds them.
+    """Makes Module.to(device) inside the `with` keep parameters the objects that they are, as a client's optimizer
+    holds them.
 
-    It does anyway, but for devices whose tensors cannot be the data of one of the CPU's.
+    Module.to() does so anyway, but for devices whose tensors cannot be the data of a tensor of the CPU's.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     exchange = not torch._has_compatible_shallow_copy_type(param, torch.empty(0, device=device))

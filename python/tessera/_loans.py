@@ -28,7 +28,7 @@ _HOOKS = (
 
 
 class StandIn(dict[str, Any]):
-    """In the place of another dict, which has the same content once settle() was called."""
+    """A dict in the place of another one, which has the same content once settle() was called."""
 
     def __init__(self, original: dict[str, Any]) -> None:
         super().__init__(original)

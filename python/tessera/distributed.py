@@ -106,7 +106,8 @@ def launched(
     port: int = 0,
     rendezvous: bool = True,
 ) -> _core.Launch:
-    """How this process was started; arguments win. Not `rendezvous`: ranks meet elsewhere, no address is needed."""
+    """How this process was started; arguments win over variables. `rendezvous` False: ranks meet elsewhere and need no
+    address."""
     try:
         return _core.read_launch(rank, world_size, other_launchers, rendezvous, port)
     except ConfigError as error:

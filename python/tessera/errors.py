@@ -20,8 +20,8 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError, AssertionError):
-    """A wrong argument or configuration. Also an AssertionError, for callers that expect one. `problems`: what is wrong
-    with a configuration."""
+    """A wrong argument or configuration. It is an AssertionError too, for callers that expect one. `problems`: what is
+    wrong with a configuration."""
 
     problems: Sequence[Problem] = ()
 

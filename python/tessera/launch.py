@@ -43,7 +43,7 @@ class _FromOne(argparse.Action):
 
 
 def add_option(made: argparse.ArgumentParser, *names: str, **options: object) -> None:
-    """In both spellings, with `-` and with `_`."""
+    """Adds the option in both spellings, with `-` and with `_`."""
     both = [name for name in names if not name.startswith("--") or "_" not in name]
     for name in names:
         if name.startswith("--") and "_" in name:
@@ -81,7 +81,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def own_devices() -> int:
-    """How many ranks this host has where nobody says it."""
+    """The number of ranks that this host has where nobody says it."""
     visible = os.environ.get(VISIBLE)
     if visible is not None:
         return max(1, len([item for item in visible.split(",") if item.strip()]))

@@ -43,7 +43,8 @@ class RandomStates:
 
     @contextlib.contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Inside, the default generator of the device goes on from where this one is."""
+        """Lets the device's default generator go on from the state `name` inside the `with`; the state is
+        then the one in which it ended."""
         if name not in self.states:
             raise ValueError(f"[recompute] rng state {name} is not added")
         before = self._state()
@@ -56,7 +57,7 @@ class RandomStates:
 
     @contextlib.contextmanager
     def replayed(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Inside they are these; afterwards what they were before."""
+        """Replaces the states inside the `with`; afterwards they are what they were before."""
         before, self.states = self.states, dict(states)
         try:
             yield

@@ -96,11 +96,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept from one iteration to the next."""
+    """Does nothing: checkpoints keep nothing from one iteration to the next."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Memory for activations is not set aside, so their number does not matter."""
+    """Does nothing: no memory is set aside for activations, so the number of layers does not matter."""
 
 
 def checkpoint(function: Any, *args: Any) -> Any:

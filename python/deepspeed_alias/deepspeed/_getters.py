@@ -194,7 +194,7 @@ class Getters:
         return get_default_autocast_lower_precision_modules() if given is None else given
 
     def is_elastic_model_parallel_supported(self) -> bool | None:
-        """None without elasticity."""
+        """Whether a node's devices are a multiple of the model-parallel size; None without elasticity."""
         section = self._settings.elasticity
         return section.num_gpus_per_node % section.model_parallel_size == 0 if section.enabled else None
 

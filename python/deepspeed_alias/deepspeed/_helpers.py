@@ -22,7 +22,8 @@ from tessera import _core
 
 @dataclasses.dataclass
 class fragment_address:
-    """Where a parameter lies in a rank's flat master; in every file of optimizer states that DeepSpeed writes."""
+    """Where a parameter lies in a rank's flat master. Every file of optimizer states that DeepSpeed writes has such
+    objects."""
 
     numel: int
     start: int
@@ -269,12 +270,12 @@ def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
 
 
 def is_functorch_transforming() -> bool:
-    """Inside a transformation of torch.func."""
+    """Whether a transformation of torch.func is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Called when the parameter's gradient is complete."""
+    """Registers a hook that is called when the parameter's gradient is complete."""
     return param.register_post_accumulate_grad_hook(hook)
 
 

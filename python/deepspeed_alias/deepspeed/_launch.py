@@ -188,7 +188,7 @@ def _without_hostfile(options: argparse.Namespace, named: bool) -> Hosts:
 
 
 def _run_node(options: argparse.Namespace, slots: Slots, named: bool) -> int:
-    """Runs this host's ranks, of those of all hosts, each of which is started by hand."""
+    """Runs this host's part of the job's ranks; every host is started by hand."""
     nodes, node = len(slots), options.node_rank
     if nodes == 1 and node < 0:
         node = 0

@@ -40,7 +40,7 @@ class Lent:
         self.steps = steps
 
     def written(self) -> torch.Tensor:
-        """Which elements were."""
+        """Marks the elements of the piece that were written since read()."""
         piece = self.piece.detach()
         _check_form(piece, self.was)
         return _words(piece.contiguous()) != _words(self.was)

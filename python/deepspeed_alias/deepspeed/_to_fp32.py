@@ -44,8 +44,8 @@ def _check(checkpoint_dir: str, tag: str | None) -> None:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """All parameters in fp32, and the buffers; tied names share one tensor. `lazy_mode`: values are read by their
-    contiguous()."""
+    """All parameters in fp32, and the buffers; tied names share one tensor. `lazy_mode`: a value is read when its
+    contiguous() is called."""
     _check(checkpoint_dir, tag)
     if not lazy_mode:
         return checkpoints.state_dict(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)

@@ -182,7 +182,7 @@ class PipelineParallelGrid:
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
-        """Among all stages and slices of one replica."""
+        """This rank's number among all stages and slices of one replica."""
         return self._replica().index(self.global_rank)
 
     def get_model_parallel_world_size(self) -> int:

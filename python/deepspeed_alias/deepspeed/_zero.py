@@ -131,8 +131,8 @@ class GatheredParameters(tessera.zero.GatheredParameters):
 
 @contextlib.contextmanager
 def writable(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, those that are partitioned are whole and take the first rank's values, also in regions for reading.
-    Collective."""
+    """Makes partitioned ones of `params` whole inside the `with`, where they take the first rank's values afterwards,
+    also in regions for reading. Collective."""
     written = {id(param) for region in _regions.open if region.modifier_rank is not None for param in region.params}
     with contextlib.ExitStack() as stack:
         for region in _regions.open:
@@ -176,10 +176,10 @@ class DeepSpeedZeRoOffload:
         """Does nothing: the hooks stay where they are."""
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """The module is hooked already."""
+        """Does nothing: the module is hooked already."""
 
     def empty_partition_cache(self) -> None:
-        """Nothing stays whole between two modules."""
+        """Does nothing: no parameter stays whole between two modules."""
 
 
 # ---- what callers that build models inside zero.Init take of torch, before it changes there

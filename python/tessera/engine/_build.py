@@ -68,7 +68,7 @@ def group_options(base: Base, rule: NativeRule | None) -> list[_core.GroupOption
 
 
 def mark_dtypes(model: nn.Module, settings: _core.Config, options: _core.EngineOptions, loans: Loans) -> None:
-    """In which dtype gradients of each parameter travel, under torch_autocast."""
+    """Marks, under torch_autocast, each parameter with the dtype in which its gradients travel."""
     if options.autocast.enabled:
         modules = settings.torch_autocast.lower_precision_safe_modules
         with loans.watching(model.parameters(), PARAM_COMM_DTYPE_ATTR_NAME):

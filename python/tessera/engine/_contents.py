@@ -105,6 +105,7 @@ def _attribute(model: nn.Module, name: str) -> Any:
 
 
 def _named(model: nn.Module) -> list[tuple[str, int, bool]]:
-    """All parameters by name. What functional_call() has put into a module is no Parameter, and goes again."""
+    """All parameters by name. A tensor that functional_call() has put into a module is no Parameter, and is left
+    out."""
     named = model.named_parameters(remove_duplicate=False)
     return [(name, id(param), param.requires_grad) for name, param in named if isinstance(param, nn.Parameter)]

@@ -30,9 +30,10 @@ class HasModule(Protocol):
 def groups_of_frozen(
     model: nn.Module, base: torch.optim.Optimizer | None, given: list[Any] | None, own: bool
 ) -> dict[int, int]:
-    """By id of a frozen parameter, the param group that it joins once it requires gradients: the group of the optimizer
-    that has it. An optimizer that the engine has made (`own`), of `given` (model_parameters), has only what is trained
-    from the start: there it is the group of the others beside it in `given`, where they are all in one."""
+    """The param group that each frozen parameter, by id, joins once it requires gradients: the optimizer's group that
+    has it. An optimizer that the engine has made (`own`) of `given` (model_parameters) has only parameters that are
+    trained from the start: a frozen one joins the group of those beside it in `given`, where these are all in one
+    group."""
     if base is None:
         return {}
     group_of = {id(param): number for number, group in enumerate(base.param_groups) for param in group["params"]}

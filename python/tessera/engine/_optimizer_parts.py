@@ -66,7 +66,7 @@ def _cut_here(run: Run, spec: _core.ParamSpec, number: int, target: torch.Tensor
 
 
 def _fitting(name: str, states: list[dict[str, Any]], cut: list[Any]) -> dict[str, Any]:
-    """Of the states that ranks have saved for a parameter, the last one of this cut."""
+    """Returns the last of the states that ranks have saved for a parameter which is of this cut."""
     fitting = [state for state in states if CUT not in state or state[CUT] == cut]
     if states and not fitting:
         begin, end, shape, *_ = states[-1][CUT]
@@ -82,7 +82,8 @@ def _fitting(name: str, states: list[dict[str, Any]], cut: list[Any]) -> dict[st
 def states_from(
     run: Run, restore: _core.Restore, saved: Saved, names: dict[int, str]
 ) -> dict[int, dict[str, Any]] | None:
-    """By number of the parameter: the states that the client's optimizer shall have. None for one of the core's."""
+    """Returns the states that the client's optimizer shall have, by number of the parameter. None where the core
+    updates."""
     runner = run._updates.runner
     if not isinstance(runner, ExternalRunner):
         return None
@@ -181,8 +182,9 @@ class SavedGroup:
 
 
 def groups_from(run: Run, saved: Saved, reader: _core.CheckpointReader) -> list[SavedGroup | None] | None:
-    """By param group here: the group in the checkpoint that has its parameters; None where it has none of them. None in
-    all: a run of C++. ConfigError where parameters of one group have other values of several there."""
+    """Returns for each param group of this optimizer the checkpoint's group that has its parameters; None where there
+    is none. None as a whole: a run of C++. ConfigError where parameters of one group come from several groups whose
+    values differ."""
     values = saved.param_groups()
     if values is None or run.basic_optimizer is None:
         return None
@@ -210,7 +212,7 @@ def groups_from(run: Run, saved: Saved, reader: _core.CheckpointReader) -> list[
                 )
         result.append(first)
     taken = {group.number for group in result if group is not None}
-    # Groups of parameters that the checkpoint lacks, or of none.
+    # A group whose parameters the checkpoint lacks, or that has none, takes the checkpoint's group of its own number.
     return [
         there[n] if group is None and n < len(there) and n not in taken else group for n, group in enumerate(result)
     ]

@@ -123,7 +123,8 @@ class Program:
         return manifest["state"]
 
     def restore(self, tag: str | None = None) -> Any:
-        """After an ActorError: ends all actors, starts new ones and loads the last checkpoint. Returns its state."""
+        """Ends all actors after an ActorError, starts new ones and loads the last checkpoint. Returns the checkpoint's
+        state."""
         self.stop()
         self.start()
         return self.load(tag)

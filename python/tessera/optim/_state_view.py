@@ -87,7 +87,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._lent: dict[tuple[int, _core.Quantity], list[weakref.ref[torch.Tensor]]] = {}
 
     def indices(self) -> list[int]:
-        """In the core, of all its parameters."""
+        """The numbers of its parameters in the core."""
         return list(self._index.values())
 
     def manages(self, param: object) -> bool:

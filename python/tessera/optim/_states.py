@@ -22,12 +22,12 @@ QUANTITIES = (_core.Quantity.State0, _core.Quantity.State1)  # the core's, in th
 
 class OptimizerStates(Protocol):
     def get_full(self, number: int, key: str) -> torch.Tensor | None:
-        """None before there is one."""
+        """Returns the whole value of a state; None before there is one."""
 
     def set_full(self, number: int, key: str, full: torch.Tensor) -> None: ...
 
     def get_local(self, number: int, key: str) -> torch.Tensor | None:
-        """The value of this rank's part; empty where that is."""
+        """Returns the value of this rank's part; empty where the part is empty."""
 
     def set_local(self, number: int, key: str, part: torch.Tensor) -> None: ...
 

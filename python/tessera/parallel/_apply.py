@@ -471,6 +471,6 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
 
 
 def plan_decisions(model: nn.Module) -> list[_core.Decision]:
-    """None of a model that was pickled."""
+    """The decisions by which `model` was cut; a model that was pickled has none."""
     plan = plan_of(model)
     return [] if plan is None or plan.core is None else plan.core.decisions

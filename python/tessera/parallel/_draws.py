@@ -82,7 +82,8 @@ class Draws:
     # ---------------------------------------------------------------- forwards: Note [Forwards that draw]
 
     def begin(self, group: _core.Group, device: torch.device) -> None:
-        """To be called before a forward in training. Collective in the first one, and in those of models that draw."""
+        """Must be called before a forward in training. Collective in the first one, and in forwards of models that
+        draw."""
         if not self._decided:
             self._threads = len(set(_gather(_process(), group, device))) < group.size
             self._before = self._look_at(device)
@@ -100,7 +101,7 @@ class Draws:
             generator.manual_seed(self._next + (0 if self._late else _LARGEST))
 
     def end(self, group: _core.Group, device: torch.device) -> None:
-        """To be called after a forward that went through; outside of regions. Collective in the first one."""
+        """Must be called after a forward that went through, outside of regions. Collective after the first forward."""
         if not self._decided:
             self._note(device)
             drew = self._moved or self.uneven
@@ -112,7 +113,7 @@ class Draws:
             self.give_up(device)
 
     def give_up(self, device: torch.device) -> None:
-        """To be called after any forward, also one that threw."""
+        """Must be called after any forward, also one that threw."""
         before, self._before = self._before, []
         for generator, state in zip(self._watched(device), before if self._decided else [], strict=False):
             now = generator.get_state()

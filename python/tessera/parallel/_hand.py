@@ -103,7 +103,7 @@ def bind_hand(model: nn.Module, group: _core.Group) -> Ranks | None:
 
 
 def share(model: nn.Module, ranks: Ranks) -> None:
-    """All layers that were cut by hand have these, and draw as an engine's do."""
+    """Gives all layers that were cut by hand these ranks; the layers draw as an engine's do."""
     for _, cut in _cut_by_hand(model):
         cut.ranks = ranks
     ranks.draws = Draws(has_draws(model))

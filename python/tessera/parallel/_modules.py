@@ -111,12 +111,12 @@ class ModuleCut:
 
     @property
     def cuts_sequence(self) -> bool:
-        """In the forward that runs."""
+        """Whether the running forward cuts the sequence."""
         return self.sequence and self.ranks.cut_sequence
 
     @property
     def is_partial(self) -> bool:
-        """In the forward that runs what comes out is one term of a sum over the ranks, which is taken later on."""
+        """Whether an output of the running forward is one term of a sum over the ranks, which is taken later on."""
         return self.mixed and self.ranks.cut_sequence
 
     @property
@@ -274,8 +274,8 @@ class _Experts(_CutModule):
 
     @contextlib.contextmanager
     def _bias_of_first_rank(self, rank: int) -> Iterator[None]:
-        """Inside, the bias is zero on other ranks, with its gradient: an attribute of the object itself comes before
-        nn.Module's look-up of parameters."""
+        """Makes the bias zero on other ranks inside the `with`, where it still gets its gradient: an attribute of the
+        object itself comes before nn.Module's look-up of parameters."""
         name = f"{DOWN}_bias"
         bias = self._parameters.get(name)
         if bias is None or rank == 0:

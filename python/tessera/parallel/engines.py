@@ -129,7 +129,7 @@ class TensorParallel:
         return explained or error
 
     def after_forward(self, device: torch.device) -> None:
-        """To be called after a forward that went through. Collective as before_forward()."""
+        """Must be called after a forward that went through. It is collective where before_forward() is."""
         if self._draws is not None:
             self._draws.leave(device)
             self._draws.end(self._group, device)
@@ -138,7 +138,7 @@ class TensorParallel:
             self._watch, self._seen = None, True
 
     def end_forward(self, device: torch.device) -> None:
-        """To be called after any forward."""
+        """Must be called after any forward."""
         draws, self._draws = self._draws, None
         if draws is not None:
             draws.leave(device)

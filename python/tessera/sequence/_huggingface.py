@@ -212,9 +212,9 @@ class TransformersAttention:
     def _documents(self, module: nn.Module, mine: torch.Tensor | None) -> list[Ranges] | None:
         """Where the documents of all ranks' tokens are; None where the model does not say.
 
-        The ranks gather in a layer that does not follow the one before: the first of a forward, and those that a
-        backward computes again. That layer is the same on all of them, whatever one rank's tensors are: an offload hook
-        may copy them. A layer that follows has the positions of the one before."""
+        The ranks gather positions in a layer that does not follow the layer called before it: the first of a forward,
+        and those that a backward computes again. All ranks gather in the same layer, whatever one rank's tensors are:
+        an offload hook may copy them. A layer that follows has the positions of the layer before it."""
         layer = getattr(module, "layer_idx", None)
         follows = layer is not None and self._layer is not None and layer == self._layer + 1
         self._layer = layer
@@ -259,8 +259,8 @@ class _Module:
 
 
 class _Dispatch:
-    """What ALL_ATTENTION_FUNCTIONS has under one name: `original`, or for modules of registered models the function of
-    these."""
+    """What ALL_ATTENTION_FUNCTIONS has under one name: it calls the registered model's function for modules of
+    registered models, and `original` for others."""
 
     def __init__(self, original: Attention) -> None:
         self.original = original
@@ -295,8 +295,8 @@ def _dispatch(implementation: str) -> _Dispatch:
 
 
 def attends_locally(model: nn.Module) -> list[str]:
-    """Nothing, or a line for the log: the model's causal attention is as Transformers has it, and not registered, so it
-    exchanges nothing with the other ranks of a sequence."""
+    """Returns a line for the log where the model's causal attention is as Transformers has it, and not registered, so
+    that it exchanges nothing with the other ranks of a sequence; else nothing."""
     if "transformers" not in sys.modules:
         return []
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -56,7 +56,8 @@ def _drop(parts: list[Part]) -> None:
 
 
 def parts_of(params: Iterable[torch.Tensor], writable: bool) -> list[Part]:
-    """Where `params` are that are to be gathered. `writable`: some rank's values may hold in the end."""
+    """The holders of those `params` that must be gathered, with numbers. `writable`: some rank's values may hold in the
+    end."""
     numbers: dict[int, tuple[Holder, list[int]]] = {}
     for param in params:
         found = holder_of(param)
@@ -112,7 +113,7 @@ class GatheredParameters:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the parameters are as outside the region. Collective."""
+        """Lets the parameters be as outside the region inside this `with`. Collective."""
         self._open.__exit__(None, None, None)
         try:
             yield
