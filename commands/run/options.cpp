@@ -51,7 +51,7 @@ struct Option {
   std::function<void(Options&, const std::string& name, const std::string& value)> set;
 };
 
-// The names are those of `tessera launch`.
+// Options have the names of `tessera launch`.
 const std::vector<Option>& table() {
   static const std::vector<Option> all = {
       {{"-h", "--help"}, false, [](Options& o, const std::string&, const std::string&) { o.help = true; }},

@@ -9,7 +9,7 @@ namespace tessera::run {
 
 struct Options {
   bool help = false, version = false;
-  int ranks = 0;             // of this host
+  int ranks = 0;             // ranks of this host
   int nodes = 0, node = -1;  // 0: nobody said it; afterwards 1
   std::string master_addr;
   int master_port = 0;  // 0: a free one, which the launcher finds

@@ -45,7 +45,7 @@ void Output::read() {
   char block[kBlock];
   const ssize_t got = ::read(from_, block, sizeof(block));
   if (got == 0) return finish();
-  if (got < 0) return;  // nothing there
+  if (got < 0) return;  // nothing is there
   const std::string_view text(block, static_cast<size_t>(got));
   if (copy_) {
     std::fwrite(text.data(), 1, text.size(), copy_.get());

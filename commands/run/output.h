@@ -11,20 +11,20 @@ namespace tessera::run {
 
 constexpr size_t kTail = 30;  // lines of a failed rank's errors that are shown again
 
-// Writes all of it, unless nobody reads there any more.
+// Writes all of `text`, unless nobody reads there any more.
 void write_all(int fd, std::string_view text);
 
 // The read end of a pipe in which a rank prints to stdout or stderr.
 class Output {
  public:
-  // `to`: 1 or 2, of this process. `copy`: a file that gets it without the prefix; or empty. std::runtime_error where that
-  // cannot be written.
+  // `to`: 1 or 2, of this process. `copy`: a file that gets the output without the prefix; or empty. std::runtime_error where
+  // that cannot be written.
   Output(int from, int to, std::string prefix, const std::string& copy);
   Output(Output&&) = delete;
   ~Output();
 
-  int fd() const { return from_; }  // -1 at its end
-  void read();                      // some of what is there, without waiting; passes whole lines on
+  int fd() const { return from_; }  // -1 at the pipe's end
+  void read();                      // reads some of what is there, without waiting; passes whole lines on
   void finish();                    // passes on what is left of a line, and closes
   const std::deque<std::string>& tail() const { return tail_; }
 

@@ -27,7 +27,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr auto kLook = milliseconds(20), kLeftBehind = milliseconds(2000), kEver = milliseconds(60'000);
-constexpr int kNotFound = 127, kNotStarted = 126;  // as a shell has it
+constexpr int kNotFound = 127, kNotStarted = 126;  // exit codes as a shell has them
 constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT}, kPassedOn[] = {SIGUSR1, SIGUSR2, SIGCONT};
 
 int cores() {
@@ -42,7 +42,7 @@ void set(const char* name, int value) {
   set(name, std::to_string(value));
 }
 
-// As torchrun's and `tessera launch`'s, whose agent is not there.
+// Sets the variables of torchrun and `tessera launch`, whose agent is not there.
 void set_variables(const Options& options, int local, int number, int port) {
   set("RANK", number);
   set("WORLD_SIZE", options.nodes * options.ranks);
@@ -75,7 +75,7 @@ std::string name_of(int signal) {
 
 Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), port_(options.master_port) {
   prctl(PR_SET_CHILD_SUBREAPER, 1);
-  if (options_.node == 0) {  // whose rank 0 listens there
+  if (options_.node == 0) {  // the host of rank 0, which listens there
     try {
       const HeldPort free = hold_free_port(port_);
       port_ = free.port;
@@ -89,7 +89,7 @@ Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), po
     }
   }
   ranks_.resize(static_cast<size_t>(options_.ranks));
-  // What is ignored, as SIGHUP under nohup, stays so, here and in the ranks.
+  // Signals that are ignored, as SIGHUP under nohup, stay so, here and in the ranks.
   sigemptyset(&read_);
   const auto add = [&](int signal) {
     struct sigaction now{};
@@ -100,7 +100,7 @@ Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), po
   std::signal(SIGCHLD, SIG_DFL);
   sigaddset(&read_, SIGCHLD);
   sigset_t blocked = read_;
-  sigaddset(&blocked, SIGPIPE);  // an error of write()
+  sigaddset(&blocked, SIGPIPE);  // broken pipes are errors of write()
   sigprocmask(SIG_BLOCK, &blocked, &before_);
   signals_ = signalfd(-1, &read_, SFD_CLOEXEC | SFD_NONBLOCK);
   if (signals_ < 0) throw std::runtime_error(std::string("[launch] signalfd: ") + std::strerror(errno));
@@ -116,7 +116,7 @@ Ranks::~Ranks() {
 
 void Ranks::become(int local, int number, const int (&out)[2], const int (&err)[2], int failed) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (getppid() != own_pid_) _exit(kNotStarted);  // it died before that
+  if (getppid() != own_pid_) _exit(kNotStarted);  // the launcher died before that
   setpgid(0, 0);
   dup2(out[1], STDOUT_FILENO);
   dup2(err[1], STDERR_FILENO);
@@ -159,7 +159,7 @@ void Ranks::start(int local) {
   for (const int end : {out[1], err[1], failed[1]})
     close(end);
   if (rank.pid < 0) throw std::runtime_error(std::string("[launch] fork: ") + std::strerror(errno));
-  setpgid(rank.pid, rank.pid);  // both do it: whichever comes first
+  setpgid(rank.pid, rank.pid);  // parent and child both do it: whichever comes first
   rank.running = true;
   int reason = 0;
   const bool started = read(failed[0], &reason, sizeof(reason)) != sizeof(reason);
@@ -200,7 +200,7 @@ void Ranks::reap() {
     int status = 0;
     if (!rank.running || waitpid(rank.pid, &status, WNOHANG) != rank.pid) continue;
     rank.running = false;
-    // Of several that end at a time, one that a signal ended is the cause.
+    // Where several ranks end at a time, one that a signal ended is the cause.
     const bool first = failed_ == nullptr || (!kill_at_ && WIFEXITED(status_) && WIFSIGNALED(status));
     if (status == 0 || told_ != 0 || !first || kill_at_) continue;
     failed_ = &rank;
@@ -239,7 +239,7 @@ void Ranks::wait_and_pass(milliseconds longest) {
   if (all[0].revents != 0) read_signals();
 }
 
-// What ranks have left behind: it has a moment to end by itself, as Python's trackers of resources do.
+// Ends processes that ranks have left behind, after a moment to end by themselves, as Python's trackers of resources do.
 void Ranks::end_rest() {
   const auto end = Clock::now() + kLeftBehind;
   while (any_left() && Clock::now() < end)

@@ -1,4 +1,4 @@
-// The processes of a host's ranks.
+// Ranks: the processes of a host's ranks.
 #pragma once
 
 #include <sys/types.h>
@@ -24,8 +24,8 @@ class Ranks {
   explicit Ranks(const Options& options);
   ~Ranks();
 
-  // Starts all, passes on what they print, until all have ended. Returns the exit code of the first that failed, whose last
-  // lines are shown again; 128 and its number for a signal, theirs or the launcher's. std::runtime_error, with nothing left
+  // Starts all ranks, passes on what they print, until all have ended. Returns the exit code of the first that failed, whose last
+  // lines are shown again; 128 and its number for a signal, the ranks' or the launcher's. std::runtime_error, with nothing left
   // running, where the program cannot be started: exit code `code_of_start()`.
   int run();
   int code_of_start() const { return code_of_start_; }
@@ -59,8 +59,8 @@ class Ranks {
   std::vector<Rank> ranks_;
   std::optional<Clock::time_point> kill_at_;
   int told_ = 0;                  // the signal that ended the launcher
-  const Rank* failed_ = nullptr;  // the first
-  int status_ = 0;                // its
+  const Rank* failed_ = nullptr;  // the first rank that failed
+  int status_ = 0;                // its status
   int code_of_start_ = 1;
 };
 

@@ -5,7 +5,7 @@
 //   Every call that may wait (collectives, autograd, thread joins) releases the GIL, so that ranks which are Python
 //   threads of one process can wait for each other. Engines are destroyed without the GIL for the same reason. A Python callable
 //   handed to the core is held by pybind11's std::function wrapper, which takes the GIL to call and to drop it.
-//   The core takes it itself where it changes hooks on parameters (zero::ReaderLock): the garbage collector reads them.
+//   The core takes the GIL itself where it changes hooks on parameters (zero::ReaderLock): the garbage collector reads them.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

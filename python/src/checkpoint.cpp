@@ -23,7 +23,7 @@ namespace {
 using Tensors = std::vector<std::tuple<std::string, std::string, at::Tensor>>;  // name, kind, values
 using States = std::vector<std::tuple<int, std::string, at::Tensor>>;           // parameter, kind, values
 
-// Without the interpreter's lock; what the core warns of is a warning of Python's.
+// Runs f() without the interpreter's lock; what the core warns of is a warning of Python's.
 template <class F>
 std::string with_warnings(const F& f) {
   torch::PyWarningHandler handler;
@@ -94,7 +94,7 @@ void bind_checkpoint(py::module_& m) {
            })
       .def("run",
            [](const Reader& r) {
-             engine::SavedRun(r.manifest().run, r.folder());  // throws where its values cannot be
+             engine::SavedRun(r.manifest().run, r.folder());  // throws where the values cannot be
              return r.manifest().run;
            })
       .def("blobs",
@@ -164,7 +164,7 @@ void bind_checkpoint(py::module_& m) {
         py::list tensors;
         for (const ExportTensor& tensor : checkpoint::list_export(reader.cast<const Reader&>(), {dtype, 0, frozen})) {
           const py::object one = py::cast(tensor);
-          py::detail::keep_alive_impl(one, reader);  // its record is the reader's
+          py::detail::keep_alive_impl(one, reader);  // the record is the reader's
           tensors.append(one);
         }
         return tensors;
@@ -257,7 +257,7 @@ void bind_checkpoint(py::module_& m) {
       py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("objects"));
   m.def("is_deepspeeds_key", &checkpoint::deepspeed::is_own_key, py::arg("key"));
   m.def("put_script", &checkpoint::deepspeed::put_script, py::arg("dir"), py::arg("part"));
-  // See io/file.h. In `with` it is dropped at the end, unless it is finished.
+  // See io/file.h. At the end of a `with` the file is dropped, unless it is finished.
   py::class_<io::WholeFile>(m, "WholeFile")
       .def(py::init<std::string>(), py::arg("path"), NoGil())
       .def_property_readonly("part", &io::WholeFile::part)

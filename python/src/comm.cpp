@@ -29,8 +29,8 @@ namespace {
 
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// A process group waits, when it goes, for its threads, and those may wait for the interpreter's lock: to let go of tensors
-// that Python knows. Where ours is the last hold on it, it goes without the lock.
+// Holds a process group, which waits, when it goes, for its threads, and those may wait for the interpreter's lock: to let go of
+// tensors that Python knows. Where ours is the last hold on it, it goes without the lock.
 std::shared_ptr<c10d::ProcessGroup> hold(ProcessGroupPtr group) {
   c10d::ProcessGroup* const held = group.release();
   return {held, [](c10d::ProcessGroup* held) {
@@ -45,12 +45,12 @@ comm::GroupPtr group_by_name(const std::string& name) {
   try {
     group = c10d::resolve_process_group(name);
   } catch (const std::exception&) {
-    return comm::c10d_group(name);  // says what is wrong
+    return comm::c10d_group(name);  // the call says what is wrong
   }
   return comm::c10d_group(&hold, *group);
 }
 
-// As hold().
+// Holds messages as hold() does groups.
 comm::PointToPointPtr unlocked(comm::PointToPointPtr made) {
   comm::PointToPoint* const held = made.get();
   return {held, [made = std::move(made)](comm::PointToPoint*) mutable {
@@ -60,7 +60,7 @@ comm::PointToPointPtr unlocked(comm::PointToPointPtr made) {
           }};
 }
 
-// Messages over the group's back end for tensors of `device`, where it has one that takes those; else over that of the CPU.
+// Messages over the group's back end for tensors of `device`, where the group has such a one; else over that of the CPU.
 comm::PointToPointPtr point_to_point(const std::string& name, c10::Device device) {
   const auto group = c10d::resolve_process_group(name);
   const auto backend = [&](c10::DeviceType type) -> c10::intrusive_ptr<c10d::Backend> {
@@ -76,7 +76,7 @@ comm::PointToPointPtr point_to_point(const std::string& name, c10::Device device
   return unlocked(on_device ? comm::c10d_point_to_point(own, device) : comm::c10d_point_to_point(host));
 }
 
-// From here on the other ranks of the group notice when this process ends.
+// Makes the other ranks of the group notice when this process ends, from here on.
 void show_process(const std::string& name) {
   const auto group = c10d::resolve_process_group(name);
   if (const auto store = group->getStore()) comm::job_board(store, group->getRank(), group->getSize()).show_process();
@@ -91,7 +91,7 @@ std::optional<std::chrono::milliseconds> group_timeout(const std::string& name, 
   }
 }
 
-// What every rank of a process group says; this rank alone where they have no store.
+// Returns what every rank of a process group says; this rank's alone where they have no store.
 std::vector<std::string> exchange_ranks(const std::string& name, const std::string& topic, const std::string& text) {
   const auto group = c10d::resolve_process_group(name);
   const auto store = group->getStore();
@@ -123,7 +123,7 @@ void bind_timed(py::module_& m) {
   m.def("timed_mesh", &timed_mesh, py::arg("mesh"), py::arg("record"));
 }
 
-// What has threads of ours; they end before Python does: Note [Python's end].
+// Binds what has threads of ours; they end before Python does: Note [Python's end].
 void bind_backend(py::module_& m) {
   const auto threads = std::make_shared<comm::SideThreads>();
   m.def(

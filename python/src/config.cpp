@@ -20,7 +20,7 @@ namespace {
 
 using namespace config;
 
-// What Python has of a key: dtypes are torch's, enums are texts.
+// The type of a key in Python: dtypes are torch's, enums are texts.
 struct TypeOf {
   const Limits& limits;
   std::string operator()(const bool*) const { return "bool"; }
@@ -50,7 +50,7 @@ std::vector<std::pair<std::string, std::string>> key_types() {
   return types;
 }
 
-// dtypes; of all else, null.
+// The Python value of a dtype; null for all other members.
 struct DtypeIn {
   py::object operator()(c10::ScalarType* dtype) const { return py::cast(*dtype); }
   py::object operator()(std::optional<c10::ScalarType>* dtype) const { return py::cast(*dtype); }
@@ -101,7 +101,7 @@ py::object attribute(const Section& section, const std::string& name) {
                             (meant.empty() ? "" : "; did you mean " + meant + "?"));
 }
 
-// What dir() has without them, and the attributes.
+// The list of dir(): the object's own names, and the attributes.
 py::list with_attributes(const py::object& object, const Section& section) {
   py::list names = py::module_::import("builtins").attr("object").attr("__dir__")(object);
   for (const std::string& name : attributes_of(section))
@@ -155,7 +155,7 @@ void bind_tree(py::module_& m) {
 
 void bind_config(py::module_& m) {
   bind_tree(m);
-  // JSON that json.loads() reads, from JSON as people write it.
+  // Makes JSON that json.loads() reads, from JSON as people write it.
   m.def(
       "strict_json", [](const std::string& text) { return strict_json(text, /*quote_words=*/false); }, py::arg("text"));
   m.def("key_types", &key_types);

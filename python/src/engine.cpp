@@ -35,7 +35,7 @@ std::optional<at::Tensor> optional_tensor(at::Tensor tensor) {
   return tensor;
 }
 
-// A method of one of the engine's parts as one of the engine itself: Python never holds a part, which ends with destroy().
+// Binds a method of one of the engine's parts as one of the engine itself: Python never holds a part, which ends with destroy().
 template <class Part, class R, class... A>
 auto on(Part& (Engine::*part)(), R (Part::*method)(A...)) {
   return [=](Engine& e, A... a) -> R { return ((e.*part)().*method)(std::forward<A>(a)...); };
@@ -291,7 +291,7 @@ void bind_counters(EngineClass& c) {
            py::arg("skipped_steps"), py::arg("global_samples"))
       .def("global_samples", &Engine::global_samples)
       .def("set_micro_batch_size", &Engine::set_micro_batch_size, py::arg("samples"))
-      // By value: destroy() frees the core's own.
+      // Groups are copied: destroy() frees the core's own.
       .def("groups", &Engine::groups, py::return_value_policy::copy)
       .def(
           "set_group", [](Engine& e, size_t index, const optim::GroupOptions& group) { e.groups().at(index) = group; },

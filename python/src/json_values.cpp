@@ -12,7 +12,7 @@ py::object class_of(const char* module, const char* name) {
   return py::module_::import(module).attr(name);
 }
 
-// As a JSON parser does: what an integer of the core cannot hold is a float, and refused where it has to be one.
+// Reads an integer as a JSON parser does: one too large for an integer of the core is a float, and refused where it may not be.
 nlohmann::json integer(py::handle value) {
   int overflow = 0;
   const int64_t number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);

@@ -13,7 +13,7 @@ namespace tessera::python {
 // enum by its value and a path as their text. Value error for other types, text that is no Unicode, an integer that no
 // number holds, and more than 64 levels.
 nlohmann::json to_json(py::handle value);
-// Text as UTF-8; value error where it is no Unicode.
+// The text as UTF-8; value error where it is no Unicode.
 std::string utf8(const py::str& text);
 
 py::object to_python(const config::Value& value);

@@ -13,7 +13,7 @@ namespace tessera::python {
 
 namespace {
 
-// Messages by what Python has: an object with send(tensor, to, tag) and receive(tensor, from, tag), of bytes on the CPU.
+// Messages through an object of Python's with send(tensor, to, tag) and receive(tensor, from, tag), of bytes on the CPU.
 class PythonPointToPoint final : public comm::PointToPoint {
  public:
   PythonPointToPoint(int rank, int size, py::object channel) : rank_(rank), size_(size), channel_(std::move(channel)) {}
@@ -33,7 +33,7 @@ class PythonPointToPoint final : public comm::PointToPoint {
   void receive(const at::Tensor& tensor, int from, int tag, comm::Label) override {
     call("receive", tensor, from, tag);
   }
-  void settle(int64_t) override {}  // it copies what is sent
+  void settle(int64_t) override {}  // send() copies
   void flush() override {}
 
  private:
@@ -54,7 +54,7 @@ class PythonPointToPoint final : public comm::PointToPoint {
   py::object channel_;
 };
 
-// From the dataclasses of python/tessera/hybrid/_layout.py, which actors pickle.
+// Makes a layout from the dataclasses of python/tessera/hybrid/_layout.py, which actors pickle.
 pipeline::Layout layout_from(const py::object& layout) {
   return {layout.attr("batch").cast<int>(), layout.attr("sequence").cast<int>(), layout.attr("replicas").cast<int>()};
 }

@@ -16,7 +16,7 @@ namespace {
 using optim::Field;
 using optim::GroupOptions;
 
-// By the names that param groups of torch have.
+// A group's values by the names that param groups of torch have.
 py::dict group_values(optim::Rule rule, const GroupOptions& group) {
   py::dict values;
   for (const Field& field : optim::type_of(rule).fields) {
@@ -43,7 +43,7 @@ GroupOptions group_options(optim::Rule rule, const py::dict& values) {
             group.beta1 = py::float_(betas[0]).cast<double>();
             group.beta2 = py::float_(betas[1]).cast<double>();
           } else if constexpr (std::is_same_v<T, double GroupOptions::*>) {
-            group.*at = py::float_(value).cast<double>();  // a tensor of one element, too
+            group.*at = py::float_(value).cast<double>();  // also takes a tensor of one element
           } else if constexpr (std::is_same_v<T, bool GroupOptions::*>) {
             group.*at = py::bool_(value).cast<bool>();
           } else {

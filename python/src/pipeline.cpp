@@ -34,7 +34,7 @@ pipeline::Failure failure_of(const py::handle& error) {
   return {.text = name + ": " + text, .lost = !is("builtins", "Exception")};
 }
 
-// Errors of the core by the names of Python's classes.
+// The name of Python's class for an error of the core.
 const char* class_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -98,7 +98,7 @@ class Batch final : public pipeline::EngineStage<engine::Engine> {
   const py::object& batch_;
 };
 
-// An engine of Python that steps with others: _together.py. As Batch, it takes the interpreter's lock in each call.
+// An engine of Python that steps with others: _together.py. As Batch does, it takes the interpreter's lock in each call.
 class Member final : public pipeline::Stepping {
  public:
   explicit Member(py::object member) : member_(std::move(member)) {}
@@ -138,7 +138,7 @@ std::optional<double> step_together(const std::vector<py::object>& members, cons
   return pipeline::step_together(engines, everyone.get(), device).norm;
 }
 
-// A call of the core about one batch.
+// Binds a call of the core about one batch.
 template <class Part, class R, class... A>
 auto of_batch(R (Part::*method)(pipeline::Stage&, A...)) {
   return [method](Part& part, engine::Engine& engine, const py::object& batch, A... a) -> R {

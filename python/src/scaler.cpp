@@ -29,7 +29,7 @@ void bind_scaler(py::module_& m) {
       .def_readwrite("budget", &GradScaler::State::budget)
       .def_readwrite("overridden", &GradScaler::State::overridden);
 
-  // A copy: an engine changes its own through calls of its own.
+  // Python has a copy: an engine changes its own through its calls.
   py::class_<GradScaler>(m, "GradScaler")
       .def("scale", &GradScaler::scale)
       .def("needed", &GradScaler::needed)

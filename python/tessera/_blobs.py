@@ -24,7 +24,7 @@ TRUST = "If you trust it, pass trusted=True (--trusted on the command line), whi
 # of the parameter they are of, by cut_of().
 CUT = "tessera.cut"
 LARGEST = 1 << 53  # number that a file can have, as in checkpoint/node.h
-LARGEST_COUNT = LARGEST // 2  # of what goes on counting from there
+LARGEST_COUNT = LARGEST // 2  # the largest of what goes on counting from there
 # Kinds of tensors that are no optimizer's states.
 OWN_KINDS = frozenset({"weight", "master", "buffer", "rank_buffer", "gradient", "partial_gradient"})
 _ARRAY, _STREAM = "numpy.ndarray", "io.BytesIO"
@@ -36,7 +36,7 @@ def pickled(value: Any, what: str) -> bytes:
     out = io.BytesIO()
     try:
         torch.save(_mapped(value, _packed, {}), out)
-    except Exception as error:  # of any kind that objects of a client have
+    except Exception as error:  # any kind of error that objects of a client have
         raise ConfigError(f"[checkpoint] {what} holds what Python's pickle cannot save: {error}") from error
     return out.getvalue()
 
@@ -63,11 +63,11 @@ def cut_of(begin: int, end: int, shape: Sequence[int], place: int = 0, of: int =
 
 
 def _mapped(value: Any, leaf: Callable[[Any], Any], seen: dict[int, Any]) -> Any:
-    """leaf(x) of all in dicts, lists and tuples, and of themselves; what has not changed is the same object, and what
-    is shared stays so."""
+    """Applies leaf() to all in dicts, lists and tuples, and to these themselves; what has not changed is the same
+    object, and what is shared stays so."""
     if id(value) in seen:
         return seen[id(value)]
-    seen[id(value)] = value  # for what holds itself
+    seen[id(value)] = value  # for objects that hold themselves
     result = leaf(value)
     if result is value and type(value) in (dict, OrderedDict):
         items = [(leaf(key), _mapped(item, leaf, seen)) for key, item in value.items()]
@@ -97,7 +97,7 @@ def _packed(value: Any) -> Any:
     if numpy is not None and type(value) is numpy.ndarray:
         try:
             return {_ARRAY: torch.from_numpy(numpy.array(value, order="C"))}
-        except (TypeError, ValueError):  # of a dtype that torch lacks
+        except (TypeError, ValueError):  # dtypes that torch lacks
             return value
     return number_of_numpy(value)
 
@@ -137,13 +137,13 @@ class Saved:
         return name in self.run or name in self.names
 
     def part(self, name: str, default: Any = None, kind: type = dict) -> Any:
-        """A blob of its own; in older checkpoints a part of "python"."""
+        """Returns a blob of this name; in older checkpoints a part of "python"."""
         if name in self.run:
             return of_kind(self.run[name], kind, f"'{name}'")
         return self.blob(name, default, kind)
 
     def optimizers(self) -> list[tuple[str, dict[str, Any]]]:
-        """What ranks have saved of each parameter's states, with the blob's name."""
+        """Returns what ranks have saved of each parameter's states, with the blob's name."""
         found = []
         for blob in sorted(self.names):
             if blob.startswith("optimizer-"):
@@ -220,7 +220,7 @@ def check_taken(what: str, taker: Any, take: Callable[[Any], Any], value: Any, h
     kept = dict(getattr(taker, "__dict__", {}))
     try:
         take(value)
-    except Exception as error:  # of any kind that objects of a client have
+    except Exception as error:  # any kind of error that objects of a client have
         raise IoError(
             f"[checkpoint] {what} is damaged, or of another object than a {type(taker).__name__}, which does not take "
             f"it: {type(error).__name__}: {error}"

@@ -17,9 +17,9 @@ def run(
     sizes_of: Callable[[str, _core.Config], _core.ModelSizes] = _no_sizes,
     facts: Sequence[tuple[str, str]] = (),
 ) -> int:
-    """The exit code of the command that `arguments` begin with: 0, 1 for an error, 2 for a line that cannot be read.
-    `sizes_of`: of a model's name; `facts`: of the report. What a hook raises for a wrong argument, a file or a limit is
-    such an error, too."""
+    """Runs the command that `arguments` begin with. Returns its exit code: 0, 1 for an error, 2 for a line that cannot
+    be read. `sizes_of`: sizes of a model's name; `facts`: of the report. What a hook raises for a wrong argument, a
+    file or a limit is such an error, too."""
     try:
         code, output, errors = _core.run_command(list(arguments), sizes_of, list(facts))
     except (ValueError, OSError, NotImplementedError) as error:

@@ -1,4 +1,4 @@
-"""From what users pass as configuration to the core's Config."""
+"""Turns what users pass as configuration into the core's Config."""
 
 from __future__ import annotations
 

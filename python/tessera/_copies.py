@@ -41,7 +41,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor in which what expand() repeats is there once."""
+    """A view of a tensor in which elements that expand() repeats are there once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, min(tensor.size(dim), 1))
@@ -49,8 +49,8 @@ def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, in_fp32: Iterable[str] = ()) -> None:
-    """To `dtype`, where that is given, and those whose names have one of the patterns `in_fp32` to fp32; in place: who
-    holds a buffer sees it."""
+    """Casts buffers to `dtype`, where that is given, and those whose names have one of the patterns `in_fp32` to fp32;
+    in place: holders of a buffer see it."""
     kept = [re.compile(pattern.replace("*", ".*")) for pattern in in_fp32]
     for name, buffer in module.named_buffers():
         to = torch.float32 if any(pattern.search(name) for pattern in kept) else dtype
@@ -69,7 +69,8 @@ def named_for_fp32(module: nn.Module, in_fp16: bool) -> list[str]:
 
 
 def copy_of(param: torch.Tensor) -> torch.Tensor | None:
-    """None where it is released meanwhile, as by autograd's thread of a device after a backward that threw."""
+    """A detached copy of `param`; None where the parameter is released meanwhile, as by autograd's thread of a device
+    after a backward that threw."""
     try:
         return param.detach().clone()
     except RuntimeError:

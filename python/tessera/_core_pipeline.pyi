@@ -74,7 +74,7 @@ class PipelineRunner:
     most_live: Final[int]  # activations held at one time
     def check(self, call: str) -> None: ...
 
-# Of a link (tessera/pipeline/link.h); layouts and `dims` are those of tessera/hybrid/_layout.py.
+# The classes of a link (tessera/pipeline/link.h); layouts and `dims` are those of tessera/hybrid/_layout.py.
 class PythonPointToPoint(PointToPoint):
     def __init__(self, rank: int, size: int, channel: Any) -> None: ...
 

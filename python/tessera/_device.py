@@ -27,9 +27,10 @@ def move(param: nn.Parameter, device: torch.device) -> None:
 
 @contextmanager
 def same_objects(param: nn.Parameter, device: torch.device) -> Iterator[None]:
-    """Inside, Module.to(device) keeps parameters the objects that they are, as a client's optimizer holds them.
+    """Makes Module.to(device) inside the `with` keep parameters the objects that they are, as a client's optimizer
+    holds them.
 
-    It does anyway, but for devices whose tensors cannot be the data of one of the CPU's.
+    Module.to() does so anyway, but for devices whose tensors cannot be the data of a tensor of the CPU's.
     """
     before = torch.__future__.get_swap_module_params_on_conversion()
     exchange = not torch._has_compatible_shallow_copy_type(param, torch.empty(0, device=device))
@@ -41,14 +42,15 @@ def same_objects(param: nn.Parameter, device: torch.device) -> Iterator[None]:
 
 
 def group_device(group: Any) -> torch.device | None:
-    """The accelerator that `group` (as in core_mesh()) has a back end of its own for, as NCCL for CUDA: this rank's, as
-    distributed.own_device() has it. None where it has none, and without a process group of torch."""
+    """The accelerator for which `group` (as in core_mesh()) has a back end of its own, as NCCL for CUDA: this rank's,
+    as distributed.own_device() has it. None where the group has none, and without a process group of torch."""
     parts = _torch_groups(group)
     return distributed.own_device(dist.get_backend_config(parts[-1])) if parts else None
 
 
 def group_timeout() -> datetime.timedelta | None:
-    """That of the default group, where its back end says: torch gives new groups one of its own. None without one."""
+    """The default group's timeout, where its back end says one: torch gives new groups a default. None without a
+    group."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None:
         return None
@@ -76,7 +78,7 @@ def checked_device(group: Any, parameters: Iterable[nn.Parameter] = ()) -> torch
 
 
 def _torch_groups(group: Any) -> list[dist.ProcessGroup]:
-    """Those of torch in `group`, as in core_mesh()."""
+    """The process groups of torch in `group`, as in core_mesh()."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     if isinstance(group, DeviceMesh):

@@ -28,7 +28,7 @@ _HOOKS = (
 
 
 class StandIn(dict[str, Any]):
-    """In the place of another dict, which has the same content once settle() was called."""
+    """A dict in the place of another one, which has the same content once settle() was called."""
 
     def __init__(self, original: dict[str, Any]) -> None:
         super().__init__(original)
@@ -41,7 +41,7 @@ class StandIn(dict[str, Any]):
 
 class Loans:
     def __init__(self) -> None:
-        # By id of the owner: it, and (name, what was there before, what is there now), oldest first.
+        # By id of the owner: the owner, and (name, what was there before, what is there now), oldest first.
         self._changes: dict[int, tuple[Any, list[tuple[str, Any, Any]]]] = {}
         self._handles: list[Any] = []
         self._hooks: set[int] = set()
@@ -60,7 +60,7 @@ class Loans:
 
     @contextmanager
     def watching(self, owners: Iterable[Any], name: str) -> Iterator[None]:
-        """What is done to this attribute of theirs inside is taken back in the end."""
+        """Notes what is done to this attribute of the owners inside; give_back() undoes it."""
         before = [(owner, vars(owner).get(name, _ABSENT)) for owner in owners]
         try:
             yield
@@ -80,7 +80,7 @@ class Loans:
             self.put(module, "__getstate__", functools.partial(self._state_of, module))
 
     def give_back(self) -> None:
-        """As it was; what others have changed since stays as they want it."""
+        """Makes all as it was; what others have changed since stays as they want it."""
         for handle in self._handles:
             handle.remove()
         for owner, changes in self._changes.values():
@@ -93,10 +93,10 @@ class Loans:
         self._changes.setdefault(id(owner), (owner, []))[1].append((name, before, now))
 
     def _state_of(self, module: nn.Module) -> Any:
-        own = getattr(type(module), "__getstate__", None)  # of object too, since Python 3.11
+        own = getattr(type(module), "__getstate__", None)  # object has one too, since Python 3.11
         state = vars(module) if own is None else own(module)
         if not isinstance(state, dict):
-            return state  # of the class's own making
+            return state  # the class makes its own state
         state = dict(state)
         _undo(state, self._changes[id(module)][1])
         for name in _HOOKS:
@@ -119,7 +119,7 @@ def _undo(attributes: dict[str, Any], changes: list[tuple[str, Any, Any]]) -> No
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of an optimizer's step() returns, with gradients on."""
+    """Calls the closure of an optimizer's step(), with gradients on; returns what it returns."""
     with torch.enable_grad():
         return None if closure is None else closure()
 

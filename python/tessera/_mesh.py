@@ -66,7 +66,7 @@ class OwnGroups(list[Any]):
 
 
 def mesh_sizes(config: _core.Config) -> dict[str, int]:
-    """What a configuration says of the sizes that core_mesh() takes."""
+    """The sizes for core_mesh() that a configuration says."""
     return {
         "shards": config.zero_optimization.mics_shard_size,
         "sp": config.sequence_parallel_size,
@@ -140,7 +140,7 @@ _AXES = {
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
-    # By their places: the data-parallel ones.
+    # The data-parallel axes, by their places.
     return names if set(names) & set(_AXES) else ("dp_replicate", "dp_shard")[-mesh.ndim :]
 
 

@@ -1,9 +1,9 @@
-"""Values that go to other ranks: any nesting of tensors as a list of them and a note, which says in JSON how they are
+"""Values that go to other ranks: any nesting of tensors as a list of these and a note, which says in JSON how they are
 nested.
 
 In a note tensors are ["tensor"], in the order of the list; lists are ["list", [...]], and so are "tuple" and "dict" (of
-pairs); a class of its own is ["of", module, name, [...]], as a named tuple. Numbers, texts and None are themselves.
-"""
+pairs); an object of another class is ["of", module, name, [...]], as a named tuple. Numbers, texts and None are
+themselves."""
 
 from __future__ import annotations
 

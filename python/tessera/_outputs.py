@@ -24,7 +24,8 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 
 def may_hold_tensors(output: Any) -> bool:
-    """Of an output in which tensors_in() finds none: a generator, a closure, an object of objects."""
+    """Whether an output may hold tensors that tensors_in() does not find: a generator, a closure, an object of
+    objects."""
     return not all(_is_plain(leaf) for leaf in _pytree.tree_leaves(output))
 
 

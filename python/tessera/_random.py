@@ -29,7 +29,7 @@ def _device() -> Any:
 
 
 def try_random_states(states: dict[str, Any]) -> None:
-    """Raises where the generators do not take them. They stay as they are."""
+    """Raises where the generators do not take the states. The generators stay as they are."""
     begin = states.get("pass", {})
     if isinstance(begin, torch.Tensor):
         begin = {"torch": begin}
@@ -77,7 +77,8 @@ def put_random_states(states: dict[str, Any]) -> None:
 
 @contextmanager
 def aside(begin: Any = None) -> Iterator[None]:
-    """What is drawn inside leaves the generators as they were. `begin`: random_states() to begin with, or torch's."""
+    """Leaves the generators as they were, whatever is drawn inside. `begin`: random_states() to begin with, or
+    torch's."""
     states = random_states()
     try:
         if begin is not None:

@@ -88,7 +88,7 @@ has_autocast_dtype = has_comm_dtype
 
 
 def get_comm_dtype(param: torch.Tensor) -> torch.dtype:
-    """What the parameter travels in: its mark, or its own dtype."""
+    """The dtype that the parameter travels in: its mark's, or its own."""
     return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
 
 
@@ -98,7 +98,7 @@ def get_all_comm_dtypes(params: Iterable[torch.Tensor]) -> set[torch.dtype]:
 
 
 def sort_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """By name: the same order on all ranks."""
+    """Sorts by name: the same order on all ranks."""
     return sorted(dtypes, key=str)
 
 

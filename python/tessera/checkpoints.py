@@ -32,8 +32,8 @@ __all__ = [
 
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _core.CheckpointReader:
-    """Of `folder`/tag, ours or DeepSpeed's; default: the tag that `latest` names. IoError when there is none, or it is
-    damaged. Objects of a client that lie in DeepSpeed's files are skipped, and nothing of them is run."""
+    """Opens `folder`/tag, ours or DeepSpeed's; default: the tag that `latest` names. IoError when there is none, or it
+    is damaged. Objects of a client that lie in DeepSpeed's files are skipped, and nothing of them is run."""
     return _core.read_checkpoint(os.fspath(folder), tag or "")
 
 

@@ -33,7 +33,7 @@ COMMANDS: dict[str, Callable[[Sequence[str] | None], int]] = {
 }
 
 
-# Of those that are Python's alone; the others say it themselves.
+# Summaries of commands that are Python's alone; the core's say theirs themselves.
 _SUMMARIES = {"launch": "Starts the ranks of this host."}
 
 

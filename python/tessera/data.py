@@ -31,12 +31,12 @@ class Indexed(Protocol):
 class Loader:
     """A DataLoader whose sampler gets a new epoch number, and so a new order, at every pass. Its position can be saved:
     after load_state_dict() the next pass, or the one under way, gives what was to come, and draws nothing from the
-    random generators that the pass had drawn before it was saved (the seed of its iterator, of a sampler).
+    random generators that the pass had drawn before it was saved (the seed of the pass's iterator, of a sampler).
 
-    On as many ranks with the same batches what comes has the same bits, whatever a dataset draws and in how many
-    workers: these begin each batch with a seed of its own. On other ranks, or with other batches, samples that a
-    DistributedSampler deals out come once each; those of another sampler, or of a stream, go on at the batch that holds
-    the place."""
+    On as many ranks with the same batches the samples to come have the same bits, whatever a dataset draws and in how
+    many workers: a worker begins each batch with a seed of the batch's. On other ranks, or with other batches, samples
+    that a DistributedSampler deals out come once each; those of another sampler, or of a stream, go on at the batch
+    that holds the place."""
 
     def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0, world_size: int = 1) -> None:
         self.loader = loader
@@ -44,9 +44,9 @@ class Loader:
         self._world_size = world_size
         self._under_way = False
         self._given = 0  # samples of all ranks, of the pass under way
-        self._start = 0  # those that the next one leaves out
+        self._start = 0  # samples that the next pass leaves out
         self._loads = 0
-        self._begin_with: Any = None  # of the next one, where it goes on
+        self._begin_with: Any = None  # random states of the next pass, where it goes on
         self.begin: Any = None  # random_states() of when the pass under way began
 
     def __iter__(self) -> Iterator[Any]:
@@ -98,7 +98,7 @@ class Loader:
             after = _After(batches, skip, skip)
             self._given = skip * self._round
         iterator = iter(_like(loader, _Seeded(loader.dataset) if seeds else loader.dataset, after))
-        after.start()  # it draws once the iterator has drawn its seed
+        after.start()  # the sampler draws once the iterator has drawn its seed
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,8 +106,8 @@ class Loader:
         return {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": self._given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For the next pass, or the one under way. `begin` beside what state_dict() gave: where the random generators
-        were when the pass began, on this rank."""
+        """Sets the position of the next pass, or the one under way. `begin` beside what state_dict() gave: where the
+        random generators were when the pass began, on this rank."""
         self.epoch = state["epoch"]
         self._under_way, self._given = False, 0
         self._loads += 1
@@ -119,7 +119,7 @@ class Loader:
 
     @property
     def dataset(self) -> Dataset[Any]:
-        """What the samples are taken from."""
+        """The dataset that samples are taken from."""
         return self.loader.dataset
 
     @property
@@ -145,7 +145,7 @@ class _Batch(list[Any]):
 
 
 class _After:
-    """The batches of a sampler after the first ones, once; the first of them has the number `first`."""
+    """The batches of a sampler after the first ones, once; the first given has the number `first`."""
 
     def __init__(self, batches: Iterable[Any], first: int, skip: int) -> None:
         self.batches, self.skip = batches, skip
@@ -165,8 +165,8 @@ class _After:
 
 
 class _Seeded(Dataset[Any]):
-    """A dataset whose workers begin each batch with a seed of its own: what they draw for it is then the same whoever
-    of them has it, and whatever came before."""
+    """A dataset whose workers begin each batch with a seed of the batch's: what they draw for it is then the same
+    whoever of them has it, and whatever came before."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -190,8 +190,8 @@ class _Seeded(Dataset[Any]):
 
 
 def _dealt(loader: TorchLoader[Any], start: int) -> list[int] | None:
-    """What this rank's DistributedSampler gives of a pass whose first samples are gone, whoever had them. None for
-    another sampler."""
+    """The samples that this rank's DistributedSampler gives of a pass whose first samples are gone, whoever had them.
+    None for another sampler."""
     sampler = loader.sampler
     of_torch = isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
     if not of_torch or type(loader.batch_sampler) is not BatchSampler:

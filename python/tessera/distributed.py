@@ -21,9 +21,9 @@ from tessera.errors import ConfigError
 __all__ = ["free_port", "init_distributed", "local_rank", "register_backend"]
 
 if not dist.is_initialized():
-    # Its functions keep the default group of the moment of their import as a default argument, and torch imports them
-    # late, with the first optimizer. Then destroy_process_group() ends no group, and the group's threads, which let go
-    # of tensors that Python knows, may run into Python's end: that aborts the process.
+    # Functions of this module keep the default group of the moment of its import as a default argument, and torch
+    # imports it late, with the first optimizer. Then destroy_process_group() ends no group, and the group's threads,
+    # which let go of tensors that Python knows, may run into Python's end: that aborts the process.
     import torch.distributed.nn.functional
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=10)
@@ -56,11 +56,11 @@ def init_distributed(
     Ranks come from the arguments or from the environment: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
     `tessera launch`, tessera-run and torchrun set them; with `other_launchers` also what mpirun, mpiexec and srun set.
     Without any the process is a world of its own and opens no port. `port`, where it is given, wins over the port of a
-    job, and MASTER_PORT over it. `backend` None: nccl where CUDA runs, else gloo; "tessera" is that of
+    job, and MASTER_PORT over it. `backend` None: nccl where CUDA runs, else gloo; "tessera" is the back end of
     register_backend().
 
     Where the back end is an accelerator's own, as NCCL, this rank's device (own_device()) is the current one from here
-    on, and the group is bound to it. ConfigError on all ranks where one of them has none, or that of another.
+    on, and the group is bound to it. ConfigError on all ranks where one of them has no device, or another's.
     """
     if not dist.is_available():
         raise RuntimeError("[init_distributed] this torch has no torch.distributed")
@@ -106,7 +106,8 @@ def launched(
     port: int = 0,
     rendezvous: bool = True,
 ) -> _core.Launch:
-    """How this process was started; arguments win. Not `rendezvous`: that is elsewhere, no address needed."""
+    """How this process was started; arguments win over variables. `rendezvous` False: ranks meet elsewhere and need no
+    address."""
     try:
         return _core.read_launch(rank, world_size, other_launchers, rendezvous, port)
     except ConfigError as error:
@@ -140,8 +141,8 @@ def _job_store(
 
 
 def free_port() -> int:
-    """A TCP port of this host where a store of this process or another may listen. It stays this process's until that
-    ends: its socket stays open, on every address, so that the system gives the port to nothing else; stores reuse
+    """A TCP port of this host where a store of this process or another may listen. The port stays this process's until
+    that ends: its socket stays open, on every address, so that the system gives the port to nothing else; stores reuse
     addresses. Local."""
     return _core.free_port()
 
@@ -158,7 +159,7 @@ def own_device(back_ends: str) -> torch.device | None:
     """The accelerator that one of `back_ends` ("cpu:gloo,cuda:nccl") is for alone, as NCCL for CUDA; None where there
     is none (Gloo is the CPU's, whatever else it serves).
 
-    Of several devices it is the one that the program made the current one, else (that is still the first) that of
+    Of several devices the program's current one is taken, else (where that is still the first) that of
     local_rank(), which then is the current one. Where there are several, but not that one, a warning says so.
     """
     kind = torch.accelerator.current_accelerator(check_available=True)
@@ -258,6 +259,6 @@ def _shared(first: int, rank: int, of: dict[str, str]) -> str:
 
 
 def prepare() -> None:
-    """What initialize() does about the default process group: nothing for a lone process nobody asked a group for."""
+    """Makes the default process group as initialize() does: none for a lone process nobody asked a group for."""
     if not (dist.is_available() and dist.is_initialized()) and launched(rendezvous=False).size > 1:
         init_distributed()

@@ -1,4 +1,4 @@
-"""Errors of the package. Those of the core arrive as the same classes (its value errors as ConfigError), what is not
+"""Errors of the package. Errors of the core arrive as the same classes (its value errors as ConfigError), what is not
 served as NotImplementedError, a lost peer as torch.distributed.DistBackendError."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ __all__ = ["ConfigError", "IoError", "Problem", "StageFailed", "UsageError"]
 
 class Problem(NamedTuple):
     """One thing that is wrong with a configuration: a key that does not exist, a value that is wrong by itself, keys
-    that contradict each other (or a text that is no configuration), a number of ranks that it does not fit."""
+    that contradict each other (or a text that is no configuration), a number of ranks that the configuration does not
+    fit."""
 
     path: str
     text: str
@@ -19,8 +20,8 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError, AssertionError):
-    """A wrong argument or configuration. Also an AssertionError, for callers that expect one. `problems`: of a
-    configuration, what is wrong."""
+    """A wrong argument or configuration. It is an AssertionError too, for callers that expect one. `problems`: what is
+    wrong with a configuration."""
 
     problems: Sequence[Problem] = ()
 

@@ -1,5 +1,5 @@
-"""What a rank holds of model states, from the configuration's own precision and placements, with the device of the
-model apart from the host (tessera/config/estimate.h). Activations, and what torch itself takes, are not in it.
+"""Estimates what a rank holds of model states, from the configuration's own precision and placements, with the device
+of the model apart from the host (tessera/config/estimate.h). Activations, and what torch itself takes, are not in it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def estimate(
 ) -> Estimate:
     """`model`: a module (on the meta device it takes no memory), or a number of parameters, all of them trained.
     `ranks`: all of the job, of which the configuration makes tensor-parallel, sequence-parallel and shard groups.
-    `stage`: in place of the configuration's. What is found on the device ("auto") counts as if all states were away
-    and the host updated them. ConfigError where the two, or the ranks, do not go together."""
+    `stage`: in place of the configuration's. Settings found on the device ("auto") count as if all states were away
+    and the host updated them. ConfigError where stage and configuration, or the ranks, do not go together."""
     loaded = load_config(config)
     if stage is not None:
         loaded = _core.with_stage(loaded, stage)
@@ -43,7 +43,7 @@ def estimate(
 
 
 def _sizes(model: nn.Module | int, config: _core.Config, policy: UnitPolicy = default_unit_policy) -> _core.ModelSizes:
-    """Of a tensor-parallel rank's slice of the model."""
+    """Sizes of a tensor-parallel rank's slice of the model."""
     tp = mesh_sizes(config)["tp"]
     if isinstance(model, int):
         return _core.ModelSizes(-(-model // tp))
@@ -74,7 +74,7 @@ def _slices(model: nn.Module, config: _core.Config) -> dict[str, tuple[int, int]
 
 
 def _model_of(path: str) -> nn.Module:
-    """Of a folder or file of a Hugging Face configuration, without weights."""
+    """The model of a folder or file of a Hugging Face configuration, without weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -44,7 +44,7 @@ class FlopsProfiler:
         self.started = False
         self._counter: FlopCounterMode | None = None
         self._hooks: list[Any] = []
-        self._began: dict[int, list[tuple[float, int]]] = {}  # of calls under way: the time, operations so far
+        self._began: dict[int, list[tuple[float, int]]] = {}  # calls under way: the time, operations so far
         self._found: list[ModuleProfile] = []
 
     def start_profile(self, ignore_list: list[type] | None = None) -> None:
@@ -102,7 +102,7 @@ class FlopsProfiler:
         self._found = []
 
     def end_profile(self) -> None:
-        """Nothing of it stays at the model; what was counted can still be asked for."""
+        """Takes everything off the model; what was counted can still be asked for."""
         self.stop_profile()
 
     # ---------------------------------------------------------------- results
@@ -119,7 +119,7 @@ class FlopsProfiler:
     @overload
     def get_total_flops(self, as_string: bool) -> int | str: ...
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Of the forwards, and what is computed again."""
+        """Operations of the forwards, and of what is computed again."""
         flops = int(self._root().flops * (1 + self.recompute_fwd_factor))
         return number_text(flops, "FLOPs") if as_string else flops
 

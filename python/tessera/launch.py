@@ -43,7 +43,7 @@ class _FromOne(argparse.Action):
 
 
 def add_option(made: argparse.ArgumentParser, *names: str, **options: object) -> None:
-    """In both spellings, with `-` and with `_`."""
+    """Adds the option in both spellings, with `-` and with `_`."""
     both = [name for name in names if not name.startswith("--") or "_" not in name]
     for name in names:
         if name.startswith("--") and "_" in name:
@@ -52,7 +52,7 @@ def add_option(made: argparse.ArgumentParser, *names: str, **options: object) ->
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
-    """What every host that runs ranks gets, and the program."""
+    """Adds the options that every host that runs ranks gets, and the program."""
 
     def add(*names: str, **options: object) -> None:
         add_option(made, *names, **options)
@@ -81,7 +81,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def own_devices() -> int:
-    """How many ranks this host has where nobody says it."""
+    """The number of ranks that this host has where nobody says it."""
     visible = os.environ.get(VISIBLE)
     if visible is not None:
         return max(1, len([item for item in visible.split(",") if item.strip()]))
@@ -120,7 +120,7 @@ class _Errors:
 
     def __init__(self, to: TextIO) -> None:
         self._to = to
-        self._held: dict[str, list[str]] = {}  # by rank, of a traceback whose end is still to come
+        self._held: dict[str, list[str]] = {}  # lines by rank, of a traceback whose end is still to come
 
     def write(self, text: str) -> int:
         rank, _, line = text.partition("] ")
@@ -207,8 +207,8 @@ def _run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, no
 
 
 def _set_level(options: argparse.Namespace) -> None:
-    """Of the loggers of torch's agent, each of which has a level of its own. What a user needs of them this module
-    says itself."""
+    """Sets the level of the loggers of torch's agent, each of which has its own. What a user needs of their messages
+    this module says itself."""
     usual = None if "LOGLEVEL" in os.environ and not options.quiet else "critical"
     level: str = options.log_level or usual or ""
     for name in list(logging.root.manager.loggerDict) if level else []:
@@ -217,8 +217,8 @@ def _set_level(options: argparse.Namespace) -> None:
 
 
 def exit_code(code: int) -> int:
-    """That of a shell for the return code of a process: 128 + the number of a signal."""
-    return code if code >= 0 else 128 - code  # as a shell has it for a signal
+    """A shell's exit code for the return code of a process: 128 + the number of a signal."""
+    return code if code >= 0 else 128 - code  # a shell's code for a signal
 
 
 def _show_last(rank: int, code: int, logs: str) -> None:

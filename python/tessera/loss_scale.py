@@ -12,7 +12,7 @@ _COUNTERS = ("steps", "good_steps", "budget", "overridden")
 
 
 class LossScaler:
-    """By how much losses are multiplied. Every engine has one; in modes without loss scaling it is the number 1.
+    """The factor that losses are multiplied by. Every engine has one; in modes without loss scaling it is the number 1.
 
     `loss_scale` can be set between steps, on all ranks alike; a dynamic scale goes on from there. `override` fixes it.
     """
@@ -35,7 +35,7 @@ class LossScaler:
 
     @property
     def cur_scale(self) -> float:
-        """The same as loss_scale, by the name of other scalers."""
+        """The loss_scale, by the name of other scalers."""
         return self.loss_scale
 
     @cur_scale.setter
@@ -48,7 +48,7 @@ class LossScaler:
 
     @property
     def gradient_scale(self) -> float:
-        """What the gradients accumulated now are multiplied by; step() divides by it."""
+        """The factor of the gradients accumulated now; step() divides by it."""
         return self._core.gradient_loss_scale()
 
     @property
@@ -58,7 +58,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether it moves by itself, by overflows and good steps."""
+        """Whether the scale moves by itself, by overflows and good steps."""
         return self._scaler.dynamic()
 
     dynamic_loss_scale = dynamic
@@ -75,12 +75,12 @@ class LossScaler:
 
     @property
     def scale_factor(self) -> float:
-        """By how much a dynamic scale grows and shrinks."""
+        """The factor by which a dynamic scale grows and shrinks."""
         return self._scaler.options().factor
 
     @property
     def min_scale(self) -> float:
-        """What a dynamic scale never falls below."""
+        """The value that a dynamic scale never falls below."""
         return self._scaler.options().minimum
 
     @property

@@ -81,7 +81,7 @@ class Schedule:
         return self._options.total_num_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is, as plain numbers."""
+        """The position of the schedule, as plain numbers."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Schedule:
 
     def _apply(self, values: _core.ScheduleValues) -> None:
         groups = self.optimizer.param_groups
-        for group, lr in zip(groups, values.lr, strict=False):  # one that was added later keeps its rate
+        for group, lr in zip(groups, values.lr, strict=False):  # a group that was added later keeps its rate
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -125,7 +125,7 @@ def _warmup_type(name: str, value: str) -> _core.WarmupType:
     return types[value]
 
 
-# What turns an argument into the core's value; the others are passed on as they are.
+# Functions that turn an argument into the core's value; the others are passed on as they are.
 _CONVERT: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"), _per_group),
     **dict.fromkeys(("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"), _per_group),
@@ -156,7 +156,7 @@ def _filled(options: Any, arguments: dict[str, Any]) -> Any:
 
 
 class _WarmsUp(Schedule):
-    """Between two rates for each param group."""
+    """Schedules between two rates for each param group."""
 
     @property
     def min_lrs(self) -> list[float]:
@@ -171,7 +171,8 @@ class _WarmsUp(Schedule):
 
 
 class WarmupLR(_WarmsUp):
-    """From warmup_min_lr up to warmup_max_lr (default: the optimizer's lr) in warmup_num_steps, then constant."""
+    """Warms up from warmup_min_lr to warmup_max_lr (default: the optimizer's lr) in warmup_num_steps, then stays
+    constant."""
 
     def __init__(
         self,

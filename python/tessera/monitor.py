@@ -1,4 +1,4 @@
-"""Where an engine's numbers go while it trains: TensorBoard, CSV files, Weights & Biases, Comet, sections of the
+"""Writers of an engine's numbers while it trains: TensorBoard, CSV files, Weights & Biases, Comet, sections of the
 configuration of these names; lines of JSON (tessera.json_lines); functions. Rank 0 writes. Files are the core's
 (io/metrics.h).
 
@@ -24,7 +24,7 @@ Event = tuple[str, float, int]
 
 
 class Writer(Protocol):
-    """What engine.monitor.writers takes: an object with these two methods, called on rank 0. One that has a method
+    """An object in engine.monitor.writers has these two methods, called on rank 0. One that has a method
     warn(text, x), too, gets the engine's warnings by it."""
 
     def write(self, events: Iterable[Event]) -> None:
@@ -53,7 +53,7 @@ class _File:
 
 
 class _Section(Protocol):
-    """Of the configuration, or an object with its keys."""
+    """A section of the configuration, or an object with its keys."""
 
     @property
     def enabled(self) -> bool: ...
@@ -121,7 +121,7 @@ class TensorBoard(_File):
 
 
 class Csv(_File):
-    """One file for each name of an event; a run that goes on appends to what is there."""
+    """Writes one file for each name of an event; a run that goes on appends to what is there."""
 
     def __init__(self, section: _OfFiles) -> None:
         self.log_dir = Path(_folder(section, "csv_monitor"))
@@ -225,7 +225,7 @@ class Monitor:
         if file is not None and rank == 0:
             self.writers["json"] = JsonLines(file)
         self._rank, self._said = rank, [] if said is None else said
-        self._told: dict[int, int] = {}  # how many of them, by writer
+        self._told: dict[int, int] = {}  # how many warnings each writer has got
 
     def on_metric(self, call: Callable[[str, float, int], object]) -> None:
         """call(name, value, x) for every event from here on, on rank 0."""

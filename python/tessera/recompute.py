@@ -30,7 +30,7 @@ class RandomStates:
         self.seeds: set[int] = set()
 
     def add(self, name: str, seed: int) -> None:
-        """A generator that begins with `seed`. ValueError for a name or a seed that is there already."""
+        """Adds a generator that begins with `seed`. ValueError for a name or a seed that is there already."""
         if seed in self.seeds:
             raise ValueError(f"[recompute] seed {seed} already exists")
         if name in self.states:
@@ -43,7 +43,8 @@ class RandomStates:
 
     @contextlib.contextmanager
     def fork(self, name: str) -> Iterator[None]:
-        """Inside, the default generator of the device goes on from where this one is."""
+        """Lets the device's default generator go on from the state `name` inside the `with`; the state is
+        then the one in which it ended."""
         if name not in self.states:
             raise ValueError(f"[recompute] rng state {name} is not added")
         before = self._state()
@@ -56,7 +57,7 @@ class RandomStates:
 
     @contextlib.contextmanager
     def replayed(self, states: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Inside they are these; afterwards what they were before."""
+        """Replaces the states inside the `with`; afterwards they are what they were before."""
         before, self.states = self.states, dict(states)
         try:
             yield
@@ -90,7 +91,7 @@ class Recompute:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """function(*args, **kwargs); what its backward needs is computed again there."""
         random = self.random
-        states = dict(random.states) if random is not None else {}  # as the call finds them
+        states = dict(random.states) if random is not None else {}  # the states as the call finds them
 
         def contexts() -> tuple[Any, Any]:
             again = random.replayed(states) if random is not None else contextlib.nullcontext()

@@ -1,5 +1,5 @@
-"""What this environment has of all that Tessera uses, and what is missing for more: the command `tessera report`
-(tessera/commands), and what Python knows of it."""
+"""Reports what this environment has of all that Tessera uses, and what is missing for more: the command `tessera
+report` (tessera/commands), with what Python knows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tessera._command import run
 
 __all__ = ["main"]
 
-# What for, where it is not there.
+# Packages, and what each would be for, where it is not there.
 _OPTIONAL = {
     "numpy": "its random generator in checkpoints, torch's own conversions",
     "transformers": "models of Hugging Face, `tessera estimate` of a folder",

@@ -46,8 +46,8 @@ def get_full_grad(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
 
 def get_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str) -> torch.Tensor | None:
     """`key` as in torch's optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", ..., and "step", a tensor
-    without dimensions. Of an optimizer that runs itself, any that has one value for each element, or one for all; None
-    before its first step."""
+    without dimensions. For an optimizer that runs itself, any state that has one value for each element, or one for
+    all; None before its first step."""
     number = _joined(engine, param)
     return _states(engine).get_full(number, key) if number in engine.trained_numbers() else None
 
@@ -116,8 +116,8 @@ def _number(engine: Engine, param: torch.Tensor) -> int:
 
 
 def _joined(engine: Engine, param: torch.Tensor) -> int:
-    """Its number, once what waits to be trained has joined. Collective for one that has a group and is not trained,
-    frozen or not: ranks that differ there get an error."""
+    """The parameter's number, once what waits to be trained has joined. Collective for one that has a group and is not
+    trained, frozen or not: ranks that differ there get an error."""
     number = _number(engine, param)
     if number not in engine.trained_numbers() and engine.core.param(number).joins >= 0:
         engine_behind(engine).join_thawed()

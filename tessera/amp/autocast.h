@@ -14,18 +14,18 @@ struct AutocastOptions {
 // Value error when the device type has no autocast, or dtype is none of Half, BFloat16 and Float.
 void check(const AutocastOptions& options, c10::DeviceType device);
 
-// From construction to leave(), on the calling thread: autocast as `options` say, off where they are not enabled.
+// From construction to leave(), on the calling thread, autocast is as `options` say, off where they are not enabled.
 // Regions end in the opposite order of their beginning.
 //
 // Torch's cache of cast weights is not used inside: it would hold a cast of the whole model until the forward ends, and
 // a cast made under no_grad (an evaluation, a recomputed block) would be taken up by later code, whose gradients are
-// then lost. It is emptied at both ends as well, so that a region of the caller's around many steps, where weights are
+// then lost. The cache is emptied at both ends as well, so that a region of the caller's around many steps, where weights are
 // updated unseen by torch, starts anew at every forward.
 class AutocastRegion {
  public:
   AutocastRegion(const AutocastOptions& options, c10::DeviceType device);
   void leave() const;
-  // A region of the caller's is switched off by options that are not enabled.
+  // Whether a region of the caller's is switched off by options that are not enabled.
   bool switched_off() const { return switched_off_; }
 
  private:

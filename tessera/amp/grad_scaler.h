@@ -1,5 +1,5 @@
 // GradScaler: by how much a loss is multiplied so that 16-bit gradients do not vanish, and how that factor follows from
-// the overflows seen. Numbers only: who multiplies and divides is the engine's matter.
+// the overflows seen. It has numbers only: the engine multiplies and divides.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct ScalerOptions {
   bool late_growth = false;       // the first growth after the start or an overflow comes one step later
   int64_t hysteresis = 1;         // overflow number `hysteresis` lowers the scale; those before use up the budget
   bool refill_on_good = false;    // the budget is whole again after a good step; otherwise after a growth
-  double minimum = 1;             // never below
+  double minimum = 1;             // the scale is never below
   bool error_at_minimum = false;  // an overflow with the scale at `minimum` is an error
 
   static ScalerOptions off() { return {}; }
@@ -40,7 +40,7 @@ class GradScaler {
   explicit GradScaler(const ScalerOptions& options = {});
 
   double scale() const { return state_.scale; }
-  // An unscaled backward would be a mistake.
+  // Whether an unscaled backward would be a mistake.
   bool needed() const { return dynamic() || state_.overridden || state_.scale != 1; }
   bool dynamic() const { return options_.dynamic && !state_.overridden; }
 
@@ -48,9 +48,9 @@ class GradScaler {
   // an overflow at the minimum, where the options say so: nothing has changed then.
   void update(bool overflow);
 
-  // The present scale; counting goes on. Value error for what is not finite and positive.
+  // Sets the present scale; counting goes on. Value error for a scale that is not finite and positive.
   void set_scale(double scale);
-  // A scale of the user's own, fixed from here on.
+  // Sets a scale of the user's own, fixed from here on.
   void override_scale(double scale);
 
   const ScalerOptions& options() const { return options_; }

@@ -10,7 +10,7 @@
 
 namespace tessera::amp {
 
-// Where the value lives that the optimizer updates.
+// Where the value is that the optimizer updates.
 enum class Master : uint8_t {
   Weight,  // in the compute parameter itself
   Fp32,    // in an fp32 copy; the compute parameter is its nearest value
@@ -22,23 +22,23 @@ struct PrecisionPolicy {
   at::ScalarType grad = at::kFloat;   // flat gradient: where micro-batches accumulate, and what is reduced
   Master master = Master::Weight;
   at::ScalarType state = at::kFloat;  // moments
-  // Into 16-bit weights that are their own master and 16-bit states. The copy of an fp32 master is the nearest value in
+  // Rounding into 16-bit weights that are their own master and 16-bit states. The copy of an fp32 master is the nearest value in
   // any mode, and a split master is exact.
   kernels::Rounding rounding = kernels::Rounding::Nearest;
-  // Into 16-bit gradients that accumulate. To nearest as torch does: closer to the sum of a few micro-batches.
+  // Rounding into 16-bit gradients that accumulate. Nearest, as torch's, is closer to the sum of a few micro-batches.
   kernels::Rounding grad_rounding = kernels::Rounding::Nearest;
   bool skip_nonfinite = false;  // a step with inf or NaN gradients is skipped (agreed on all ranks)
 
-  // The compute parameter itself is the master: nothing extra is stored.
+  // Whether the compute parameter itself is the master: nothing extra is stored.
   bool master_is_param() const { return master == Master::Weight; }
-  // Updates take random bits: what they write is rounded stochastically.
+  // Whether updates take random bits: what they write is rounded stochastically.
   bool update_is_random() const {
     const bool rounds = at::elementSize(state) == 2 || (master_is_param() && at::elementSize(param) == 2);
     return rounding == kernels::Rounding::Stochastic && rounds;
   }
-  // Nothing beside the weight has more than 16 bits.
+  // Whether nothing beside the weight has more than 16 bits.
   bool states_are_narrow() const { return master != Master::Fp32 && at::elementSize(state) == 2; }
-  // Of weight, gradient, master and so many states together, in bytes.
+  // Bytes of weight, gradient, master and so many states together.
   int64_t bytes_per_parameter(int64_t states = 2) const {
     const auto size = [](at::ScalarType dtype) { return static_cast<int64_t>(at::elementSize(dtype)); };
     const int64_t extra = master == Master::Fp32 ? 4 : (master == Master::Split ? 2 : 0);
@@ -66,7 +66,7 @@ struct PrecisionPolicy {
 //   param   fp32, bf16 or fp16
 //   grad    fp32, bf16 or fp16, whatever the param is
 //   master  Weight with fp32 parameters; Split with bf16 ones only
-//   state   fp32, or bf16 where param is not fp16: that is for processors without bf16
+//   state   fp32, or bf16 where param is not fp16: fp16 is for processors without bf16
 void check(const PrecisionPolicy& policy);
 
 }  // namespace tessera::amp

@@ -1,4 +1,4 @@
-// Forks between torch versions; those of one layer only live in its own compat.h.
+// Forks between torch versions; forks of one layer only are in its own compat.h.
 #pragma once
 
 #include <torch/csrc/autograd/edge.h>

@@ -9,7 +9,7 @@ namespace tessera::env {
 // Value of `name`, or nothing when it is unset or empty.
 std::optional<std::string> get(const char* name);
 
-// The same, as an integer. Value error when it is set but no integer.
+// Value of `name` as an integer, or nothing. Value error when it is set but no integer.
 std::optional<int> get_int(const char* name);
 
 }  // namespace tessera::env

@@ -24,7 +24,7 @@ class IoError final : public c10::Error {
   using c10::Error::Error;
 };
 
-// Whether what() ends with the frames of who threw it: TORCH_SHOW_CPP_STACKTRACES, as for errors in Python.
+// Whether what() ends with the frames of who threw the error: TORCH_SHOW_CPP_STACKTRACES, as for errors in Python.
 namespace detail {
 bool errors_have_frames();
 }
@@ -37,7 +37,7 @@ template <class Class>
 
 }  // namespace tessera
 
-// Expressions, not statements: of a check of `false` nothing is left but the call, so the compiler sees, without
+// Checks are expressions, not statements: of a check of `false` nothing is left but the call, so the compiler sees, without
 // optimisation too, that nothing comes after it.
 #define TESSERA_FAIL(Class, ...) \
   ::tessera::fail<Class>({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, ::c10::str(__VA_ARGS__))

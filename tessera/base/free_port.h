@@ -1,4 +1,4 @@
-// A TCP port for ranks to meet. Without torch: programs that do not link it include this, too.
+// A TCP port for ranks to meet. Needs no torch: programs that do not link it include this file, too.
 #pragma once
 
 #include <netinet/in.h>
@@ -12,10 +12,10 @@ namespace tessera {
 
 struct HeldPort {
   int port = 0;
-  int socket = -1;  // while it is open, the system gives the port to nothing else; stores reuse addresses
+  int socket = -1;  // while this is open, the system gives the port to nothing else; stores reuse addresses
 };
 
-// `port`, or where it is 0 any, that is free on every address of this host. std::system_error.
+// Holds `port`, or where it is 0 any port, that is free on every address of this host. Throws std::system_error.
 inline HeldPort hold_free_port(int port = 0) {
   const auto bound = [](int family, const void* address, socklen_t size) {
     const int fd = ::socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0), no = 0, yes = 1;

@@ -1,5 +1,5 @@
 // Which launcher started this process, by the names of the variables that it sets: Note [Who started this process] in comm/launch.h.
-// Without torch: tessera-run includes this, too.
+// Needs no torch: tessera-run includes this file, too.
 #pragma once
 
 #include <charconv>
@@ -12,7 +12,7 @@
 
 namespace tessera {
 
-// Decimal digits and nothing else.
+// The number that decimal digits and nothing else give.
 inline std::optional<uint64_t> digits_as_number(std::string_view text) {
   uint64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -39,8 +39,8 @@ std::optional<std::string> first_set(const Get& get, std::initializer_list<const
   return std::nullopt;
 }
 
-// How a step of SLURM calls them; nothing outside of one. What only a script of a job has is ENVIRONMENT=BATCH, which its steps
-// inherit: it decides where a container, say, has not passed on the number of the step.
+// The names of a step of SLURM; nothing outside of a step. A job's script alone has ENVIRONMENT=BATCH, which its steps
+// inherit: the variable decides where a container, say, has not passed on the number of the step.
 template <class Get>
 std::optional<LauncherNames> slurm_step(const Get& get) {
   constexpr uint64_t kNoStep = 0xfffffff0;  // from here on: a job's script, its shell and the like
@@ -57,20 +57,20 @@ std::optional<LauncherNames> slurm_step(const Get& get) {
   return get(kSlurm.rank) && number(names.size) > 1 && of_step ? std::optional(names) : std::nullopt;
 }
 
-// Another one than torchrun and those that set its names.
+// The launcher that started this process, where it is neither torchrun nor one that sets torchrun's names.
 template <class Get>
 std::optional<LauncherNames> other_launcher(const Get& get) {
   if (get(kOpenMpi.rank) || get(kOpenMpi.size)) return kOpenMpi;
   const auto slurm = slurm_step(get);
   const auto rank = get(kPmi.rank), size = get(kPmi.size);
-  // srun --mpi=pmi2 sets them beside its own, which say more.
+  // srun --mpi=pmi2 sets PMI's names beside its own, which say more.
   const bool of_srun = slurm && rank == get(slurm->rank) && size == get(slurm->size);
   if ((rank || size) && !of_srun) return kPmi;
   return slurm;
 }
 
 // Why a process may not start ranks, where nobody has said which host of how many this is: several tasks of srun or mpirun, each
-// of which does, are worlds of their own. Empty where it may.
+// of which starts some, are worlds of their own. Empty where it may.
 template <class Get>
 std::string why_not_started_here(const Get& get) {
   const auto by = other_launcher(get);

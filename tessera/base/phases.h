@@ -4,7 +4,7 @@
 //   Backward   from the first of the engine's hooks in a backward to its end, whoever started it
 //   Step       step(), at a boundary or not
 //   Gather     partitioned parameters on their way, as far as this rank launched or waited
-//   Reduce     the same of gradients
+//   Reduce     gradients on their way, likewise
 //
 // Gather and Reduce lie inside the others: what of the communication was not hidden. Times are of the host's clock; on a
 // device kernels may still run, unless wait_for() makes phases wait for them.
@@ -30,14 +30,14 @@ class Phases {
  public:
   struct Total {
     std::chrono::nanoseconds time{0};
-    int64_t times = 0;  // it was begun
+    int64_t times = 0;  // how often the phase began
   };
 
   const Total& total(Phase phase) const { return at(phase).total; }
-  // From here on every phase begins and ends when `device` has done all that was launched. Costs the overlap.
+  // Makes every phase begin and end when `device` has done all that was launched. Costs the overlap.
   void wait_for(c10::Device device);
   void begin(Phase phase);
-  void end(Phase phase);                           // nothing where it was not begun
+  void end(Phase phase);                           // does nothing where the phase was not begun
   void drop(Phase phase) { at(phase).depth = 0; }  // what an exception left begun counts for nothing
 
  private:
@@ -55,7 +55,7 @@ class Phases {
   std::optional<c10::Device> device_;
 };
 
-// A range "tessera::WHAT OF" in torch.profiler. Where none runs it costs a look.
+// A range "tessera::WHAT OF" in torch.profiler. Where no profiler runs it costs a look.
 class NamedRange {
  public:
   NamedRange(std::string_view what, std::string_view of);
@@ -64,7 +64,7 @@ class NamedRange {
   at::RecordFunction range_;
 };
 
-// A phase, as long as this lives, and its range.
+// A phase that lasts as long as this object, and its range.
 class PhaseScope {
  public:
   PhaseScope(Phases& phases, Phase phase, std::string_view of = {})

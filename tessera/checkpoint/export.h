@@ -12,7 +12,7 @@
 namespace tessera::checkpoint {
 
 struct ExportOptions {
-  // Of parameters that are floating; none: what the module computed in. Buffers keep theirs.
+  // Dtype of floating parameters; none: what the module computed in. Buffers keep theirs.
   std::optional<at::ScalarType> dtype;
   int64_t max_shard_bytes = int64_t{5} << 30;  // of a file, unless one tensor has more
   bool frozen = true;
@@ -23,9 +23,9 @@ struct ExportTensor : WeightTensor {
 };
 // All parameters and buffers, the exact value where a parameter has a master.
 std::vector<ExportTensor> list_export(const Reader& reader, const ExportOptions& options);
-// Read and checked, in its dtype and shape.
+// Reads and checks a tensor, in its dtype and shape.
 at::Tensor read_export(const Reader& reader, const ExportTensor& tensor);
-// Writes them (weight_files.h). Returns the names of the files.
+// Writes all parameters and buffers (weight_files.h). Returns the names of the files.
 std::vector<std::string> export_weights(const Reader& reader, const std::string& folder, const std::string& name,
                                         const ExportOptions& options);
 

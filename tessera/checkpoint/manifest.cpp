@@ -20,7 +20,7 @@ using Json = Node::Json;
 using shard::Range;
 
 constexpr const char* kFormat = "tessera";
-constexpr int64_t kMostRuns = int64_t{1} << 26;  // of a tensor: what cuts along its last dims make
+constexpr int64_t kMostRuns = int64_t{1} << 26;  // runs of a tensor, which cuts along its last dims make
 constexpr const char* kComplexDouble = "C128";   // in the files pairs of F64: safetensors has no word for it
 
 // ---- the text's own checksum, of all that follows it: a flipped digit would be another number
@@ -44,7 +44,7 @@ std::string hex_of(const std::string& bytes) {
   return hex;
 }
 
-// Nothing where it is none.
+// The bytes of such a text; nothing where it is none.
 std::optional<std::string> bytes_of(const std::string& hex) {
   std::string bytes;
   int high = -1;
@@ -123,7 +123,7 @@ at::ScalarType read_dtype(const Node& node) {
   node.fail("is no dtype");
 }
 
-// Where the manifest is, or (`deep`) in a folder below.
+// Reads a name: of a file where the manifest is, or (`deep`) in a folder below.
 std::string read_file_name(const Node& node, bool deep) {
   std::string name = node.text();
   std::string part;
@@ -220,7 +220,7 @@ ParamRecord read_param(const Node& node) {
   return param;
 }
 
-// No more than runs_of() makes.
+// How many runs a piece has; at most what runs_of() makes.
 int64_t count_runs(const TensorRecord& record, const Piece& piece) {
   if (piece.slice < 0) return 1;
   const Slice& slice = record.slices[piece.slice];
@@ -232,7 +232,7 @@ int64_t count_runs(const TensorRecord& record, const Piece& piece) {
   return std::min(kMostRuns, piece.range.size() / length + 2) * parts;
 }
 
-// Every element in exactly one piece.
+// Checks that every element is in exactly one piece.
 void check_cover(const TensorRecord& record, const std::string& path) {
   int64_t elements = 0, count = 0;
   for (const Piece& piece : record.pieces) {

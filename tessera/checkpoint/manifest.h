@@ -1,5 +1,5 @@
-// Manifest: what a checkpoint holds and where. It knows tensors of the model by name, their elements by number, and files;
-// nothing of ranks, stages, units or meshes, so that any of them may load it.
+// Manifest: what a checkpoint holds and where. It names tensors of the model, their elements by number, and files;
+// no ranks, stages, units or meshes, so that any of them may load it.
 //
 //   <dir>/latest                         the tag of the newest complete checkpoint
 //   <dir>/<tag>/manifest.json            complete exactly when it is there: it is renamed to its place last
@@ -39,12 +39,12 @@ struct Piece {
   int file = 0;                     // in Manifest::files
   int64_t offset = 0;               // of the first one, in bytes
   int slice = -1;                   // in TensorRecord::slices; -1: of the whole tensor
-  shard::Range range;               // of the elements of that, in the order of TensorRecord
+  shard::Range range;               // of the elements of that slice, in the order of TensorRecord
   std::vector<uint32_t> checksums;  // CRC-32C of every kChecksumBlock bytes
 };
 
-// Of kind: "weight" (what the module computes with, where it is all that there is), "master" (the fp32 value behind a 16-bit
-// weight), a state of the optimizer by torch's name ("exp_avg"), or "buffer" of a module.
+// A tensor. Its kind: "weight" (what the module computes with, where it is all that there is), "master" (the fp32 value behind a
+// 16-bit weight), a state of the optimizer by torch's name ("exp_avg"), or "buffer" of a module.
 struct TensorRecord {
   std::string name;
   std::string kind;
@@ -63,15 +63,15 @@ struct Along {
   int64_t place = 0, of = 1;
   bool operator==(const Along&) const = default;
 };
-// What makes one name of it: "experts.w@dp_shard=1".
+// The suffix that makes a name of one tensor: "experts.w@dp_shard=1".
 std::string suffix_of(const std::vector<Along>& along);
 
 struct ParamRecord {
   std::string name;  // with the suffix of `along`
   std::vector<int64_t> shape;
-  at::ScalarType dtype = at::kFloat;  // that the module computed in
+  at::ScalarType dtype = at::kFloat;  // the dtype that the module computed in
   bool trained = true;
-  int64_t step = 0;                       // updates of the optimizer that it saw
+  int64_t step = 0;                       // updates of the optimizer that the parameter saw
   std::vector<std::string> aliases = {};  // other names of a tied parameter
   std::vector<Along> along = {};
 
@@ -88,9 +88,9 @@ struct FileRecord {
   std::string name;
   int64_t bytes = 0;
   uint32_t checksum = 0;  // of blobs only
-  std::string text = {};  // a blob's contents, where the manifest itself has them; then it is in no file
-  // Of another program: its name may have folders, it has no id, its pieces no checksums of their own. They lie in `blocks`,
-  // ascending, and may overlap: tensors of torch share memory.
+  std::string text = {};  // a blob's contents, where the manifest itself has them; then no file has them
+  // A file of another program: its name may have folders, it has no id, its pieces no checksums of their own. They lie in
+  // `blocks`, ascending, and may overlap: tensors of torch share memory.
   bool raw = false;
   std::vector<Block> blocks = {};
 };
@@ -107,16 +107,16 @@ struct Manifest {
 std::string to_text(const Manifest& manifest);
 // The text of a manifest around the JSON object `json`, which nothing has been checked of.
 std::string sealed(const std::string& json);
-// Checked: types, names without folders, pieces inside their files, every element of every tensor in exactly one piece.
+// Parses and checks: types, names without folders, pieces inside their files, every element of every tensor in exactly one piece.
 // IoError that names `path` and the tensor.
 Manifest parse_manifest(const std::string& text, const std::string& path);
 
-// Parameters that only one rank knows, likewise. Those that are there are left out.
+// Parameters that only one rank knows, for the rank that writes the manifest; merging leaves out those in `all`.
 std::string params_text(const std::vector<ParamRecord>& params);
 void merge_params(std::vector<ParamRecord>& all, const std::string& text);
 
-// The list of records that one rank wrote, for the rank that writes the manifest, and all of them together, their pieces by
-// file `file`.
+// The list of records that one rank wrote, for the rank that writes the manifest; merging adds them to `all`, their pieces as
+// those of file `file`.
 std::string records_text(const std::vector<TensorRecord>& records);
 void merge_records(std::vector<TensorRecord>& all, const std::string& text, int file);
 

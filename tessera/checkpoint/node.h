@@ -1,4 +1,4 @@
-// A value of a JSON text that was read from a file, and how errors name it. Kind and bounds are checked where a value is
+// Node: a value of a JSON text that was read from a file, and how errors name it. Kind and bounds are checked where a value is
 // taken, so that no number wraps and none is converted silently. IoError that names file and key.
 #pragma once
 
@@ -18,7 +18,7 @@ struct Node {
   using Json = nlohmann::ordered_json;
   // Every reader of JSON holds integers up to here exactly.
   static constexpr int64_t kLargest = int64_t{1} << 53;
-  // Of what goes on counting from there: no later save writes what is not read.
+  // The bound of counts, which go on from there: no later save writes what is not read.
   static constexpr int64_t kLargestCount = kLargest / 2;
 
   const Json& json;
@@ -55,7 +55,7 @@ struct Node {
     check(json.is_boolean(), "is neither true nor false");
     return json.get<bool>();
   }
-  // A count: from `least` to `most`, and what T holds.
+  // A count from `least` to `most` that T holds.
   template <class T = int64_t>
   T number(int64_t most = kLargest, int64_t least = 0) const {
     if (!std::in_range<T>(most)) most = static_cast<int64_t>(std::numeric_limits<T>::max());
@@ -63,7 +63,7 @@ struct Node {
     return json.get<T>();
   }
   int64_t counter() const { return number(kLargestCount); }
-  // Finite, as all numbers of JSON are, and no more than a float holds.
+  // A number: finite, as all numbers of JSON are, and no more than a float holds.
   double real() const {
     check(json.is_number() && std::abs(json.get<double>()) <= std::numeric_limits<float>::max(), "is no number");
     return json.get<double>();
@@ -75,9 +75,9 @@ struct Node {
   }
 };
 
-// Of a text that may be no JSON, or one nested deeper than any of ours: then it is of no kind.
+// Parses a text that may be no JSON, or one nested deeper than any of ours: then the result is of no kind.
 inline Node::Json parsed(const std::string& text) {
-  // What copies, compares or writes a value calls itself once a level.
+  // Code that copies, compares or writes a value calls itself once a level.
   constexpr int kDeepest = 500;
   bool deeper = false;
   const auto look = [&](int depth, Node::Json::parse_event_t, Node::Json&) {

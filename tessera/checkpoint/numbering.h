@@ -16,10 +16,10 @@ struct Run {
   bool operator==(const Run&) const = default;
 };
 
-// Runs of the elements `range` of `slice` of a tensor (null: of all of it), ascending in `local`. Slices are of tensors in
+// Runs of the elements `range` of `slice` of a tensor (null: of the whole), ascending in `local`. Slices are of tensors in
 // the usual order.
 std::vector<Run> runs_of(const std::vector<int64_t>& shape, const Slice* slice, shard::Range range);
-// Elements that a slice has. The slice is one of `shape`.
+// How many elements a slice of `shape` has.
 int64_t numel_of(const std::vector<int64_t>& shape, const Slice* slice);
 // Dims from the slowest to the fastest in memory; empty for the usual order.
 std::vector<int64_t> order_of(const shard::Form& form);

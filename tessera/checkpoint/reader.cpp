@@ -80,7 +80,7 @@ const TensorRecord* Reader::find(const std::string& name, const std::string& kin
   return found == index_.end() ? nullptr : &manifest_.tensors[found->second];
 }
 
-// Opened once, and compared with what the manifest says of it.
+// Opens a file once, and compares it with what the manifest says.
 std::shared_ptr<const io::File> Reader::file(int number) const {
   const std::lock_guard lock(files_->mutex);
   std::shared_ptr<const io::File>& place = files_->open[number];

@@ -26,35 +26,35 @@ struct Want {
 
 class Reader {
  public:
-  // Of the manifest text of `folder`; files are opened when they are needed.
+  // `manifest_text`: of `folder`; files are opened when they are needed.
   Reader(std::string folder, const std::string& manifest_text);
   const std::string& folder() const { return folder_; }
   Reader(Reader&&) noexcept;
   ~Reader();
 
   const Manifest& manifest() const { return manifest_; }
-  // Null where there is none.
+  // The record of a tensor; null where there is none.
   const TensorRecord* find(const std::string& name, const std::string& kind) const;
 
-  // Reads all that read() would need and compares checksums; of raw files see verify_blocks(). IoError that names file and
+  // Reads all that read() would need and compares checksums; for raw files see verify_blocks(). IoError that names file and
   // tensor. By any thread.
   void verify(const TensorRecord& record, const Want& want) const;
-  // 1-D, on the CPU, in the record's dtype.
+  // Reads elements: 1-D, on the CPU, in the record's dtype.
   at::Tensor read(const TensorRecord& record, const Want& want) const;
-  // The same to where they belong: contiguous, on the CPU, in that dtype. By any thread.
+  // Reads elements to where they belong: contiguous, on the CPU, in that dtype. By any thread.
   void read_to(const at::Tensor& result, const TensorRecord& record, const Want& want) const;
-  // All of it, in its shape.
+  // Reads the whole tensor, in its shape.
   at::Tensor read_whole(const TensorRecord& record) const;
-  // The same by name and kind ("weight", "master", "exp_avg", "buffer"), checked; of a range, 1-D, the elements of the flattened
+  // Read by name and kind ("weight", "master", "exp_avg", "buffer"), checked; read_range(): 1-D, elements of the flattened
   // tensor in the usual order of its dims. Value error where there is none.
   at::Tensor read_whole(const std::string& name, const std::string& kind) const;
   at::Tensor read_range(const std::string& name, const std::string& kind, shard::Range range) const;
-  // Checked.
+  // Reads and checks a blob.
   std::string blob(const std::string& name) const;
-  // The blocks of raw files that hold elements of `needed` records, but of all of them only part number `part` of `parts`:
+  // Checks the blocks of raw files that hold elements of `needed` records, but of all of them only part number `part` of `parts`:
   // several readers divide the work.
   void verify_blocks(const std::function<bool(const TensorRecord&)>& needed, int part, int parts) const;
-  // Everything: every file, every piece.
+  // Checks everything: every file, every piece.
   void verify_all() const;
 
  private:
@@ -73,11 +73,11 @@ class Reader {
   std::unique_ptr<Files> files_;
 };
 
-// Files of DeepSpeed may hold objects of classes that only Python has. Nothing ever makes one here.
+// What becomes of objects in files of DeepSpeed, of classes that only Python has. Nothing ever makes such an object here.
 enum class Objects : uint8_t {
   Inert,    // dicts with the name of their class under "__class__"
-  Refused,  // IoError that names it
-  Kept,     // in blobs as they came, for a program in Python that trusts the files
+  Refused,  // IoError that names the object
+  Kept,     // objects stay in blobs as they came, for a program in Python that trusts the files
 };
 // What files of DeepSpeed do not say, and who loads them knows.
 struct DeepSpeedHints {
@@ -85,22 +85,22 @@ struct DeepSpeedHints {
   using Groups = std::vector<std::vector<std::pair<std::string, bool>>>;
   std::optional<Groups> groups = {};
   std::optional<int64_t> accumulation = {};
-  bool optimizer = false;  // its states are needed: IoError where the files that hold them are not there
+  bool optimizer = false;  // the optimizer's states are needed: IoError where the files that hold them are missing
   Objects objects = Objects::Inert;
 };
-// The manifest of `dir`/`tag`, made in memory where DeepSpeed saved that. IoError that says what is missing, value error for what
-// is no tag.
+// The manifest of `dir`/`tag`, made in memory where DeepSpeed saved it. IoError that says what is missing, value error
+// for a text that is no tag.
 std::string manifest_text(const std::string& dir, const std::string& tag, const DeepSpeedHints& hints = {});
-// A checkpoint without an engine, for reading, DeepSpeed's too; `tag` empty: the one that `latest` names. `dir` is what
+// Opens a checkpoint without an engine, for reading, DeepSpeed's too; `tag` empty: the tag that `latest` names. `dir` is what
 // save_checkpoint() was called with. Errors as of manifest_text(). Local.
 Reader open(const std::string& dir, const std::string& tag = "", const DeepSpeedHints& hints = {});
 // Tags of the complete checkpoints of this library in `dir`, the newest first; none where there is no such folder. Local.
 std::vector<std::string> tags(const std::string& dir);
-// What save_checkpoint() was given of the program's own, Python's client_state too. IoError for what is no plain data.
+// The program's own values that save_checkpoint() was given, Python's client_state too. IoError for what is no plain data.
 using ClientValues = std::map<std::string, c10::IValue>;
 ClientValues client_values(const Reader& reader);
 
-// The name of one folder, and none that has another meaning.
+// Whether `text` names one folder and has no other meaning.
 bool is_tag(const std::string& text);
 // The tag that `dir`/latest (or a file of another name) names; empty where there is no such file. IoError where it holds
 // anything else.

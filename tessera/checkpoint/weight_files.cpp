@@ -98,7 +98,7 @@ std::string WeightFiles::part_of(const std::string& name) const {
   return path(name) + "." + id_ + kPart;
 }
 
-// Unfinished files of exports that nobody holds any more.
+// Removes unfinished files of exports that nobody holds any more.
 void WeightFiles::remove_left() const {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder_, ignored)) {
@@ -140,7 +140,7 @@ void WeightFiles::begin() {
   left_ = counts_[file_];
   open_ = std::make_unique<Open>(io::File::create(part_of(name_of(file_))));
   if (extension_ == kSafeTensors) {
-    // The larger elements first: without gaps between tensors each is aligned to its own then.
+    // Larger elements come first: without gaps between tensors each is aligned to its own element then.
     io::SafeTensors header{{}, metadata_};
     std::vector<size_t> order(left_);
     std::iota(order.begin(), order.end(), next_);
@@ -173,7 +173,7 @@ void WeightFiles::write(const at::Tensor& value) {
     open_->file.write(mine.const_data_ptr(), static_cast<int64_t>(mine.nbytes()),
                       open_->entries[open_->entries.size() - left_].begin);
   } else {
-    // A tensor of its own: what shares memory with others would bring all of it along.
+    // A tensor alone is saved: one that shares memory with others would bring all of it along.
     const at::Tensor own = mine.storage().nbytes() == mine.nbytes() ? mine : mine.clone();
     for (const std::string& name : tensor.names)
       open_->state.insert(name, own);
@@ -190,11 +190,11 @@ void WeightFiles::end() {
   if (++file_ < counts_.size()) begin();
 }
 
-// One file replaces another in one moment. Of several, no index is there while some are new and some old.
+// One file replaces another in one moment. With several, no index is there while some are new and some old.
 std::vector<std::string> WeightFiles::finish() {
   TESSERA_ASSERT(next_ == tensors_.size() && file_ == counts_.size());
   const std::string index_name = stem_ + extension_ + kIndex;
-  io::Lock alone = io::Lock::wait(path(stem_ + extension_ + kLock));  // two would mix their files
+  io::Lock alone = io::Lock::wait(path(stem_ + extension_ + kLock));  // two exports would mix their files
   const bool several = counts_.size() > 1;
   if (several) ::unlink(path(index_name).c_str());
   std::vector<std::string> names;
@@ -262,7 +262,7 @@ using Index = std::map<std::string, std::string>;  // the file of each tensor
 
 constexpr const char* kIndexOfSafeTensors = ".safetensors.index.json";
 constexpr int64_t kLargestIndex = 100'000'000;
-constexpr int64_t kSmallGap = 1 << 14;  // bytes between what is needed that cost less than a read of their own
+constexpr int64_t kSmallGap = 1 << 14;  // bytes between needed ones that cost less than another read
 constexpr int64_t kBlock = 4 << 20;
 
 Index index_of(const std::string& path) {
@@ -295,7 +295,7 @@ struct Columns {
   int64_t begin, rows, row, width;
 };
 
-// Into rows of `to_row` bytes.
+// Reads columns into rows of `to_row` bytes.
 void read_columns(const io::File& file, const Columns& of, char* to, int64_t to_row) {
   if (of.width == 0 || of.rows == 0) return;
   if (of.rows == 1 || (of.width == of.row && of.row == to_row)) {
@@ -356,7 +356,7 @@ void WeightReader::add_index(const std::string& path) {
                      "', which has none of that name");
 }
 
-// `wanted`: of several files what this one has; null: all.
+// `wanted`: what this one of several files has to have; null: all.
 void WeightReader::add_file(const std::string& path, const Index* wanted) {
   const auto file = std::make_shared<const io::File>(io::File::open(path));
   const io::SafeTensors header = io::read_safetensors(*file);

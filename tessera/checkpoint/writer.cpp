@@ -27,8 +27,8 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int kDepth = 8;
-constexpr size_t kBlocks = 8;                 // in memory
-constexpr int64_t kBlock = int64_t{4} << 20;  // bytes of one
+constexpr size_t kBlocks = 8;                 // blocks in memory
+constexpr int64_t kBlock = int64_t{4} << 20;  // bytes of a block
 constexpr size_t kIdDigits = 16;
 constexpr int kAttempts = 10;
 
@@ -77,7 +77,7 @@ class Stream {
       if (filled_ == kBlock) send();
     }
   }
-  // With the checksums of a piece.
+  // Appends an item; returns the checksums of its piece.
   std::vector<uint32_t> append(const Item& item) {
     static_assert(shard::kTile % kChecksumBlock == 0, "every part but the last ends with a block");
     std::vector<uint32_t> checksums;
@@ -111,7 +111,7 @@ class Stream {
     }
   }
   io::AlignedBytes free_block() { return flight_.size() < kBlocks ? io::aligned_bytes(kBlock) : finish_one(); }
-  // The last block: what of it is aligned, and the rest.
+  // Sends the last block: what of it is aligned, and the rest.
   void send() {
     const int64_t whole = filled_ / io::kDirectAlignment * io::kDirectAlignment;
     char* memory = block_.get();
@@ -140,7 +140,7 @@ std::string mark_name(const std::string& id) {
   return id + ".saving";
 }
 
-// Of the save that has made a file of that name; empty: none of ours.
+// The id of the save that has made a file of that name; empty: none of ours.
 std::string id_of(const std::string& name) {
   const std::string id = name.substr(0, kIdDigits);
   if (!is_id(id)) return {};
@@ -285,7 +285,7 @@ void put_in_place(const std::string& from, const std::string& folder) {
   const bool replaces = fs::exists(folder);
   int failed = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, folder.c_str(), replaces ? RENAME_EXCHANGE : 0);
   if (failed != 0 && replaces && (errno == EINVAL || errno == ENOSYS)) {
-    // A file system that cannot exchange: for a moment there is none of that name, but the former one is beside.
+    // A file system that cannot exchange: for a moment there is no folder of that name, but the former one is beside.
     const std::string former = from + ".former";
     failed = ::rename(folder.c_str(), former.c_str());
     if (failed == 0 && ::rename(from.c_str(), folder.c_str()) != 0) {
@@ -377,12 +377,12 @@ void clean(const std::string& dir, const std::string& tag, int keep_last) {
   try {
     latest = latest_tag(dir);
   } catch (const IoError&) {
-    return;  // it says nothing that can be read: then none is known to be free
+    return;  // `latest` cannot be read: then no checkpoint is known to be free
   }
   for (size_t i = static_cast<size_t>(keep_last) - 1; i < others.size(); ++i) {
     if (others[i] == latest) continue;
     const fs::path folder = fs::path(dir) / others[i];
-    fs::remove(folder / kManifestName, ignored);  // first: it is not complete from here on
+    fs::remove(folder / kManifestName, ignored);  // first: the checkpoint is not complete from here on
     remove_left(folder, [&] { return is_complete(folder) ? std::nullopt : std::optional<std::string>(""); });
   }
 }

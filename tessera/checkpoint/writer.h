@@ -28,7 +28,7 @@ struct Item {
   std::function<at::Tensor(shard::Range part)> values;
 };
 
-// Writes a new safetensors file `path`, through to the disk, and returns what is where (file 0). Nothing is left of it when
+// Writes a new safetensors file `path`, through to the disk, and returns what is where (file 0). Nothing is left when
 // that fails. `id` stands in the file: it tells files of several saves apart.
 std::vector<TensorRecord> write_items(const std::string& path, const std::string& id, std::vector<Item> items,
                                       FileRecord& file);
@@ -41,7 +41,7 @@ std::string folder_of(const std::string& dir, const std::string& tag);
 std::string file_name(const std::string& id, int rank);
 std::string blob_name(const std::string& id, const std::string& name);
 std::string new_id();
-bool is_id(const std::string& text);  // of that form
+bool is_id(const std::string& text);  // whether it has new_id()'s form
 
 // Note [Saves at the same time]
 //   Engines, threads, processes may save into one folder at the same time, under one tag too. While a save lasts, its first
@@ -50,7 +50,7 @@ bool is_id(const std::string& text);  // of that form
 //   lets go of the lock after its manifest is there: so what it removes neither is nor becomes a part of a checkpoint.
 class SaveMark {
  public:
-  // Makes the folder as well; before any rank writes.
+  // Makes the folder as well; to be made before any rank writes.
   SaveMark(const std::string& folder, const std::string& id);
   ~SaveMark();
 
@@ -58,16 +58,16 @@ class SaveMark {
   std::optional<io::Lock> lock_;
 };
 
-// Whether the save of that id in `folder` may still be on its way. The mark of one that was cut off goes.
+// Whether the save of that id in `folder` may still be on its way. Removes the mark of a save that was cut off.
 bool is_held(const std::string& folder, const std::string& id);
 
-// Puts the manifest in place: from here on the checkpoint is complete, before it what was there is.
+// Puts the manifest in place: from here on the checkpoint is complete; until then the one that was there is.
 void commit(const std::string& folder, const Manifest& manifest);
 // The id of the complete checkpoint in `folder`; empty where there is none that can be read.
 std::string complete_id(const std::string& folder);
-// `file`: another name for it, of another layout.
+// `file`: another name for the file, of another layout.
 void set_latest(const std::string& dir, const std::string& tag, const std::string& file = "latest");
-// The folder `from` is `folder` afterwards, in one step: what was there before is whole until then and gone after.
+// Makes the folder `from` become `folder`, in one step: what was there before is whole until then and gone after.
 void put_in_place(const std::string& from, const std::string& folder);
 // Removes what saves that were cut off have left in `dir`, and with keep_last > 0 all checkpoints but the newest ones,
 // `tag` and the one that `latest` names. Touches only files that a save of ours has made, and none of a save that may still

@@ -27,14 +27,14 @@ GroupPtr single_group();
 std::vector<GroupPtr> thread_groups(int size, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 // The ranks of a torch process group registered under `name` (the default group of torch.distributed
-// is "0"; Python's ProcessGroup.group_name gives it): over that group, or over shared memory for CPU tensors that it
+// is "0"; Python's ProcessGroup.group_name gives it): over that group, or over shared memory for CPU tensors that the group
 // would carry by Gloo, see Note [Choice of transport] in c10d/transport.h. Collective. Value error when no such group is
 // registered.
 GroupPtr c10d_group(const std::string& name);
-// How a front end holds a process group: what it returns lets go of it. Empty: as any object.
+// How a front end holds a process group: the object that this returns lets go of it. Empty: held as any object.
 using HoldProcessGroup =
     std::function<std::shared_ptr<c10d::ProcessGroup>(c10::intrusive_ptr<c10d::ProcessGroup> group)>;
-// The same, for a process group at hand; `hold` is for those of siblings too.
+// The ranks of a process group at hand; `hold` is for the groups of siblings too.
 GroupPtr c10d_group(const HoldProcessGroup& hold, c10d::ProcessGroup& group);
 
 // The world group of this process from the environment: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as tessera-run and torchrun
@@ -44,12 +44,12 @@ GroupPtr c10d_group(const HoldProcessGroup& hold, c10d::ProcessGroup& group);
 // ranks SIGPIPE is ignored from here on, unless the program handles it.
 GroupPtr environment_group(std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
-// The same ranks on the axes of a mesh, see mesh_shape(). Collective. Value error where the numbers do not divide
+// The ranks of the environment on the axes of a mesh, see mesh_shape(). Collective. Value error where the numbers do not divide
 // the number of ranks.
 Mesh environment_mesh(int shards, int sp = 1, int tp = 1, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
-// The same ranks on any axes, with so many along each; dp_shard has the rest where it is not named. Neighbours along the last
-// axis have consecutive ranks. Collective. Value error when the product is not WORLD_SIZE, or does not divide it.
+// Ranks of the environment on any axes, with so many along each; dp_shard has the rest where it is not named. Neighbours along
+// the last axis have consecutive ranks. Collective. Value error when the product is not WORLD_SIZE, or does not divide it.
 Mesh environment_mesh(const std::map<Axis, int>& sizes, std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace tessera::comm

@@ -52,7 +52,7 @@ void copy_past_caches(char* to, const char* from, int64_t bytes) {
     copy_line(to + i, from + i, [](__m128i* word, __m128i value) { _mm_stream_si128(word, value); });
   }
   copy_bytes(to + head + whole, from + head + whole, bytes - head - whole);
-  _mm_sfence();  // such stores have no order among others: whoever learns of them next shall see them
+  _mm_sfence();  // such stores have no order among others: whoever learns of the bytes next shall see them
 }
 #else
 void copy_ahead(char* to, const char* from, int64_t bytes) {

@@ -15,15 +15,15 @@ namespace tessera::comm {
 
 inline constexpr int64_t kLine = 64;  // bytes of a cache line
 
-// Any alignment. The ranges do not overlap, or are the same: then nothing happens.
+// Copy at any alignment. The ranges do not overlap, or are the same: then nothing happens.
 void copy_bytes(char* to, const char* from, int64_t bytes);
 void copy_past_caches(char* to, const char* from, int64_t bytes);
 void copy_ahead(char* to, const char* from, int64_t bytes);  // prefetches both sides; the ranges do not overlap
 
-// Into a ring, from a tensor of `total` bytes that is not in the caches for another reason.
+// Copies into a ring, from a tensor of `total` bytes that is not in the caches for another reason.
 void copy_to_ring(char* to, const char* from, int64_t bytes, int64_t total);
 
-// `to` is part of a result of `total` bytes, and this is the last that is written there.
+// Copies to a part of a result of `total` bytes; nothing else is written there afterwards.
 void copy_result(char* to, const char* from, int64_t bytes, int64_t total);
 
 }  // namespace tessera::comm

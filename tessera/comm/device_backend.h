@@ -1,4 +1,4 @@
-// What carries tensors of a device between ranks that a C++ program starts, as the core finds it at run time.
+// DeviceBackend: what carries tensors of a device between ranks that a C++ program starts, as the core finds it at run time.
 //
 // Note [Back ends of devices]
 //   In Python torch's process groups have a back end for each type of device. Where a C++ program makes groups of the environment
@@ -21,9 +21,9 @@ constexpr int kDeviceBackendVersion = 1;
 
 struct DeviceBackend {
   int version;  // kDeviceBackendVersion
-  // The same in all processes that see this device, and no other device has it; empty: not known.
+  // The device's name, the same in all processes that see this device, and no other device's; empty: not known.
   std::string (*identity)(c10::Device device);
-  // Of `size` ranks that use `store`. `timeout`: longest wait for a rank.
+  // Makes the back end of `size` ranks that use `store`. `timeout`: longest wait for a rank.
   c10::intrusive_ptr<c10d::Backend> (*make)(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                             std::chrono::milliseconds timeout);
 };

@@ -29,7 +29,7 @@ Pending::~Pending() {
 
 void Pending::wait() {
   if (!work_) return;
-  // Complete from here on, also when the wait throws.
+  // The collective is complete from here on, also when the wait throws.
   const auto work = std::move(work_);
   work->wait();
 }
@@ -40,7 +40,7 @@ void Pending::release() noexcept {
     Work& work = *work_;
     work.release(std::move(work_));
   } catch (...) {
-    // As of the destructor.
+    // The owner did not ask, as in the destructor.
   }
   work_.reset();
 }

@@ -26,8 +26,8 @@ namespace tessera::comm {
 
 enum class ReduceOp { Sum, Avg, Min, Max, Product, BitAnd, BitOr, BitXor };
 
-// What a collective is for, e.g. "reduce gradients of unit 'blocks.3'". Becomes part of every error
-// message.
+// What a collective is for, e.g. "reduce gradients of unit 'blocks.3'". Every error message has it as
+// a part.
 using Label = std::string_view;
 
 // A collective in flight. wait() makes the result usable by the caller (CPU: blocks; accelerator:
@@ -43,7 +43,7 @@ class Pending {
     virtual void wait() = 0;
     // Waits so long at most; true when wait() would wait for no other rank. False as well where that cannot be known.
     virtual bool wait_for(std::chrono::milliseconds limit) = 0;
-    // As of Pending: takes what has come. `self`: this. Without a way to keep what others may still use, it waits.
+    // Releases as Pending does: takes what has come. `self`: this. Without a way to keep what others may still use, it waits.
     virtual void release(std::unique_ptr<Work> self) { self->wait(); }
   };
 
@@ -54,19 +54,19 @@ class Pending {
   ~Pending();
 
   void wait();
-  // Waits so long at most; wait() still has to come. True when that would not wait for another rank any more; false as
+  // Waits so long at most; wait() still has to come. True when wait() would not wait for another rank any more; false as
   // well where that cannot be known (small messages of a torch process group). Throws as wait() does.
   bool wait_for(std::chrono::milliseconds limit) { return !work_ || work_->wait_for(limit); }
   bool done() const { return work_ == nullptr; }
   // For who leaves while another rank may never make its call: waits for none, host or stream, and is complete without an error.
-  // What is in the tensors is undefined from here on, and their memory lives as long as somebody uses it. A part of the collective
-  // that only this rank could do is not done, which the others learn when its process or group ends; a device's
+  // The contents of the tensors are undefined from here on, and their memory lives as long as somebody uses it. A part of the
+  // collective that only this rank could do is not done, which the others learn when its process or group ends; a device's
   // collectives are done when the others come (Note [Left collectives] in c10d/own_group.h).
   void release() noexcept;
 
  private:
   std::unique_ptr<Work> work_;
-  int exceptions_ = std::uncaught_exceptions();  // more of them as it is dropped: one passes
+  int exceptions_ = std::uncaught_exceptions();  // with more of them as this is dropped, one passes
 };
 
 // Calls and payload bytes of this rank since the last reset. `bytes` counts what a rank must at
@@ -119,8 +119,8 @@ class Group {
   // have that much. Nothing orders accesses but collectives: what was written before one is seen after it.
   at::Tensor shared_memory(int64_t bytes, Label label = {});
 
-  // A group of the same ranks whose calls are ordered on their own, so that work of two kinds need not agree on one
-  // order. It is for tensors of `device`. Counts into this group's stats and fails with it. Collective: every rank makes
+  // Makes a group of the same ranks whose calls are ordered on their own, so that work of two kinds need not agree on one
+  // order. It is for tensors of `device`. It counts into this group's stats and fails with it. Collective: every rank makes
   // its siblings in the same order, and waits for the others where a back end needs a communicator more, see Note [Siblings
   // of a device] in c10d/own_group.h.
   GroupPtr sibling(c10::Device device = c10::kCPU);
@@ -129,7 +129,7 @@ class Group {
   // back end can tell them, with `reason` in their message. Local, never blocks.
   virtual void abort(const std::string& reason) = 0;
 
-  // Also by another thread than the group's.
+  // Calls may come from another thread than the group's, too.
   CommStats stats() const;
   void reset_stats();
 

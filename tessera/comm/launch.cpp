@@ -15,18 +15,18 @@ namespace tessera::comm {
 namespace {
 
 constexpr int kPort = 29500;                            // torchrun's
-constexpr uint64_t kFirstPort = 20000, kPorts = 12000;  // below those that systems give out themselves
-constexpr uint64_t kOfStep = 1009;                      // has no factor in common with kPorts
+constexpr uint64_t kFirstPort = 20000, kPorts = 12000;  // below the ports that systems give out themselves
+constexpr uint64_t kOfStep = 1009;                      // for a step's number; has no factor in common with kPorts
 
 using Names = LauncherNames;
 constexpr Names kDiscovered[] = {kOpenMpi, kPmi, kSlurm};
 
 struct Chosen {
   Names names = kTorchrun;
-  bool other = false;  // not torchrun's
+  bool other = false;  // another launcher's than torchrun
 };
 
-// Value error where RANK or WORLD_SIZE would have to be completed by another launcher's.
+// Chooses the variables. Value error where another launcher's would have to complete RANK or WORLD_SIZE.
 Chosen choose(const LaunchRequest& request) {
   const auto rank = env::get(kTorchrun.rank), size = env::get(kTorchrun.size);
   const bool whole = (rank || request.rank >= 0) && (size || request.size > 0);
@@ -69,7 +69,7 @@ int ranks_of_host(const Names& by) {
   return env::get_int(by.local_size).value_or(0);
 }
 
-// FNV-1a: ranks of all hosts must agree.
+// A hash by FNV-1a: ranks of all hosts must agree.
 uint64_t hash_of_name(std::string_view text) {
   uint64_t value = 0xcbf29ce484222325;
   for (const unsigned char byte : text)
@@ -91,7 +91,7 @@ int port_of_job(const Names& by) {
   return job ? static_cast<int>(kFirstPort + *job % kPorts) : kPort;
 }
 
-// Of a job that is as its launcher started it; empty where nothing says it.
+// The rendezvous of a job that is as its launcher started it; empty where nothing says it.
 std::string address_of_job(const Launch& own, const Names& by) {
   if (!by.slurm) return own.local_size == own.size ? "127.0.0.1" : "";
   for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"}) {

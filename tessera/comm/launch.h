@@ -20,24 +20,24 @@ struct LaunchRequest {
   int rank = -1, size = -1;  // from 0, from 1
   bool discover = true;      // whether other launchers than torchrun are asked
   bool rendezvous = true;    // whether the ranks have their rendezvous at `address`; else it may be missing
-  int port = 0;              // where there is no MASTER_PORT; 0: see Launch
+  int port = 0;              // port where there is no MASTER_PORT; 0: see Launch
 };
 
 struct Launch {
   int rank = 0, size = 1;
   int local_rank = 0;   // among the ranks of this host
-  int local_size = 0;   // how many these are; 0: not known
+  int local_size = 0;   // how many ranks this host has; 0: not known
   std::string address;  // of the host of rank 0; empty where there is one rank
   int port = 0;         // 20000 to 31999 where it comes from the name of a job (SLURM's, PMIx's), else 29500
 };
 
-// The environment, see Note [Who started this process]. Local. Value errors name the variable that is impossible or missing.
+// The environment's launch, see Note [Who started this process]. Local. Value errors name the impossible or missing variable.
 Launch read_launch(const LaunchRequest& request = {});
 
-// LOCAL_RANK, or what another launcher has for it; 0 without any. It may be negative: read_launch() checks it.
+// LOCAL_RANK, or another launcher's variable for it; 0 without any. It may be negative: read_launch() checks it.
 int launched_local_rank(bool discover = true);
 
-// As in base/launchers.h, of the environment: empty where this process may start ranks.
+// The text of base/launchers.h, for the environment: empty where this process may start ranks.
 std::string why_not_started_here();
 
 }  // namespace tessera::comm

@@ -126,7 +126,7 @@ Mesh& Mesh::set(Axes axes, GroupPtr group) {
   return *this;
 }
 
-// Of the axes only those count that have several ranks.
+// Axes of one rank do not count.
 const GroupPtr& Mesh::group(Axes axes) const {
   if (const auto found = groups_.find(axes); found != groups_.end()) return found->second;
   for (const Axis axis : kAxes) {

@@ -23,7 +23,7 @@
 
 namespace tessera::comm {
 
-// In the order of a mesh: ranks that are neighbours along the last one have neighbouring numbers.
+// Axes in the order of a mesh: ranks that are neighbours along the last one have neighbouring numbers.
 enum class Axis : uint8_t { DpReplicate, DpShard, Sp, Tp };
 inline constexpr std::initializer_list<Axis> kAxes{Axis::DpReplicate, Axis::DpShard, Axis::Sp, Axis::Tp};
 const char* axis_name(Axis axis);
@@ -63,18 +63,18 @@ struct MeshShape {
   int size(Axes axes) const;
   // The ranks that differ from `rank` along these axes only, ascending.
   std::vector<int> ranks_along(Axes axes, int rank) const;
-  // The sets of axes that an engine has groups along: every axis of several ranks, and those of model states together.
+  // The sets of axes that an engine has groups along: every axis of several ranks, and the axes of model states together.
   std::vector<Axes> groups() const;
 };
-// `world` ranks with so many along sp and tp. `shards` > 0: so many of the others share model states, the rest of them
-// replicate them; otherwise all of them share. Value error where the numbers do not divide.
+// The shape of `world` ranks with so many along sp and tp. `shards` > 0: so many of the others share model states, and the rest
+// replicate them; otherwise all others share. Value error where the numbers do not divide.
 MeshShape mesh_shape(int world, int shards = -1, int sp = 1, int tp = 1);
 
-// What every rank asks of a mesh, by rank: "key size, key size, ...", with the same keys. Value error that names the first one
+// Compares what ranks ask of a mesh, by rank: "key size, key size, ...", with the same keys. Value error that names the first one
 // that differs.
 void check_asked(const std::vector<std::string>& asked);
-// The same of what mesh_shape() takes, under the keys of a configuration, on all ranks alike. Collective over `group`, where
-// no group along an axis has been made yet: those that ask for another mesh would wait for each other there.
+// Compares what mesh_shape() takes, under the keys of a configuration, on all ranks. Collective over `group`, where no group
+// along an axis has been made yet: ranks that ask for another mesh would wait for each other there.
 void check_asked(Group& group, c10::Device device, int shards, int sp, int tp);
 std::string asked_text(int shards, int sp, int tp);
 
@@ -87,10 +87,10 @@ class Mesh {
   // axes first. Value error when `group` is null, or has another size or rank than the axes say.
   Mesh& set(Axes axes, GroupPtr group);
 
-  // A group of one rank for axes that were not set. Value error, which names them, where several of the axes have more
-  // than one rank and nobody set their group.
+  // This rank's group along the axes: of one rank for axes that were not set. Value error, which names the axes, where several of
+  // them have more than one rank and nobody set their group.
   const GroupPtr& group(Axes axes) const;
-  // Ranks along the axes together, and this one's place among them.
+  // How many ranks there are along the axes together, and this one's place among them.
   int size(Axes axes) const;
   int rank(Axes axes) const;
 

@@ -28,23 +28,23 @@ OpInfo describe_call(const char* name, const at::Tensor& full, Label label, Redu
 
 const char* reduce_op_name(ReduceOp op);
 
-// "reduce_scatter (unit 'a', 4096 B)".
+// The call as a text: "reduce_scatter (unit 'a', 4096 B)".
 std::string describe(const OpInfo& info);
 // The same with dtype, reduction and root where they apply: what ranks must agree on.
 std::string describe_fully(const OpInfo& info);
-// Whether two ranks may call these at the same position. Sizes of all_to_all are compared by their
+// Whether two ranks may make these calls at the same position. Sizes of all_to_all are compared by their
 // splits instead.
 bool same_call(const OpInfo& a, const OpInfo& b);
-// Two calls that are the same have equal ones of these, others different ones: as text, and as a
+// What two calls that are the same have equal, and others different: as text, and as a
 // number that is the same in every process (hashes may collide).
 std::string agreement(const OpInfo& info);
 uint64_t agreement_hash(const OpInfo& info);
 
-// How the messages of the two below begin.
+// How the messages of disagreement() and split_disagreement() begin.
 inline constexpr std::string_view kDisagreement = "the ranks disagree";
 // The collective that ranks have in common at every update of an engine.
 inline constexpr Label kGradientNorm = "gradient norm";
-// Where ranks wait for each other in one call, or wrongly in that and in another one.
+// The question of messages where ranks wait for each other in this call, or wrongly in this and in another one.
 inline constexpr std::string_view kCountsQuestion =
     "do all ranks make the same number of forwards, backwards and steps, in one order? A step() more or fewer on one "
     "rank, "
@@ -60,7 +60,7 @@ std::string join(const std::vector<int>& ranks);
 // Throws DistBackendError "[comm] rank 1 of 4: reduce_scatter (unit 'a', 4096 B) failed after 0.52
 // s: <cause>".
 [[noreturn]] void throw_failed(int rank, int size, const OpInfo& info, double seconds, const std::string& cause);
-// The cause that throw_failed() was given, from the text of its error; the first line of another error.
+// The cause that throw_failed() was given, from the text of its error; for another error its first line.
 std::string cause_of(const std::exception& error);
 
 }  // namespace tessera::comm

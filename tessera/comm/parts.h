@@ -12,14 +12,14 @@ namespace tessera::comm {
 // Part p has the ranks behind those of parts 0 to p-1, as many as its mesh has; or every part has all ranks (overlaid).
 struct Parts {
   std::vector<MeshShape> shapes;  // of all parts
-  int part = 0;                   // that of this rank
+  int part = 0;                   // this rank's
   Mesh mesh;                      // of this rank's part
   GroupPtr everyone;              // all ranks of all parts
-  PointToPointPtr p2p;            // between them; null where there is one rank
+  PointToPointPtr p2p;            // between all ranks; null where there is one rank
   bool overlaid = false;
 
-  int rank_of(int of_part, int place) const;  // among all ranks
-  int place() const;                          // of this rank in its part
+  int rank_of(int of_part, int place) const;  // the rank's number among all
+  int place() const;                          // this rank's place in its part
 };
 
 // The ranks of the environment (see environment_group() in backends.h) as such parts. Collective. Value error where the ranks of
@@ -27,7 +27,7 @@ struct Parts {
 Parts environment_parts(const std::vector<MeshShape>& shapes,
                         std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
-// The same where every part has all ranks of the environment: element p is how this rank sees the program as one of part p.
+// Does so where every part has all ranks of the environment: element p is how this rank sees the program as one of part p.
 std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes,
                                               std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
@@ -36,17 +36,17 @@ std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shap
 int environment_size();
 int environment_rank();
 int environment_local_rank();
-// This rank's device, where its model and inputs belong: Note [Devices of ranks] in c10d/devices.h; the CPU where torch sees none. It
-// is torch's current one from here on. Local.
+// This rank's device, where its model and inputs belong: Note [Devices of ranks] in c10d/devices.h; the CPU where torch has none.
+// It is torch's current device from here on. Local.
 c10::Device environment_device();
 
-// Value error where the parts of `shapes` do not have all `world` ranks each.
+// Throws a value error where the parts of `shapes` do not have all `world` ranks each.
 void check_overlaid(const std::vector<MeshShape>& shapes, int world);
 
-// Ranks as threads of this process: element r is for the thread of rank r.
+// Parts of ranks that are threads of this process: element r is for the thread of rank r.
 std::vector<Parts> thread_parts(const std::vector<MeshShape>& shapes,
                                 std::chrono::milliseconds timeout = std::chrono::minutes(10));
-// Element r: what environment_overlaid_parts() is for rank r. Value error where the parts have other numbers of ranks.
+// Element r: what environment_overlaid_parts() gives rank r. Value error where the parts have other numbers of ranks.
 std::vector<std::vector<Parts>> thread_overlaid_parts(const std::vector<MeshShape>& shapes,
                                                       std::chrono::milliseconds timeout = std::chrono::minutes(10));
 

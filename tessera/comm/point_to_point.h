@@ -1,4 +1,4 @@
-// Messages from one rank to another: what stages of a pipeline and linked engines hand each other. What all ranks of a group do
+// PointToPoint: messages from one rank to another, between stages of a pipeline and linked engines. What all ranks of a group do
 // together is in group.h.
 #pragma once
 
@@ -24,19 +24,19 @@ class PointToPoint {
   // The CPU, or the device of a back end that takes nothing else.
   virtual at::Device device() const = 0;
 
-  // Returns at once: the tensor is kept, and must stay as it is, until it has been taken and this rank has asked: by settle(),
-  // by flush(), or here, where the back end tells by itself (Gloo does not). It gets through whatever this rank does
-  // meanwhile. Returns its number, for settle().
+  // Sends. Returns at once: the tensor is kept, and must stay as it is, until it has been taken and this rank has asked: by
+  // settle(), by flush(), or by a later send(), where the back end tells by itself (Gloo does not). The message gets through
+  // whatever this rank does meanwhile. Returns the message's number, for settle().
   virtual int64_t send(const at::Tensor& tensor, int to, int tag, Label label = {}) = 0;
   // Waits for the next message of `tag` from that rank, which must have as many bytes.
   virtual void receive(const at::Tensor& tensor, int from, int tag, Label label = {}) = 0;
-  // The same as a tensor that is the caller's own.
+  // Returns the next message as a new tensor, which is the caller's own.
   virtual at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype, int from, int tag, Label label = {});
-  // A copy of a tensor, on device() and contiguous, for send(): once for all who get it.
+  // A copy of a tensor, on device() and contiguous, for send(): made once for all who get it.
   virtual at::Tensor share(const at::Tensor& tensor);
   // Lets go of what was sent under this number, once it is taken: waits for that.
   virtual void settle(int64_t number) = 0;
-  // The same of all that was sent.
+  // Lets go of all that was sent, likewise.
   virtual void flush() = 0;
 };
 using PointToPointPtr = std::shared_ptr<PointToPoint>;

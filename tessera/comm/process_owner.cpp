@@ -7,7 +7,7 @@
 namespace tessera::comm {
 namespace {
 
-// How many forks lie between the program's start and this process. Asking the system who we are would cost as much as a
+// How many forks lie between the program's start and this process. Asking the system for the process would cost as much as a
 // small collective.
 std::atomic<uint32_t>& forks() {
   static std::atomic<uint32_t> count = 0;

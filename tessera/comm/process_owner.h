@@ -1,4 +1,4 @@
-// Whether this is still the process in which something was made, or a forked copy of it.
+// ProcessOwner: whether this is still the process in which something was made, or a forked copy of it.
 //
 // Note [Copies of a process]
 //   fork() (os.fork in Python, workers of a DataLoader) copies a rank's groups into the child, but not the threads behind
@@ -23,12 +23,12 @@ class ProcessOwner {
   uint32_t forks_;
 };
 
-// Why calls fail in a copy.
+// Why calls fail in a copy of the process.
 inline constexpr auto kForkedCopy =
     "this process is a forked copy of the rank and cannot talk to the others; use the engine and its groups "
     "only in the process that made them";
 
-// As std::make_shared, but a forked copy of the process never destroys it.
+// Does what std::make_shared does, but a forked copy of the process never destroys the object.
 template <class T, class... Args>
 std::shared_ptr<T> make_owned(Args&&... args) {
   return {new T(std::forward<Args>(args)...), [owner = ProcessOwner()](T* made) {

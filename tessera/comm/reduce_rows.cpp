@@ -23,7 +23,7 @@
 namespace tessera::comm {
 namespace {
 
-// Compiled once more for wider registers where the compiler can.
+// Functions are compiled once more for wider registers where the compiler can.
 #if defined(__x86_64__)
 #define TESSERA_WIDE __attribute__((target("avx2"), flatten))
 bool has_wide() {
@@ -39,7 +39,7 @@ bool has_wide() {
 constexpr int64_t kBlock = 1024;     // elements; the fp32 sums of a block stay in the first-level cache
 constexpr int64_t kGrain = 1 << 18;  // elements per thread worth a thread
 
-// Element type -> type of the arithmetic. Integers add as unsigned: overflow wraps and is defined.
+// The type of the arithmetic, by element type. Integers add as unsigned: overflow wraps and is defined.
 template <class T>
 struct Arithmetic {
   using type = T;
@@ -65,7 +65,7 @@ template <class T>
 inline T narrow(typename Arithmetic<T>::type x) {
   return static_cast<T>(x);
 }
-// Nearest, ties to even, without a branch so that the loop vectorises.
+// Rounds to nearest, ties to even, without a branch so that the loop vectorises.
 template <>
 inline c10::BFloat16 narrow<c10::BFloat16>(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -74,7 +74,7 @@ inline c10::BFloat16 narrow<c10::BFloat16>(float x) {
   return c10::BFloat16(static_cast<uint16_t>(nan ? 0x7fc0u : rounded), c10::BFloat16::from_bits());
 }
 
-// fp16 to fp32 and back, for n up to kBlock. The blocks of fp32, and the result, have room for whole eights.
+// Converts fp16 to fp32 and back, for n up to kBlock. The blocks of fp32, and the result, have room for whole eights.
 static_assert(kBlock % 8 == 0);
 #if defined(__x86_64__)
 __attribute__((target("avx2,f16c"))) void widen_eights(float* to, const c10::Half* from, int64_t n) {
@@ -158,7 +158,7 @@ inline A averaged(A sum, int count) {
   return sum;
 }
 
-// What gradients take is worth more code.
+// Whether more code is worth it: what gradients take.
 template <class A, ReduceOp op>
 constexpr bool kOften = std::is_floating_point_v<A> && (op == ReduceOp::Sum || op == ReduceOp::Avg);
 
@@ -172,7 +172,7 @@ struct Rows {
   }
 };
 
-// `sum` and element i of the rows from `first` on, in their order.
+// `sum` and element i of the rows from `first` on, in the rows' order.
 template <ReduceOp op, int first, class A, class T, int many>
 inline A with_rows(A sum, const Rows<T, many>& rows, int64_t i) {
   for (int r = first; r < many; ++r)
@@ -186,7 +186,7 @@ inline void add_rows(A* sums, const Rows<T, many>& rows, int64_t n) {
     sums[i] = with_rows<op, 0>(sums[i], rows, i);
 }
 
-// All rows, in one pass.
+// Reduces all rows in one pass.
 template <class T, ReduceOp op, int many>
 inline void reduce_together(T* result, const Rows<T, many>& rows, int64_t n) {
   using A = typename Arithmetic<T>::type;
@@ -212,7 +212,7 @@ inline void reduce_in_turn(T* result, const void* const* rows, int count, int64_
     result[i] = narrow<T>(averaged<op>(sums[i], count));
 }
 
-// fp16, which compilers convert one by one.
+// Reduces fp16, which compilers convert one by one.
 template <ReduceOp op, bool wide>
 inline void reduce_halves(c10::Half* result, const void* const* rows, int count, int64_t begin, int64_t n) {
   alignas(64) float sums[kBlock], row[kBlock];
@@ -260,7 +260,7 @@ void reduce_range(void* out, const void* const* rows, int count, int64_t begin, 
   reduce_blocks<T, op, false>(out, rows, count, begin, end, total);
 }
 
-// The same loops with wider registers. Same bits, but a NaN's payload: nothing may be contracted or reordered.
+// The same loops with wider registers. The bits are the same, but a NaN's payload: nothing may be contracted or reordered.
 template <class T, ReduceOp op>
 TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end,
                                     int64_t total) {

@@ -20,7 +20,7 @@ constexpr uint64_t kMostHosts = 1 << 20;
                       "'; it must be hosts like node[003-005,07],other; or set MASTER_ADDR");
 }
 
-// The texts that "003-005,07" stands for; nothing when it is not of that form.
+// The texts that "003-005,07" stands for; nothing for a text of another form.
 std::vector<std::string> numbers_of(std::string_view ranges) {
   std::vector<std::string> all;
   while (true) {

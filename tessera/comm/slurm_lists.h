@@ -10,7 +10,7 @@ namespace tessera::comm {
 // for any other form, which begins with `name`.
 std::vector<std::string> expand_hosts(const std::string& list, const char* name);
 
-// Of SLURM's numbers of tasks, "2(x3),1", that of host number `host`; 0 where there is none.
+// How many tasks host number `host` has, by SLURM's numbers "2(x3),1"; 0 where there is none.
 int tasks_of_host(const std::string& counts, int host);
 
 }  // namespace tessera::comm

@@ -40,7 +40,7 @@ struct RankCall {
   char* out = nullptr;
   const char* in = nullptr;
   std::vector<int64_t> out_splits, in_splits;  // bytes, all_to_all only
-  std::array<at::Tensor, 2> keeps{};           // of a call that was released, whose memory others may still use
+  std::array<at::Tensor, 2> keeps{};           // memory of a call that was released, which others may still use
 };
 
 // One collective: slots for the calls of all ranks. Guarded by World::mutex, but calls are constant
@@ -58,13 +58,13 @@ struct Op {
 struct Channel {
   explicit Channel(int size) : next(size, 0), users(size), gone(size, false), next_memory(size, 0) {}
 
-  std::deque<std::shared_ptr<Op>> open;  // not yet called by all; front is position `first`
+  std::deque<std::shared_ptr<Op>> open;  // operations not yet called by all; front is position `first`
   int64_t first = 0;
   std::vector<int64_t> next;           // position of a rank's next call
-  std::vector<std::thread::id> users;  // of each rank, see Note [Wait cycles]
+  std::vector<std::thread::id> users;  // thread of each rank, see Note [Wait cycles]
   std::vector<bool> gone;              // ranks whose Group object was destroyed
   std::vector<int64_t> next_memory;
-  std::map<int64_t, std::pair<std::shared_ptr<char[]>, int>> memories;  // not yet taken by all
+  std::map<int64_t, std::pair<std::shared_ptr<char[]>, int>> memories;  // memories not yet taken by all
 };
 
 // A wait for ranks that have not made the call.
@@ -89,7 +89,7 @@ class World {
   void keep(int rank, Op& op, std::array<at::Tensor, 2> memory);
   void abort(int rank, const std::string& reason);
   void leave(int channel, int rank);
-  int add_channel(int rank);  // the rank's next sibling
+  int add_channel(int rank);  // returns the rank's next sibling
   // The memory that the rank's next call is about: made by the first rank that comes.
   std::shared_ptr<char[]> memory(int channel, int rank, int64_t bytes);
 
@@ -119,7 +119,7 @@ class World {
   std::string cause_;  // first failure; empty while all is well
 };
 
-// Before the mutex, which nobody opens in a forked copy.
+// This check comes before the mutex, which nobody opens in a forked copy.
 void World::check_owner(int rank, const OpInfo& info) const {
   if (!owner_.is_here()) throw_failed(rank, size_, info, 0.0, kForkedCopy);
 }
@@ -244,7 +244,7 @@ std::string World::cycle(const Blocked& wait) const {
   return waits.empty() ? std::string() : cycle_text(std::move(waits));
 }
 
-// Until somebody calls or fails, or for a while.
+// Waits until somebody calls or fails, or for a while.
 void World::await_calls(std::unique_lock<std::mutex>& lock, const Blocked& wait, Clock::time_point deadline) {
   const auto next = std::min(deadline, Clock::now() + std::chrono::milliseconds(500));
   blocked_.push_back(wait);
@@ -306,14 +306,14 @@ void World::wait(int rank, Op& op, Clock::time_point launched) {
   }
 }
 
-// All ranks have made the call (or it failed): whoever waits for it now does what is left of it.
+// Waits until all ranks have made the call (or it failed): whoever waits for it now does what is left of it.
 bool World::wait_for(const Op& op, std::chrono::milliseconds limit) {
   if (!owner_.is_here()) return true;
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, limit, [&] { return op.called == size_ || !cause_.empty(); });
 }
 
-// Until the operation goes, with whoever waits for it.
+// Keeps memory until the operation goes, with whoever waits for that.
 void World::keep(int rank, Op& op, std::array<at::Tensor, 2> memory) {
   const std::scoped_lock lock(mutex_);
   if (op.finished < size_) op.calls[rank]->keeps = std::move(memory);
@@ -388,7 +388,7 @@ class ThreadWork final : public Pending::Work {
 
   void wait() override { world_->wait(rank_, *op_, launched_); }
   bool wait_for(std::chrono::milliseconds limit) override { return world_->wait_for(*op_, limit); }
-  // Whoever waits for it does all of it.
+  // Whoever waits for the operation does all of it.
   void release(std::unique_ptr<Work>) override {
     if (wait_for({})) return wait();
     world_->keep(rank_, *op_, std::move(used_));

@@ -8,7 +8,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr size_t kMostCalls = 1 << 14;  // that are kept one by one
+constexpr size_t kMostCalls = 1 << 14;  // calls that are kept one by one
 constexpr std::array kOps{"all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier"};
 using Clock = std::chrono::steady_clock;
 
@@ -55,7 +55,7 @@ class TimedGroup final : public Group {
   Pending do_broadcast(at::Tensor tensor, int root, Label label) override {
     return timed("broadcast", label, tensor, [&] { return group_->broadcast(tensor, root, label); });
   }
-  // The splits are in elements by now: of flat tensors.
+  // The splits are in elements of flat tensors by now.
   Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
                         Label label) override {
     return timed("all_to_all", label, in, [&] {

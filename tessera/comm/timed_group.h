@@ -27,7 +27,7 @@ struct CallTimes {
   int64_t calls = 0;
   double seconds = 0;  // of all calls together
 
-  // Bytes a second: of the message, and over each rank's link as nccl-tests count it (all_reduce 2 (n-1)/n of the message,
+  // Bytes a second: of the message, and over each rank's link as nccl-tests count them (all_reduce 2 (n-1)/n of the message,
   // all_gather, reduce_scatter and all_to_all (n-1)/n, broadcast all of it). 0 before any time has passed.
   double algorithm_bandwidth() const;
   double bus_bandwidth() const;
@@ -36,12 +36,12 @@ struct CallTimes {
 // The calls of a rank's groups. Any thread.
 class CallRecord {
  public:
-  // `ops`: those to note; empty: all. Value error for a name that is none.
+  // `ops`: operations to note; empty: all. Value error for an unknown name.
   explicit CallRecord(std::vector<std::string> ops = {});
   bool wants(std::string_view op) const;
   void add(CallTime call);
   std::vector<CallTimes> totals() const;  // by op and size
-  std::vector<CallTime> take_calls();     // since the last time, the most recent ones
+  std::vector<CallTime> take_calls();     // the most recent ones since the last time
   void reset();
 
  private:
@@ -51,7 +51,7 @@ class CallRecord {
   std::vector<CallTime> calls_;
 };
 
-// `group`, whose calls from here on are noted.
+// Wraps `group`, whose calls from here on are noted.
 GroupPtr timed_group(GroupPtr group, std::shared_ptr<CallRecord> record);
 // A mesh of such groups along every axis that has several ranks.
 Mesh timed_mesh(const Mesh& mesh, const std::shared_ptr<CallRecord>& record);

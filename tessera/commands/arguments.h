@@ -9,10 +9,10 @@
 
 namespace tessera::commands {
 
-// What a command takes. Data: one table a command.
+// What a command takes, as data: one table a command.
 struct Syntax {
   struct Argument {
-    std::string name;  // "dir", or of an option "--tag"; - and _ are one letter there
+    std::string name;  // "dir", or of an option "--tag", where - and _ are one letter
     std::string help;
     std::string value = {};  // of an option: what stands for its value in the usage; empty: a flag
     bool several = false;  // one value or more: of an option up to the next one, of the last argument all that are none
@@ -36,13 +36,13 @@ class Arguments {
 
   bool help() const { return help_; }
   bool has(const std::string& option) const { return values_.contains(option); }
-  // The last that was given, else the fallback.
+  // The last value that was given, else the fallback.
   const std::string& text(const std::string& name) const;
   const std::vector<std::string>& all(const std::string& name) const;
-  // WrongUsage for anything but whole numbers from `least`.
+  // Whole numbers; WrongUsage for anything but whole numbers from `least`.
   int64_t number(const std::string& name, int64_t least) const;
   std::vector<int64_t> numbers(const std::string& name, int64_t least) const;
-  // The index of text() in `choices`; WrongUsage for another one.
+  // The index of text() in `choices`; WrongUsage for an unknown one.
   size_t choice(const std::string& name, const std::vector<std::string>& choices) const;
 
  private:

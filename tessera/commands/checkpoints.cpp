@@ -29,7 +29,7 @@ Reader open(const Arguments& given) {
   return checkpoint::open(given.text("dir"), given.text("--tag"));
 }
 
-// 1234567 as 1,234,567.
+// The number with commas: 1234567 as 1,234,567.
 std::string with_commas(int64_t value) {
   const std::string digits = std::to_string(value);
   std::string text;
@@ -53,7 +53,7 @@ std::string padded(const std::string& text, size_t width, bool left = false) {
 }
 
 std::string counters_of(const Reader& reader) {
-  engine::SavedRun(reader.manifest().run, reader.folder());  // throws where its values cannot be
+  engine::SavedRun(reader.manifest().run, reader.folder());  // throws where the values cannot be
   const ordered_json run = ordered_json::parse(reader.manifest().run);
   std::string lines;
   for (const char* section : {"source", "counters"}) {

@@ -31,11 +31,11 @@ struct Name {
 };
 std::vector<Name> names();
 
-// `arguments`: the command's name and what follows. Errors of a user's, of a disk and of what is not served are a result; others
-// are thrown.
+// Runs a command. `arguments`: the command's name and what follows. Errors of a user's, of a disk and of what is not served are a
+// result; others are thrown.
 Result run(const std::vector<std::string>& arguments, const FrontEnd& front = {});
 
-// 5GB is 5 * 10^9 bytes, 5GiB is 5 * 2^30. Value error for anything else, and 0.
+// Bytes of a size: 5GB is 5 * 10^9 bytes, 5GiB is 5 * 2^30. Value error for anything else, and 0.
 int64_t shard_bytes(const std::string& size);
 
 }  // namespace tessera::commands

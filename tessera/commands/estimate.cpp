@@ -21,7 +21,7 @@ using config::Estimate;
 constexpr const char* kDefault = R"({"bf16": {"enabled": true}, "optimizer": {"type": "Adam"}})";
 constexpr double kGiga = 1e9;
 
-// 7B, 350M, 1.5T or a plain number. Nothing for another text.
+// The number of a text like 7B, 350M, 1.5T or a plain one. Nothing for another text.
 std::optional<int64_t> parameters_of(const std::string& text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value, std::chars_format::fixed);

@@ -92,7 +92,7 @@ std::optional<double> number_of(const std::string& text) {
   return error == std::errc() && end == text.data() + text.size() ? std::optional(value) : std::nullopt;
 }
 
-// The name of a metric that csv_metrics() made a file name of; "/" of the program's own stay "_".
+// The name of the metric that csv_metrics() made a file name of; "/" of the program's own stay "_".
 std::string metric_of(const std::string& stem) {
   std::string engines = kEngines;
   std::ranges::replace(engines, '/', '_');

@@ -1,4 +1,4 @@
-// What writers of numbers (io/metrics.h) have left of runs: files of JSON lines, folders of CSV files.
+// Runs, from what writers of numbers (io/metrics.h) have left: files of JSON lines, folders of CSV files.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ struct Run {
   std::vector<std::pair<double, std::string>> warnings{};
 };
 
-// Of a file of JSON lines; a folder of CSV files; a folder with files *.jsonl, a run each. Where a run went on from an earlier place,
-// what it had after that is left out. Names are those of files and folders, whole paths where they would be alike. IoError for a path
-// without any, and for a line that is none (but the last one of a run that was killed).
+// Reads a file of JSON lines; a folder of CSV files; a folder with files *.jsonl, a run each. Where a run went on from an earlier
+// place, what it had after that is left out. Names are those of files and folders, whole paths where they would be alike. IoError
+// for a path without any, and for a line that is none (but the last one of a run that was killed).
 std::vector<Run> read_runs(const std::vector<std::string>& paths);
 
 }  // namespace tessera::commands

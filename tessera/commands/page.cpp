@@ -17,7 +17,7 @@ constexpr size_t kMostPoints = 1000;  // of a line
 constexpr const char* kSteps = "Train/Samples/global_steps";
 constexpr const char* kSkipped = "Train/Samples/skipped_steps";
 
-// Steps that were skipped are worth a line among the warnings.
+// Adds a line to the warnings for steps that were skipped.
 void note_skipped(Run& run) {
   const auto found = run.series.find(kSkipped);
   if (found == run.series.end()) return;
@@ -30,7 +30,7 @@ void note_skipped(Run& run) {
   std::ranges::stable_sort(run.warnings, {}, [](const auto& warning) { return warning.first; });
 }
 
-// Optimizer steps in place of samples.
+// Counts optimizer steps in place of samples.
 void count_steps(Run& run) {
   const Run::Points steps = run.series.at(kSteps);
   const auto step_at = [&](double samples) {
@@ -44,7 +44,7 @@ void count_steps(Run& run) {
     at = step_at(at);
 }
 
-// Neighbours become their mean, so that no more than kMostPoints are left; a group with a value that is not finite has none.
+// Merges neighbours into their mean, so that no more than kMostPoints are left; a group with a value that is not finite has none.
 json points_of(const Run::Points& points) {
   const size_t together = (points.size() + kMostPoints - 1) / kMostPoints;
   json found = json::array();
@@ -78,7 +78,7 @@ double last_place(const Run& run) {
   return last;
 }
 
-// As JavaScript in a page: nothing in it ends the script.
+// The data as JavaScript in a page: nothing in it ends the script.
 std::string script_of(const json& data) {
   constexpr int kDense = -1;
   std::string text = data.dump(kDense, ' ', true, json::error_handler_t::replace);

@@ -59,7 +59,7 @@ ordered_json free_space(const std::string& folder) {
           {"total_gb", in_tenths(static_cast<double>(space.capacity) / 1e9)}};
 }
 
-// What is not there, and what it would be for.
+// What this machine lacks, and what it would be for.
 ordered_json missing(const ordered_json& devices_found) {
   ordered_json found = ordered_json::array();
   const auto kind = at::accelerator::getAccelerator(false);
@@ -98,7 +98,7 @@ std::string machine() {
 #endif
 }
 
-// In the order of the report: a front end's facts stand behind the version of torch, or in place of ours of that name.
+// Collects facts in the order of the report: a front end's stand behind the version of torch, or in place of ours of that name.
 ordered_json collect(const FrontEnd& front) {
   const double pages = static_cast<double>(sysconf(_SC_PHYS_PAGES)), page = static_cast<double>(sysconf(_SC_PAGE_SIZE));
   std::error_code unreadable;

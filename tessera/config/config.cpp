@@ -46,7 +46,7 @@ std::string shown(const std::optional<int64_t>& value) {
   return value ? std::to_string(*value) : "?";
 }
 
-// Of all keys whose path begins with `prefix`, or of those that were given.
+// The tree of all keys whose path begins with `prefix`, or of those that were given.
 Params tree_of(const Config& config, const std::string& prefix, bool all = true) {
   Params tree;
   for (const Key& key : keys()) {

@@ -26,7 +26,7 @@ enum class GradientOp { Mean, Sum };
 
 using UnreadValue =
     std::variant<bool, int64_t, double, std::string, std::optional<int64_t>, std::vector<std::string>, Value>;
-std::map<std::string, UnreadValue> unread_values();  // those of a configuration without the keys
+std::map<std::string, UnreadValue> unread_values();  // values of a configuration without the keys
 
 // train_batch_size = micro_batch_size * gradient_accumulation_steps * data-parallel size
 struct Batch {
@@ -83,7 +83,7 @@ struct Config {
   Compile compile;
   Elasticity elasticity;
   Own tessera;
-  // Of keys that nothing reads: rows of the table without a member. By path, "elasticity.min_time"; all of them are here.
+  // Values of keys that nothing reads: rows of the table without a member. By path, "elasticity.min_time"; all are here.
   std::map<std::string, UnreadValue> unread = unread_values();
 
   // Sections that are known by name only and switched on in the configuration, e.g.
@@ -100,7 +100,7 @@ struct Config {
   static Config from_file(const std::string& path);
   static Config from_json(const std::string& text);
 
-  // Ranges and contradictions; value error that lists all of them. Factories have done this.
+  // Checks ranges and contradictions; value error that lists all of them. Factories have done this.
   void validate() const;
 
   // The batch triple for `data_parallel_size` ranks (>= 1). Value error with the equation and its
@@ -108,11 +108,11 @@ struct Config {
   // fit.
   Batch resolve_batch(int64_t data_parallel_size) const;
 
-  // What stands under a path such as "zero_optimization.stage", any spelling of its parts; of a section, all of it. dtypes
-  // and enums are texts ("bf16", "mean"), what is unset is null. Value error that names the nearest key for another path.
+  // The value under a path such as "zero_optimization.stage", any spelling of its parts; for a section, all of it. dtypes
+  // and enums are texts ("bf16", "mean"), an unset value is null. Value error that names the nearest key for another path.
   Value get(const std::string& path) const;
   // The whole tree, defaults included; a configuration that has it is read to the same values.
-  Params to_dict(bool all = true) const;  // all = false: only of keys that were given
+  Params to_dict(bool all = true) const;  // all = false: only keys that were given
 
   // The effective configuration, one "path = value (given | default | derived)" a line. `all`
   // false: only what differs from the defaults.

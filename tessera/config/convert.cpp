@@ -62,7 +62,7 @@ std::optional<bool> bool_of(const Json& value) {
 }
 
 std::string shown(const Json& value) {
-  if (value.is_number_float() && !std::isfinite(value.get<double>())) {  // JSON has no word for them but null
+  if (value.is_number_float() && !std::isfinite(value.get<double>())) {  // JSON has no word for such numbers but null
     return std::isnan(value.get<double>()) ? "nan" : (value.get<double>() > 0 ? "inf" : "-inf");
   }
   std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);

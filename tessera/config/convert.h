@@ -1,4 +1,4 @@
-// One JSON value into one member. Internal to config/; needs nlohmann-json.
+// Conversion of one JSON value into one member. Internal to config/; needs nlohmann-json.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -8,9 +8,9 @@
 
 namespace tessera::config {
 
-// null and "auto": the key counts as absent.
+// Whether a value is null or "auto", so that the key counts as absent.
 bool is_unset(const nlohmann::json& value);
-// The same of a key that may have a choice of that name.
+// The same for a key that may have a choice of that name.
 bool is_unset(const Key& key, const nlohmann::json& value);
 
 Value to_value(const nlohmann::json& value);

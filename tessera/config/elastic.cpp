@@ -10,8 +10,8 @@
 namespace tessera::config {
 namespace {
 
-constexpr double kByRanks = 0.1, kByNodes = 0.2;  // the versions
-constexpr int64_t kMostComposite = 720'720;       // of a batch's factors
+constexpr double kByRanks = 0.1, kByNodes = 0.2;  // by version
+constexpr int64_t kMostComposite = 720'720;       // the largest factor of a batch
 constexpr const char* kPath = "elasticity";
 
 using Numbers = std::vector<int64_t>;
@@ -26,8 +26,8 @@ Node node_of(const Elasticity& section) {
   return {section.num_gpus_per_node, section.num_gpus_per_node / section.model_parallel_size};
 }
 
-// Of `number` and its products with further primes, each at most as often as the one before: number and divisors. No others
-// can be highly composite.
+// Appends `number` and its products with further primes, each at most as often as the one before: number and divisors. No other
+// number can be highly composite.
 void extend(int64_t number, int64_t divisors, size_t prime, int most, int64_t limit,
             std::vector<std::pair<int64_t, int64_t>>& found) {
   constexpr std::array<int64_t, 9> primes{2, 3, 5, 7, 11, 13, 17, 19, 23};
@@ -77,7 +77,7 @@ Numbers fitting(int64_t batch, const Numbers& micro_batches, int64_t least, int6
   return {found.begin(), found.end()};
 }
 
-// Of a node's ranks as one.
+// The best batch, with a node's ranks as one.
 ElasticBatch best_of(const Elasticity& section) {
   const Node node = node_of(section);
   const int64_t most = section.max_train_batch_size / node.ranks;

@@ -20,13 +20,13 @@ namespace tessera::config {
 
 struct ElasticBatch {
   int64_t train_batch_size = 0;
-  std::vector<int64_t> ranks;  // numbers of data-parallel ranks that it fits, ascending
+  std::vector<int64_t> ranks;  // numbers of data-parallel ranks that the batch fits, ascending
 };
 
-// What the section chooses; it need not be enabled. InvalidConfig for a wrong one, and where no batch fits.
+// The batch that the section chooses; it need not be enabled. InvalidConfig for a wrong section, and where no batch fits.
 ElasticBatch elastic_batch(const Config& config);
 
-// Of micro_batch_sizes those that the batch can be cut into on so many data-parallel ranks, in their order. InvalidConfig for a
+// The micro_batch_sizes that the batch can be cut into on so many data-parallel ranks, in their order. InvalidConfig for a
 // wrong section, and where the batch does not fit the ranks.
 std::vector<int64_t> elastic_micro_batches(const Config& config, int64_t ranks);
 

@@ -51,7 +51,7 @@ Widths widths_of(const Config& config) {
           mode.states_are_narrow()};
 }
 
-// With offload_optimizer. `own`: elements that this rank updates; `most`: of the two largest units.
+// Moves states by offload_optimizer. `own`: elements that this rank updates; `most`: of the two largest units.
 void put_states_away(Estimate& found, const Config& config, int64_t own, int64_t most, const Widths& widths) {
   const OffloadOptimizer& offload = config.zero_optimization.offload_optimizer;
   if (offload.device == OffloadDevice::None) return;
@@ -67,7 +67,7 @@ void put_states_away(Estimate& found, const Config& config, int64_t own, int64_t
   if (on_disk) found.disk += away * widths.states;
 }
 
-// With offload_param, which is for partitioned parameters only.
+// Moves parameters by offload_param, which is for partitioned parameters only.
 void put_params_away(Estimate& found, const Config& config, const Widths& widths) {
   const OffloadParam& offload = config.zero_optimization.offload_param;
   if (offload.device == OffloadDevice::None || !placements(config).shards_params()) return;

@@ -13,15 +13,15 @@ namespace tessera::config {
 // Elements of a tensor-parallel rank's slice of a model.
 struct ModelSizes {
   int64_t trained = 0, frozen = 0;
-  std::vector<int64_t> units{};  // of all units, in any order; empty: of a model of which only the number is known
+  std::vector<int64_t> units{};  // elements of each unit, in any order; empty: only the number of all is known
 };
 
-// Bytes of one rank: the first four on the device, and with offload those in host memory and on the disk.
+// Bytes of one rank: the first four on the device, and with offload the last two in host memory and on the disk.
 struct Estimate {
   int64_t stage = 0;
   int64_t params = 0;
   int64_t grads = 0;     // at the end of a backward; none while a forward runs
-  int64_t states = 0;    // masters and what the optimizer keeps; of one that is not known two values an element
+  int64_t states = 0;    // masters and what the optimizer keeps; for an unknown optimizer two values an element
   int64_t gathered = 0;  // stage 3: the two largest units, whole: one that runs and one that is fetched
   int64_t host = 0, disk = 0;
 
@@ -31,7 +31,7 @@ struct Estimate {
 // `ranks`: all of the job, of which `config` makes tensor-parallel, sequence-parallel and shard groups. What is found on the
 // device ("auto") counts as if all states were away and the host updated them. Value error where the ranks do not divide.
 Estimate estimate(const ModelSizes& sizes, const Config& config, int ranks);
-// On ranks that lie so.
+// The estimate for ranks on such a mesh.
 Estimate estimate(const ModelSizes& sizes, const Config& config, const comm::MeshShape& mesh);
 
 // `config` with another zero_optimization.stage; value error, not-implemented error where the two do not go together.

@@ -8,7 +8,7 @@
 
 namespace tessera::config {
 
-// As Config::from_json. Infinite numbers are allowed where the key allows them (steps_per_print).
+// Does what Config::from_json does. Infinite numbers are allowed where the key allows them (steps_per_print).
 Config from_value(const nlohmann::json& value);
 
 }  // namespace tessera::config

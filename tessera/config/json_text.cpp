@@ -18,7 +18,7 @@ enum class Token { Text, Comment, Space, Word, Other };
 
 constexpr std::string_view kWords[] = {"-Infinity", "Infinity", "NaN"};
 
-// The token that begins at `at`, and where it ends; what is cut off ends with the text.
+// The token that begins at `at`, and where it ends; a token that is cut off ends with the text.
 std::pair<Token, size_t> next_token(std::string_view text, size_t at) {
   const std::string_view rest = text.substr(at);
   const auto after = [&](size_t found, size_t length) { return std::min(found, text.size() - length) + length; };

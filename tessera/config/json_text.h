@@ -14,7 +14,7 @@ namespace tessera::config {
 // words, and commas before a bracket from 3.12 on; what finds those has to know texts and the other comments too.)
 std::string strict_json(const std::string& text, bool quote_words = true);
 
-// Parses it. Syntax errors (with line), duplicate keys (with path) and nesting deeper than 64 go to
+// Parses JSON text. Syntax errors (with line), duplicate keys (with path) and nesting deeper than 64 go to
 // the report.
 nlohmann::json read_json(const std::string& text, Report& report);
 

@@ -10,7 +10,7 @@
 
 namespace tessera::config {
 
-// nullptr: no such key. `path` is the canonical one.
+// Finds a key; nullptr: there is no such key. `path` is the canonical one.
 const Key* find_key(const std::string& path);
 
 // Canonical paths of all objects ("zero_optimization.offload_param"); "" is the root.
@@ -22,16 +22,16 @@ std::string canonical(const std::string& path);
 // Keys, sections and aliases directly inside `section`, last parts only.
 std::vector<std::string> names_in(const std::string& section);
 
-// "fp32", "fp16", "bf16".
+// The name of a dtype: "fp32", "fp16", "bf16".
 std::string dtype_name(c10::ScalarType dtype);
-// From any usual spelling: fp32, float32, torch.float32, half, ...
+// The dtype of any usual spelling: fp32, float32, torch.float32, half, ...
 std::optional<c10::ScalarType> dtype_of(const std::string& name);
 
-// "integer >= 1", "one of ...": what a key takes.
+// What a key takes, as a text: "integer >= 1", "one of ...".
 std::string allowed(const Key& key);
-// Its value in `config`: dtypes and enums as text, null where it has none.
+// The value of a key in `config`: dtypes and enums as text, null where it has none.
 Value value_of(const Key& key, const Config& config);
-// The same as JSON text; "unset" where it has none.
+// The value as JSON text; "unset" where there is none.
 std::string value_text(const Key& key, const Config& config);
 
 // Adds a line for every value of `config` outside the limits of its row.

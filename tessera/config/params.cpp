@@ -80,7 +80,7 @@ class Reader {
     }
   }
 
-  // A key whose null is a mistake, not a default.
+  // Reports a key whose null is a mistake, not a default.
   void not_null(const std::string& name) {
     const auto found = params_.find(name);
     if (found != params_.end() && std::holds_alternative<std::monostate>(found->second.data))
@@ -122,7 +122,7 @@ class Reader {
     }
   }
 
-  // Of two ways to one result.
+  // Reads a choice between ways to one result.
   void choice(const std::string& name, const std::vector<std::string>& names) {
     const Value* const value = find(name);
     if (value == nullptr) return;
@@ -148,7 +148,7 @@ class Reader {
     }
   }
 
-  // Arguments of torch and of the reference that choose an implementation, not a result.
+  // Notes arguments of torch and of the reference that choose an implementation, not a result.
   void ignored(const std::vector<std::string>& names) { known_.insert(known_.end(), names.begin(), names.end()); }
 
   void refuse(const std::string& name, const std::string& text) { report_.error(path_ + "." + name, text); }
@@ -188,7 +188,7 @@ class Reader {
   std::vector<std::string> known_;
 };
 
-// What the table says of the type.
+// Reads the fields that the table has for the type.
 void read_fields(Reader& in, const optim::Type& type, optim::GroupOptions& group) {
   for (const optim::Field& field : type.fields) {
     std::visit(
@@ -206,7 +206,7 @@ void read_fields(Reader& in, const optim::Type& type, optim::GroupOptions& group
   }
 }
 
-// What it does not say.
+// Checks what the table does not say.
 void check_adam(Reader& in) {
   bool amsgrad = false;
   in.flag("amsgrad", amsgrad);
@@ -231,7 +231,7 @@ void check_lamb(Reader& in, const optim::GroupOptions& group) {
   }
 }
 
-// Its `lr`, betas and eps are for both kinds of parameters; muon_lr and adam_lr go before `lr`.
+// Muon's `lr`, betas and eps are for both kinds of parameters; muon_lr and adam_lr go before `lr`.
 void read_muon(Reader& in, const optim::Type& type, optim::OptimizerOptions& options) {
   read_fields(in, type, options.defaults);
   options.defaults.use_muon = true;

@@ -1,4 +1,4 @@
-// optimizer.params and scheduler.params into the option structs of optim/. Internal to config/.
+// Turns optimizer.params and scheduler.params into the option structs of optim/. Internal to config/.
 #pragma once
 
 #include <optional>
@@ -11,21 +11,21 @@
 
 namespace tessera::config {
 
-// All that optimizer.type can name, those that only torch.optim has apart.
+// All names that optimizer.type may have, but for those that only torch.optim has.
 std::vector<std::string> optimizer_types();
 
 // Rule and defaults of the type, with adam_w_mode; empty for a type that only torch.optim has. Other parameters are not
 // looked at.
 std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer);
 
-// Empty for no type, for a type of torch.optim and for what a rule does not do (amsgrad with
-// torch_adam); the parameters of the latter are not looked at, except max_grad_norm.
+// Reads the optimizer. Empty for no type, for a type of torch.optim and for what a rule does not do (amsgrad with
+// torch_adam); the parameters of such a type are not looked at, except max_grad_norm.
 std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer, Report& report);
 
-// Of what read_optimizer() leaves to torch.optim, what torch::optim has in C++, too; empty for the rest.
+// Reads an optimizer that read_optimizer() leaves to torch.optim and that torch::optim has in C++, too; empty for others.
 std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& optimizer, Report& report);
 
-// Empty for no type and for a type of torch.optim.lr_scheduler.
+// Reads the schedule. Empty for no type and for a type of torch.optim.lr_scheduler.
 std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report);
 
 }  // namespace tessera::config

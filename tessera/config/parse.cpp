@@ -17,7 +17,7 @@ bool contains(const std::vector<T>& all, const T& one) {
   return std::find(all.begin(), all.end(), one) != all.end();
 }
 
-// "enabled" decides where a section has it; else an "enabled" deeper down; else a section with
+// Whether a section is on: "enabled" decides where a section has it; else an "enabled" deeper down; else a section with
 // content is on.
 bool switched_on(const Json& value) {
   if (!value.is_object()) {
@@ -132,7 +132,7 @@ class Parser {
 
   void unknown(const std::string& section, const std::string& name, const std::string& written) {
     const bool warns = section.empty() || section == "optimizer" || section == "scheduler";
-    if (++unknown_ > kNamed) {  // names near it cost time, and nobody reads so many
+    if (++unknown_ > kNamed) {  // names near such a key cost time, and nobody reads so many
       if (!warns && !std::exchange(refused_more_, true))
         report_.error(written, "unknown key, and more of them", kUnknown);
       return;

@@ -1,4 +1,4 @@
-// JSON value to Config by the key table. Internal to config/; needs nlohmann-json.
+// Parses a JSON value to a Config by the key table. Internal to config/; needs nlohmann-json.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -8,7 +8,7 @@
 
 namespace tessera::config {
 
-// Reads every key it can; what is wrong goes to the report, warnings go to the report too. Ranges
+// Reads every key that it can; errors and warnings go to the report. Ranges
 // and contradictions are left to check_limits() and check_rules().
 Config parse(const nlohmann::json& root, Report& report);
 

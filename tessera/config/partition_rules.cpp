@@ -59,7 +59,7 @@ class Section {
                         " has the wrong type: ", shown(values_.at(name)));
     return *value;
   }
-  // A text is a list of one.
+  // The texts of a key; a single text is a list of one.
   std::vector<std::string> texts(const char* name) const {
     const Value& value = values_.at(name);
     std::vector<std::string> result;

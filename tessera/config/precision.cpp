@@ -11,7 +11,7 @@ namespace {
 using amp::Master;
 using c10::ScalarType;
 
-// tessera.state_bytes: weight and gradient in `param`, what the master adds to the weight, and two moments.
+// A row of tessera.state_bytes: weight and gradient in `param`, what the master adds to the weight, and two moments.
 struct Mode {
   ScalarType param;
   int64_t bytes;
@@ -38,7 +38,7 @@ bool rounds_to_nearest(const Config& c) {
   return c.tessera.rounding.value_or("stochastic") == "nearest";
 }
 
-// Where the configuration does not say: what DeepSpeed's keys mean, at the quality of fp32 masters.
+// The bytes where the configuration does not say: what DeepSpeed's keys mean, at the quality of fp32 masters.
 int64_t default_bytes(const Config& c) {
   if (c.fp16.enabled) return c.fp16.fp16_master_weights_and_grads ? 12 : 16;
   if (!c.bf16.enabled) return 16;
@@ -53,7 +53,7 @@ const Mode* find_mode(ScalarType param, int64_t bytes) {
   return mode == kModes.end() ? nullptr : &*mode;
 }
 
-// A mode that holds more than the section asks for.
+// Whether a mode holds more than the section asks for.
 bool contradicts_section(const Config& c, int64_t bytes) {
   if (c.bf16.enabled && c.bf16.bf16_optimizer_states) return bytes > 10;
   if (c.bf16.enabled && c.bf16.bf16_master_weights_and_grads) return bytes != 12;

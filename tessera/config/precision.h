@@ -7,11 +7,11 @@
 
 namespace tessera::config {
 
-// From fp16, bf16, data_types.grad_accum_dtype and tessera.{state_bytes, rounding}; docs/precision.md has the table.
+// The policy of fp16, bf16, data_types.grad_accum_dtype and tessera.{state_bytes, rounding}; docs/precision.md has the table.
 // Expects a validated configuration.
 amp::PrecisionPolicy precision(const Config& config);
 
-// A section asks for a precision; otherwise the model keeps its own.
+// Whether a section asks for a precision; otherwise the model keeps its own.
 bool casts_model(const Config& config);
 
 // Reports combinations that name no mode.

@@ -80,13 +80,13 @@ zero::Options zero_options(const Config& config) {
   options.gather.max_live = zero.stage3_max_live_parameters;
   options.gather.persistence_threshold = zero.stage3_param_persistence_threshold;
   options.gather.model_persistence = zero.stage3_model_persistence_threshold;
-  // DeepSpeed's default keeps models of up to 1e9 parameters gathered from forward to backward: only where asked for.
+  // DeepSpeed's default keeps models of up to 1e9 parameters gathered from forward to backward: only where the key is given.
   if (config.given.contains("zero_optimization.stage3_max_reuse_distance")) {
     options.gather.reuse_distance = zero.stage3_max_reuse_distance;
   }
   if (zero.offload_optimizer.device != OffloadDevice::None) {
     offload::StateOptions states = offload_options(zero.offload_optimizer);
-    // What the host updates it updates where it is; 16-bit states pass through the device, and so may some of 32 bits.
+    // The host updates states where they are; 16-bit states pass through the device, and so may some of 32 bits.
     const bool narrow = options.precision.states_are_narrow();
     states.pin_memory = zero.offload_optimizer.pin_memory && narrow;
     states.pin_asked = zero.offload_optimizer.pin_memory && !narrow && config.tessera.device_share != 0.0;

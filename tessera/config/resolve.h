@@ -21,7 +21,7 @@ const shard::StagePlacements& placements(const Config& config);
 // without. torch_autocast in fp16 without the section: torch.amp's rules. No scaling otherwise.
 amp::ScalerOptions scaler_options(const Config& config);
 
-// Section torch_autocast; bf16 where it names no dtype.
+// The options of section torch_autocast; bf16 where it names no dtype.
 amp::AutocastOptions autocast_options(const Config& config);
 
 // What gradient_clipping holds for: the norm of all gradients, that of each unit's, or all, clipped by the norm of the step
@@ -33,16 +33,16 @@ Clip clip_rule(const Config& config);
 // false the reduction waits for step() in stages 0 and 1.
 zero::Options zero_options(const Config& config);
 
-// The configured optimizer where it is of the table (optim/types.h), in any letter case. Empty when the configuration names
+// The configured optimizer where the table has it (optim/types.h), in any letter case. Empty when the configuration names
 // none, or a class of torch.optim (also Adam with torch_adam and amsgrad).
 std::optional<optim::OptimizerOptions> native_optimizer(const Config& config);
 
-// The configured optimizer where it is none of the table and torch::optim has it in C++, too: RMSprop, Adam and AdamW with
+// The configured optimizer where the table does not have it and torch::optim has it in C++, too: RMSprop, Adam and AdamW with
 // torch_adam and amsgrad. Empty for others. For the C++ front end.
 std::optional<optim::OptimizerOptions> torch_optimizer(const Config& config);
 
-// Rule and defaults of optimizer.type and adam_w_mode, whatever the other parameters ask for; empty as above, but not for
-// Adam. For who builds the optimizer itself.
+// Rule and defaults of optimizer.type and adam_w_mode, whatever the other parameters ask for; empty as native_optimizer(), but
+// not for Adam. For who builds the optimizer itself.
 std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config);
 
 // The configured schedule where it is one of optim/schedule.h; empty when none is named or it is a

@@ -28,7 +28,7 @@ void check_amp(const Config& c, Report& report) {
   }
 }
 
-// Gradients are divided in fp32.
+// Checks that a loss scale fits fp32, in which gradients are divided.
 void check_loss_scale_fits(const Config& c, Report& report) {
   if (!c.fp16.enabled) {
     return;
@@ -45,7 +45,7 @@ void check_loss_scale_fits(const Config& c, Report& report) {
 
 void check_loss_scale(const Config& c, Report& report) {
   check_loss_scale_fits(c, report);
-  // Unused values are tolerated: clients write them out whatever the mode.
+  // Unused values are tolerated: clients write them whatever the mode.
   if (!c.fp16.enabled || c.fp16.loss_scale != 0) {
     return;
   }
@@ -76,7 +76,7 @@ void check_low_precision_states(const Config& c, Report& report) {
   check(bf16_master && fp16_master, "fp16.fp16_master_weights_and_grads",
         "cannot be combined with bf16.bf16_master_weights_and_grads");
   check(bf16_states && !bf16_master, "bf16.bf16_optimizer_states", "needs bf16_master_weights_and_grads");
-  // Fp32 moments beside 16-bit masters on the device: only for who asks for it by its bytes.
+  // Fp32 moments beside 16-bit masters on the device are only for who asks for them by the bytes.
   const bool on_device = c.tessera.state_bytes.value_or(0) == 12;
   check(
       bf16_master && !bf16_states && !away && !on_device, "bf16.bf16_master_weights_and_grads",

@@ -47,11 +47,11 @@ struct Fp16 {
 struct TorchAutocast {
   bool enabled = false;
   std::optional<c10::ScalarType> dtype;
-  // Unset: Linear and the three convolutions of torch.nn.
+  // Modules; unset: Linear and the three convolutions of torch.nn.
   std::optional<std::vector<std::string>> lower_precision_safe_modules;
 };
 
-// Unset: the dtype of the precision mode.
+// Dtypes; unset: the precision mode's.
 struct DataTypes {
   std::optional<c10::ScalarType> grad_accum_dtype;
   std::optional<c10::ScalarType> param_dtype;
@@ -158,21 +158,21 @@ struct Elasticity {
   double version = 0.2;
 };
 
-// Keys of our own.
+// Tessera's own keys.
 struct Own {
   int64_t min_unit_elements = 1 << 20;  // smaller neighbouring units are merged
   std::optional<int64_t> state_bytes;   // config/precision.cpp
   std::optional<std::string> rounding;  // "nearest", "stochastic"
   int64_t seed = 0;                     // of stochastic rounding
-  bool broadcast_buffers = true;        // they start with rank 0's values
+  bool broadcast_buffers = true;        // buffers start with rank 0's values
   bool shared_parameters = false;       // ranks of one host keep one copy of the compute parameters
   bool update_in_backward = false;      // no gradient outlives the backward
-  bool update_runs_on = false;          // of states that are away, into the next forward
+  bool update_runs_on = false;          // an update of states that are away runs on into the next forward
   std::optional<std::string> clip;      // what gradient_clipping holds for: "global", "unit", "previous"
   bool clip_by_unit = false;            // the same as "unit"
-  // Of states that live elsewhere and that the host would update, the share of the device; unset: what is fastest.
+  // The device's share of states that live elsewhere and that the host would update; unset: the fastest.
   std::optional<double> device_share = 0.0;
-  double device_reserve = 0.4;            // of the device's memory, what offload_optimizer.ratio "auto" leaves free
+  double device_reserve = 0.4;            // share of the device's memory that offload_optimizer.ratio "auto" spares
   bool sequence_parallel_norms = false;   // tensor parallelism cuts the activations between blocks
   std::optional<std::string> json_lines;  // a file for the numbers and warnings of a run
 };

@@ -22,7 +22,7 @@ bool unserved_type(const Config& c) {
   return false;
 }
 
-// Moments in the dtype of 16-bit masters, which no key of the section asks for. (Those of fp32 masters are fp32.)
+// Whether moments are in the dtype of 16-bit masters, which no key of the section asks for. (Those of fp32 masters are fp32.)
 bool unserved_states(const Config& c) {
   const auto found = c.optimizer.params.find("fp32_optimizer_states");
   const bool off = found != c.optimizer.params.end() && (found->second == Value(false) || found->second == Value(0));
@@ -193,7 +193,7 @@ std::vector<std::string> check_cpp_serves(const Config& config) {
                       "the configuration asks for what only the Python front end serves; leave it out:\n  ",
                       join(refused, "\n  "));
   std::vector<std::string> lines = config.warnings;
-  Report rules;  // of a tree filled by hand, which nobody has looked at
+  Report rules;  // for a tree filled by hand, which nobody has looked at
   check_rules(config, rules);
   for (const std::string& line : rules.warnings())
     if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(line);
@@ -214,7 +214,7 @@ void check_served(const Config& config) {
 
 namespace {
 
-// Of a key: the row of state_table() that it belongs to, and what is to be logged of it there.
+// For a key: the row of state_table() that it belongs to, and what is to be logged of it there.
 std::pair<std::string, std::string> state_of(const Key& key) {
   const auto in = [&](const auto& rows) {
     return std::find_if(rows.begin(), rows.end(), [&](const auto& row) { return key.path == row.key; });

@@ -10,9 +10,9 @@
 
 namespace tessera::config {
 
-// Not-implemented error that names every key of `config` that asks for something not served.
+// Throws a not-implemented error that names every key of `config` that asks for something not served.
 void check_served(const Config& config);
-// The same for the C++ front end, of what only the Python one serves. Returns the lines to be logged, once: the warnings of the
+// Does so for the C++ front end, with what only the Python one serves. Returns the lines to be logged, once: the warnings of the
 // configuration, also of one that was filled by hand, and of what C++ does not read.
 std::vector<std::string> check_cpp_serves(const Config& config);
 
@@ -29,13 +29,13 @@ const std::vector<Refusal>& python_reads();
 // Keys that are accepted and read by nothing. Asking for something else than what is done is a warning with what is done, or
 // what to do, instead.
 struct Unread {
-  const char* key;  // "section.*": all of the section that have no row elsewhere
+  const char* key;  // "section.*": all keys of the section that have no row elsewhere
   const char* instead;
-  std::optional<bool> done = {};  // unset: the default
+  std::optional<bool> done = {};  // the value that is done; unset: the default
 };
 const std::vector<Unread>& unread();
 const Unread* unread_row(const std::string& path);  // null: none
-// Whether what it asks for depends on its value.
+// Whether what the key asks for depends on its value.
 bool has_effect(const Key& key);
 void warn_of_unread(const Config& config, Report& report);
 

@@ -24,7 +24,7 @@ void require(bool good, const std::string& text) {
   report.raise();
 }
 
-// RFC 4648, the alphabet for URLs or the usual one. Nothing where it is none.
+// Decodes base64 by RFC 4648, in the alphabet for URLs or the usual one. Nothing for a text that is none.
 std::optional<std::string> from_base64(std::string_view text) {
   constexpr std::string_view kLetters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
   while (text.ends_with('='))

@@ -15,7 +15,7 @@ int edit_distance(std::string_view a, std::string_view b);
 
 // The candidates nearest to `word`, all of one distance; none where none is near enough to be meant.
 std::vector<std::string> all_nearest(std::string_view word, const std::vector<std::string>& candidates);
-// The first of them, or "".
+// The first of these, or "".
 std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
 // Whether `word` can hardly be anything but `candidate`, misspelt: one letter of six at most.
 bool near_miss(std::string_view word, std::string_view candidate);
@@ -43,7 +43,7 @@ class InvalidConfig : public c10::ValueError {
   InvalidConfig(c10::SourceLocation where, const std::string& message, std::vector<Problem> problems,
                 std::vector<std::string> warnings);
   const std::vector<Problem>& problems() const { return problems_; }
-  // Of the same configuration; they are not in the message.
+  // Warnings of the same configuration; they are not in the message.
   const std::vector<std::string>& warnings() const { return warnings_; }
 
  private:
@@ -59,7 +59,7 @@ class Report {
   bool failed() const { return !errors_.empty(); }
   const std::vector<Problem>& errors() const { return errors_; }
   const std::vector<std::string>& warnings() const { return warnings_; }
-  // InvalidConfig if there is any error.
+  // Throws InvalidConfig if there is any error.
   void raise() const;
 
  private:

@@ -31,9 +31,9 @@ struct Value {
   Value(Params v) : data(std::move(v)) {}
 
   bool is_null() const { return data.index() == 0; }
-  // Also true for the text "auto", which means "use the default".
+  // Whether there is no value; also for the text "auto", which means "use the default".
   bool is_unset() const;
-  // As JSON text, e.g. [0.9, 0.999].
+  // The value as JSON text, e.g. [0.9, 0.999].
   std::string text() const;
 };
 bool operator==(const Value& a, const Value& b);

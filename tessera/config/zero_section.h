@@ -20,7 +20,7 @@ struct OffloadOptimizer {
   bool pin_memory = true;
   bool pipeline_read = false;
   bool pipeline_write = false;
-  std::optional<double> ratio = 1.0;  // share of the states that live there; unset: what does not fit on the device
+  std::optional<double> ratio = 1.0;  // share of the states that live elsewhere; unset: what does not fit on the device
   bool super_offload = false;
 };
 

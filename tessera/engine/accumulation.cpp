@@ -21,7 +21,7 @@ using Json = Node::Json;
 using checkpoint::Along;
 using checkpoint::TensorRecord;
 
-// What must be the same for each rank to take back what it had.
+// What must be the same at save and load for each rank to take back what it had.
 std::string spread_of(const Engine& engine) {
   std::string text = c10::str("stage ", engine.options().zero.stage, ", ", engine.options().zero.precision.grad);
   for (const comm::Axis axis : comm::kAxes)

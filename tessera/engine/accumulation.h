@@ -31,14 +31,14 @@ std::string blob_of_accumulation(int place);
 
 class RestoredAccumulation {
  public:
-  // `records`: by parameter, null where the checkpoint has none.
+  // `records`: the checkpoint's, by parameter; null where it has none.
   RestoredAccumulation(Engine& engine, const checkpoint::Reader& reader, const SavedRunAccumulation& saved, int place,
                        const std::vector<const checkpoint::ParamRecord*>& records);
 
-  // False: parameters that are slices or experts are spread otherwise here, so the accumulation begins anew.
+  // False: parameters that are slices or experts are spread otherwise here than at the save, so the accumulation begins anew.
   bool fits() const { return fits_; }
   void verify() const;
-  // Reads and puts all of it. Local.
+  // Reads all gradients and puts them into the engine. Local.
   void apply();
 
  private:

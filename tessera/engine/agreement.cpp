@@ -20,7 +20,7 @@ namespace {
 
 constexpr comm::Label kLabel = "what ranks have alike";
 
-// `text` of the rank with place() `root`, on all of them.
+// `text` of the rank with place() `root`, on all ranks.
 std::string broadcast(const zero::Ranks& ranks, const std::string& text, int root) {
   const bool mine = ranks.place() == root;
   at::Tensor size = at::zeros({1}, at::kDouble);
@@ -47,7 +47,7 @@ std::string joined(const std::vector<std::string>& lines) {
   return text;
 }
 
-// What a loss scale is, and goes by from here on.
+// Visits the numbers that a loss scale goes by from here on.
 void each_number(const amp::GradScaler::State& scaler, const auto& visit) {
   visit("loss scale", scaler.scale);
   visit("loss_scaler.overridden", scaler.overridden ? 1.0 : 0.0);
@@ -117,7 +117,7 @@ double StepTerms::digest() const {
   return digest.value();
 }
 
-// Bits times odd numbers, so that each counts in its place.
+// Bits are multiplied by odd numbers, so that each term counts in its place.
 at::Tensor StepTerms::shown() const {
   if (on_device.empty()) return {};
   std::vector<at::Tensor> terms;

@@ -25,11 +25,11 @@ class Digest {
   uint64_t hash_ = 14695981039346656037ULL;
 };
 
-// The shortest text that no other number has.
+// Returns the shortest text that no other number has.
 std::string text_of(double number);
 
-// Value error on all ranks, "[origin] what: rank 0 has X, rank 1 has Y; advice", where their lines differ: the first that
-// does. Collective.
+// Throws a value error on all ranks, "[origin] what: rank 0 has X, rank 1 has Y; advice", where their lines differ, with the
+// first line that does. Collective.
 void check_same(const zero::Ranks& ranks, const std::vector<std::string>& mine, const char* origin, const char* what,
                 const char* advice);
 
@@ -44,21 +44,21 @@ struct StepTerms {
   std::string call;
   int64_t accumulation_steps = 1;
   int64_t empty_steps = 0;  // calls of step() for this update that no backward preceded
-  int64_t begun = 0;        // all of them, without this one
-  int64_t unstepped = 0;    // micro-batches for it that had none of their own (BackwardDriver::unstepped())
+  int64_t begun = 0;        // all calls of step() for this update, without this one
+  int64_t unstepped = 0;    // micro-batches for this update without a step() of their own (BackwardDriver::unstepped())
   std::span<const optim::GroupOptions> groups{};
   std::span<const std::string> client{};  // what else a client's optimizer updates by, as "name value in ..."
   std::string_view fault{};               // why this rank cannot step
   double gradient_scale = 1;              // Scaling::gradient_scale()
-  std::optional<double> previous_norm{};  // that gradients are clipped by
+  std::optional<double> previous_norm{};  // what gradients are clipped by
   amp::GradScaler::State scaler{};
   std::span<const DeviceTerm> on_device{};
-  std::vector<std::string> params{};  // of those that begin or cease to be trained, what they do
+  std::vector<std::string> params{};  // lines of parameters that begin or cease to be trained
 
   double digest() const;
-  // With what is on the device, there: a number that a double holds exactly; undefined where nothing is.
+  // The digest with on_device, on the device: a number that a double holds exactly; undefined where on_device is empty.
   at::Tensor shown() const;
-  // Where digests differ, or all have the same fault: value error, or a state error with the fault. Collective.
+  // Throws where digests differ, or all have the same fault: value error, or a state error with the fault. Collective.
   [[noreturn]] void refuse(const zero::Ranks& ranks) const;
 };
 

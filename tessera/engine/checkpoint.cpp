@@ -27,7 +27,7 @@ using checkpoint::Item;
 using shard::NamedShard;
 using shard::Range;
 
-constexpr int64_t kSmall = 1 << 16;  // elements that are not spread over the ranks that have them
+constexpr int64_t kSmall = 1 << 16;  // elements that are not divided among the ranks that have them
 
 // ---- numbers of a run
 
@@ -37,7 +37,7 @@ Json run_of(Engine& engine) {
       {"micro_steps", engine.micro_steps()},     {"global_steps", engine.global_steps()},
       {"skipped_steps", engine.skipped_steps()}, {"global_samples", engine.global_samples()},
       {"begun", engine.begun_micro_steps()},     {"accumulation_steps", engine.options().gradient_accumulation_steps}};
-  // One that is not finite as null, which JSON has instead.
+  // A norm that is not finite becomes null, as JSON has none.
   if (const auto norm = engine.previous_norm()) run["counters"]["norm"] = std::isfinite(*norm) ? Json(*norm) : Json();
   const amp::GradScaler::State& s = engine.scaling().scaler().state();
   if (engine.scaling().scaler().needed())
@@ -62,7 +62,7 @@ int64_t bytes_of(const Item& item) {
   return item.range.size() * static_cast<int64_t>(c10::elementSize(item.dtype));
 }
 
-// What this rank writes of elements that several ranks have: a part of many, all or nothing of few.
+// What this rank writes of elements that several ranks have: a part of many elements, all or nothing of few.
 Range mine_of(const NamedShard& shard) {
   if (shard.replicas == 1) return shard.range;
   if (shard.range.size() < kSmall)
@@ -92,7 +92,7 @@ struct Checkpointer::Job {
   void run(const zero::Ranks& ranks);
 };
 
-// This rank's files; what is in them, as a text.
+// Writes this rank's files; returns what is in them, as a text.
 std::string Checkpointer::Job::write(int rank, std::vector<std::string>& written) const {
   Json part{{"files", Json::array()}, {"blobs", Json::object()}, {"records", ""}};
   std::vector<checkpoint::ParamRecord> own;
@@ -195,7 +195,7 @@ void Checkpointer::wait() {
   TESSERA_CHECK_IO(error.empty(), "checkpoint", "the save in the background failed: ", error);
 }
 
-// What a save in the background sends goes the same way: one after the other. Its error is wait()'s.
+// Waits: sends of a save in the background go one after the other. wait() throws its error.
 void Checkpointer::finish() {
   if (thread_.joinable()) thread_.join();
 }
@@ -222,7 +222,7 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
   for (const NamedShard& shard : states.named_shards()) {
     if (shard.quantity == shard::Quantity::Gradient || (!shard.trained && !options.frozen)) continue;
     if (is_copy(shard.param)) continue;
-    // A weight that is the rounding of its master says nothing more.
+    // A weight that is the rounding of its master adds nothing.
     if (shard.quantity == shard::Quantity::Weight && shard.trained && !states.master_is_weight(shard.param)) continue;
     const Range mine = mine_of(shard);
     if (mine.empty()) continue;
@@ -266,8 +266,8 @@ std::vector<Item> Checkpointer::items(const SaveOptions& options, const ClientPa
   return items;
 }
 
-// Of this rank's buffers, those that the first rank of its engine has otherwise, under their own names; what waits to join
-// the engine has joined. Collective.
+// This rank's buffers that differ from those of its engine's first rank, under names of this rank. Parameters that wait to join
+// the engine have joined afterwards. Collective.
 std::vector<ClientTensor> Checkpointer::own_buffers(const ClientPart& client) {
   std::map<std::string, std::string> mine;
   const auto all = together(ranks_, "buffers of a checkpoint", [&] {
@@ -385,7 +385,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   job->blobs = std::move(client.blobs);
   if (const std::string counts = save_accumulation(engine_).blob; !counts.empty())
     job->blobs[blob_of_accumulation(ranks_.place())] = counts;
-  // A copy in memory of states that live on a disk would be what that avoids.
+  // States that live on a disk are not copied to memory, which they are on the disk to spare.
   if (!options.asynchronous || engine_.memory().disk > 0) {
     job->run(ranks_);
     return job->tag;

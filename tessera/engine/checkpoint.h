@@ -23,14 +23,14 @@ struct SaveOptions {
   bool latest = true;         // the tag that a load without one takes
   bool frozen = true;         // also parameters that are not optimized
   bool asynchronous = false;  // returns once everything is copied to host memory
-  int keep_last = 0;          // older checkpoints in the folder go once this one is complete; 0: all stay
-  // Ranks that name different tags: rank 0's holds.
+  int keep_last = 0;          // older checkpoints in the folder are removed once this one is complete; 0: all stay
+  // What happens where ranks name different tags; rank 0's tag holds.
   enum class Tags { Ignore, Warn, Fail } tags = Tags::Ignore;
-  // In DeepSpeed's files, as that many ranks have them, in place of ours; not in the background.
+  // Writes DeepSpeed's files, as that many ranks have them, in place of ours; not in the background.
   std::optional<checkpoint::DeepSpeedLayout> deepspeed = {};
 };
 
-// A tensor of the front end's, all of it; the first rank writes it, as the value of all. A "buffer" that is another one on
+// A whole tensor of the front end's; the first rank writes it, as the value of all ranks. A "buffer" that differs on
 // other ranks is written by these too (kRankBuffer in logical.h).
 struct ClientTensor {
   std::string name, kind;
@@ -55,7 +55,7 @@ struct ClientPart {
 struct Foreign {
   std::string latest = "latest";  // the file in the folder that names the newest tag; another name: it must be there
   checkpoint::Objects objects = checkpoint::Objects::Inert;
-  // As in checkpoint::DeepSpeedHints; none: the engine's parameters in their order.
+  // Parameters by group, as in checkpoint::DeepSpeedHints; none: the engine's parameters in their order.
   std::optional<checkpoint::DeepSpeedHints::Groups> groups = {};
 };
 
@@ -73,7 +73,7 @@ checkpoint::DeepSpeedHints::Groups names_by_group(Engine& engine);
 // on all, after which the engine is as it was.
 class Checkpointer {
  public:
-  // `ranks`: those of the engine, in groups that nobody else uses. They are made where the engine is built, so that the others
+  // `ranks`: those of the engine, in groups that nobody else uses. They are made where the engine is built, so that other ranks
   // see a rank that waits in its first save.
   Checkpointer(Engine& engine, zero::Ranks ranks) : engine_(engine), ranks_(std::move(ranks)) {}
   ~Checkpointer();
@@ -83,16 +83,16 @@ class Checkpointer {
   void span(comm::GroupPtr group, std::vector<int> copies);
   // This rank's number among those of the engine (or of all engines); number 0 writes what is the same on all.
   int place() { return ranks_.place(); }
-  // The texts of all ranks, by number; an error text of one is an error on all.
+  // Returns the texts of all ranks, by number; an error text of one rank is an error on all.
   std::vector<std::string> exchange(const std::string& text, const std::string& error);
-  // Runs f on every rank: an error of one is an error on all. In f nothing is collective but what all ranks of this engine
-  // fail in alike.
+  // Runs f on every rank: an error of one is an error on all. In f nothing is collective but calls that fail on all ranks of this
+  // engine alike.
   void on_all(const std::function<void()>& f);
-  // Returns the tag. A checkpoint that was complete before stays so until the new one is.
+  // Returns the tag. The last complete checkpoint stays complete until the new one is.
   std::string save(const std::string& dir, const SaveOptions& options, ClientPart client = {});
-  // Until an asynchronous save is complete; throws its error, once. save() and load() do so first. Other calls wait too.
+  // Waits until an asynchronous save is complete; throws its error, once. save() and load() do so first. Other calls wait too.
   void wait();
-  // `tag` empty: that of `latest`; nothing where there is no such file.
+  // Opens a checkpoint for a load. `tag` empty: the tag of `latest`; nothing where there is no such file.
   std::optional<Restore> open(const std::string& dir, const std::string& tag, const Restore::Options& options,
                               const Foreign& foreign = {});
 

@@ -18,7 +18,7 @@ namespace tessera::engine {
 
 struct NamedParam {
   std::string name;
-  int64_t id = 0;  // of the object
+  int64_t id = 0;  // of the parameter object
   bool trained = true;
 };
 
@@ -27,8 +27,8 @@ struct ContentsReport {
   std::string warning;  // frozen parameters that came later
 };
 
-// `built`: all names of all parameters, as they were; `now`: as they are; `known`: ids of the engine's, and of those that are to
-// join it.
+// `built`: all names of all parameters when the engine was built; `now`: as they are; `known`: ids of the engine's parameters,
+// and of those that are to join it.
 ContentsReport compare_contents(const std::vector<NamedParam>& built, const std::vector<NamedParam>& now,
                                 const std::unordered_set<int64_t>& known);
 

@@ -1,5 +1,5 @@
-// An engine's checkpoint in DeepSpeed's files: saved as ours into a folder beside first, then every rank writes its part of the
-// others from there, and the new folder takes its place in one step.
+// An engine's checkpoint in DeepSpeed's files: saved as ours into a folder beside first, then every rank writes its part of
+// DeepSpeed's files from there, and the new folder takes its place in one step.
 #include <filesystem>
 #include <optional>
 #include <set>
@@ -16,11 +16,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// In the folder of the checkpoints: a folder for every save that is on its way, and a file beside it whose lock its first rank
-// holds. Removed at the end, and by the next save where nobody holds the lock.
+// Names in the folder of checkpoints: a folder for every save that is on its way, and a file beside it whose lock its first rank
+// holds. Both are removed at the end, and by the next save where nobody holds the lock.
 const std::string kBeside = ".tessera-saving", kMark = ".saving";
 
-// What saves that were cut off have left in it, and the folder when it is empty then.
+// Removes what saves that were cut off have left in `folder`, and the folder when it is empty then.
 void remove_left(const fs::path& folder) {
   std::error_code none;
   std::set<std::string> paths;

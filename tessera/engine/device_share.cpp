@@ -47,7 +47,7 @@ double step_time(const StepTime& step, double update) {
   return step.micro_batches * (step.forward + step.backward) + std::max(update - beside, 0.0);
 }
 
-// Each time is a line over the share, so the least of the longest is at an end or where two of them cross.
+// Each time is a line over the share, so the least of the longest time is at an end or where two lines cross.
 double best_share(const UpdateBytes& bytes, const offload::Rates& rates) {
   const auto lines = [&](double share) {
     const UpdateTime time = update_time(bytes, rates, share);

@@ -3,12 +3,12 @@
 //
 // Note [Byte model]
 //   For an element that the host updates, its kernel reads and writes `kernel` bytes of host memory, and weights pass the bus each
-//   way. For one that the device does, masters and states pass the bus each way, which host memory serves; the device's
+//   way. For an element that the device updates, masters and states pass the bus each way, which host memory serves; the device's
 //   memory moves what its kernel does and, as they come and go, masters and states once more each way. Host, bus and the device
-//   work at the same time, so that an update takes as long as the busiest of them, which the share decides; of a disk it
-//   takes at least what that reads and writes, whatever the share. Gradients leave beside the backward and do not count. Of a model on
-//   the CPU nothing passes a bus. A step is its forward and backward, and what of the update is not hidden behind those
-//   that it goes on beside: step_time().
+//   work at the same time, so that an update takes as long as the busiest of them, which the share decides. An update of states
+//   on a disk takes at least as long as the disk's transfers, whatever the share. Gradients leave beside the backward and do not
+//   count. A model on the CPU passes nothing over a bus. A step is its forward and backward, and what of the update is not hidden
+//   behind those that the update goes on beside: step_time().
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,17 @@
 
 namespace tessera::engine {
 
-// Of an element.
+// Bytes of one element's update.
 struct UpdateBytes {
   double through = 0;  // each way on the bus, where the device updates
-  double of_host = 0;  // where the host does
+  double of_host = 0;  // each way on the bus, where the host updates
   double kernel = 0;   // read and written by the update, wherever it is
-  double disk = 0;     // read and written there; 0: nothing lives on a disk
+  double disk = 0;     // read and written on the disk; 0: nothing lives on a disk
 };
-// `moments`: how many the rule has. `weights`: they live elsewhere, too. `disk`: masters and states are on one.
+// `moments`: how many the rule has. `weights`: weights live elsewhere, too. `disk`: masters and states are on a disk.
 UpdateBytes update_bytes(const amp::PrecisionPolicy& precision, int moments, bool weights, bool disk);
 
-// A step's compute: of each of its micro-batches; and what goes on beside its update. Any unit of time.
+// A step's compute, for each of its micro-batches, and what goes on beside its update. Any unit of time.
 struct StepTime {
   double forward = 0, backward = 0;
   int micro_batches = 1;
@@ -43,7 +43,7 @@ struct UpdateTime {
 };
 UpdateTime update_time(const UpdateBytes& bytes, const offload::Rates& rates, double share);
 
-// The share of the device that takes the least time; of several the smallest.
+// The share of the device that takes the least time; the smallest of several such.
 double best_share(const UpdateBytes& bytes, const offload::Rates& rates);
 
 // Device memory for the elements that a rank updates.
@@ -51,7 +51,7 @@ struct Room {
   double bytes = 0;
   double elements = 0;
   double stays = 0;    // bytes of an element whose masters and states stay, gradients included
-  double is_away = 0;  // of another one: its gradient, as far as it waits for the update there
+  double is_away = 0;  // bytes of another one: its gradient, as far as it waits for the update on the device
 };
 // The smallest share of the elements that must live elsewhere.
 double ratio_that_fits(const Room& room);

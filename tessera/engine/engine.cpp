@@ -42,7 +42,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
   if (options.precision_of_model) precision = precision_of_model(params, options.accumulate_in);
   m.options.zero.cast = !options.precision_of_model;
   check_params(params, precision);
-  // A client's optimizer updates tensors: a split master is none.
+  // A client's optimizer updates tensors, which a split master is not.
   if (options.rule == optim::Rule::External && precision.master == amp::Master::Split)
     precision.master = amp::Master::Fp32;
   m.mesh = std::move(mesh);
@@ -180,7 +180,7 @@ void Engine::Impl::check_for_all(bool boundary, Fault& fault, const std::functio
   }
 }
 
-// An update of the backward's may run on.
+// `early`: an update that the backward makes may run on.
 void Engine::Impl::check_may_step() const {
   live("step").early.on() ? model->units.check_not_away("step") : model->units.check_here("step");
   TESSERA_CHECK(!no_sync && !coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
@@ -196,7 +196,7 @@ void Engine::check_step() const {
   impl_->model->updater.check_no_regions();
 }
 
-// What this rank alone may have against a step.
+// Notes what this rank alone may have against a step.
 void Engine::Impl::check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const {
   if (!model->units.is_away() && !model->early.on()) here("step");
   check_for_all(boundary, fault, [&] {
@@ -233,7 +233,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
                          Fault& fault) {
   model->units.check_whole();
   const bool updated = model->early.on() && model->driver.flushed();
-  if (updated && !fault.own) fault.text.clear();  // the next backward looks at what it would update
+  if (updated && !fault.own) fault.text.clear();  // the next backward checks what it would update
   check_for_all(true, fault, [&] { model->driver.check_all_watched(); });
   if (!model->units.is_away()) model->driver.ensure_reduced();
   if (global_norm) *global_norm *= scaling.gradient_scale();
@@ -254,7 +254,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
     const double unscaled = summary.norm / scaling.gradient_scale();
     double scale = optim::clip_coefficient(unscaled, options.gradient_clipping) / scaling.gradient_scale();
     if (model->updater
-            .client_reads_gradients()) {  // in place; a step that the client's optimizer ends may be tried again
+            .client_reads_gradients()) {  // scaled in place; a step that the client's optimizer ends may be tried again
       model->updater.scale_gradients(scale);
       scaling.gradients_times(std::exchange(scale, 1.0));
     }
@@ -325,7 +325,7 @@ double Engine::Impl::norm_of(const std::string& call, const Fault& fault) {
   return summarize(call, empty_with_this(), {}, why).norm / scaling.gradient_scale();
 }
 
-// What one rank alone may have against it is announced to all, in the exchange that follows.
+// What one rank alone may have against the call is announced to all, in the exchange that follows.
 void Engine::Impl::reduce_for_norm(const char* call, Fault& fault) {
   if (!live(call).units.is_away()) here(call);
   check_for_all(true, fault, [&] {
@@ -542,7 +542,7 @@ void Engine::destroy() {
   impl_->savers.reset();
   impl_->scaling.attach(nullptr);
   impl_->model.reset();
-  impl_->mesh = comm::Mesh();  // who destroys the groups next waits for none of this engine
+  impl_->mesh = comm::Mesh();  // who destroys the groups next waits for none of this engine's
   if (error) std::rethrow_exception(error);
 }
 

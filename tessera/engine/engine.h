@@ -39,13 +39,13 @@ struct Options {
   std::optional<at::ScalarType> sequence_communication;  // zero.communication where several ranks share a sequence
   bool time_device = false;       // phases begin and end when the device has done its work (base/phases.h)
   bool says_some_unused = false;  // the user knows of parameters that have no part in a loss
-  bool broadcast_buffers = true;  // broadcast_buffers() does what it says, and nothing without this
+  bool broadcast_buffers = true;  // false: broadcast_buffers() does nothing
   std::string nvme_path;          // where offload_states() may put what goes to a disk
-  OffloadOptions offload;         // what is found out of zero.ratio and zero.device_share
-  std::string schedule;           // what the configuration says of it, which all ranks must have alike
+  OffloadOptions offload;         // whether zero.ratio and zero.device_share are to be found out
+  std::string schedule;           // the schedule as configured, which all ranks must have alike
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
-  amp::AutocastOptions autocast;  // what forward computes in
+  amp::AutocastOptions autocast;  // the dtype that forward computes in
 };
 
 class Checkpointer;
@@ -62,22 +62,22 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Rank 0's values of a module's buffers (of any dtype) on all ranks, in place, as parameters have them. Collective.
+  // Copies rank 0's values of a module's buffers (of any dtype) to all ranks, in place, as parameters get them. Collective.
   // For front ends, at construction.
   void broadcast_buffers(const std::vector<at::Tensor>& buffers);
 
   // State error where the current stream is captured into a graph: zero/units.h, Note [Captured streams]. Forwards with
-  // gradients, backwards and steps say it themselves, front ends before what they do around one. Local.
+  // gradients, backwards and steps check it themselves, front ends before other work around these. Local.
   void check_not_captured(const char* call) const;
 
-  // A call of a front end that is several of these, until the object goes: UsageError where another thread is in one. Local.
+  // A call of a front end that makes several of these, until the object goes: UsageError where another thread is in one. Local.
   OneThread::Call enter(const char* call);
 
   // ---- forward
   // From here to the end of the forward, on this thread, autocast is as the options say: on in their dtype, or off even
-  // inside a region of the caller's. True when it first switches such a region off: tell the user.
+  // inside a region of the caller's. True when this first switches such a region off: tell the user.
   bool pre_forward();
-  // Every tensor the module returned (any nesting, flattened by the front end). Never throws on odd outputs.
+  // `outputs`: every tensor that the module returned (any nesting, flattened by the front end). Never throws on odd outputs.
   void post_forward(const std::vector<at::Tensor>& outputs);
   // The forward threw: undoes pre_forward.
   void abort_forward();
@@ -86,7 +86,7 @@ class Engine {
   zero::Modules& modules();     // what stage 3 needs to know of a forward
   zero::Regions& regions();     // in which parameters are whole
   zero::StateAccess& states();  // by number of the parameter in params()
-  // What of states() reads no values (local_range(), param_step()), also while states are away.
+  // The part of states() that reads no values (local_range(), param_step()), also while states are away.
   const zero::StateAccess& layout() const;
   zero::Accumulation& accumulation();
   Scaling& scaling();           // loss scale; may be read after destroy()
@@ -96,7 +96,7 @@ class Engine {
   // Brackets engine.backward(loss): checks the loss (value error: "loss must be a scalar tensor ..."), applies the loss
   // scale, notes `scale_wrt_gas` for the backward that follows. Returns the tensor to call backward on.
   at::Tensor begin_backward(const at::Tensor& loss, bool scale_wrt_gas = true);
-  // After it (also after an exception). Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas=false.
+  // To be called after that backward (also after an exception). Returns loss / gradient_accumulation_steps, or the loss for
   at::Tensor end_backward(const at::Tensor& loss);
   // begin_backward, loss.backward(), end_backward. For C++; Python calls the pieces around its own backward().
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
@@ -105,18 +105,18 @@ class Engine {
   // Counts a micro-step. At a boundary: norm and finite check, agreed skip or fused update, refresh of the compute
   // parameters, gradients dropped. Returns true when parameters were updated. `external` (Rule::External) is called
   // between clipping and refresh with the master gradients in place (states().local_view(i, Gradient), fp32).
-  // `global_norm`: clip to this norm, of several engines (see norm_contribution()), instead of to the engine's own; one
+  // `global_norm`: clip to this norm, of several engines (see norm_contribution()), instead of to the engine's own; a norm
   // that is not finite skips the step in every precision, as an overflow does. The same on all ranks. Value error, with
-  // nothing counted, for a negative one, for different ones, and between boundaries, where nothing is clipped; at a boundary
-  // also, on all ranks, where they differ in rates, accumulation steps or calls (Note [What ranks step by] in agreement.h).
+  // nothing counted, for a negative norm, for different ones, and between boundaries, where nothing is clipped; at a boundary
+  // also, on all ranks, where ranks differ in rates, accumulation steps or calls (Note [What ranks step by] in agreement.h).
   // `fault`: why this rank cannot step; at a boundary an error on all ranks, with nothing updated or counted. So is what the
   // engine itself has against a step on some ranks only (a call inside no_sync, states that are away). State error, on all ranks,
   // for an update that no backward preceded and that has no gradient at all, unless count_empty_steps() or `global_norm` allows it.
   bool step(const std::function<void()>& external = {}, std::optional<double> global_norm = {},
             const std::string& fault = {});
-  // An update without any gradient is counted as any other (accumulation, schedule), with one notice. On all ranks alike.
+  // Counts an update without any gradient as any other (accumulation, schedule), with one notice. All ranks call it alike.
   void count_empty_steps();
-  // zero::Options::update_in_backward: the same for the backwards to come, which compare what they update by. Local.
+  // zero::Options::update_in_backward: a fault of the backwards to come, which compare what they update by. Local.
   void set_fault(const std::string& fault);
   // What a client's optimizer updates by besides groups(): compared by all ranks as groups() are. `lines`: "name value in
   // param group 0". Local.
@@ -132,7 +132,7 @@ class Engine {
   // ---- accumulation
   bool is_gradient_accumulation_boundary() const;
   void set_gradient_accumulation_boundary(bool boundary);  // runtime error in unmanaged mode
-  // From the present micro-batch on; those that have begun an update count, which comes at once where they are enough.
+  // Holds from the present micro-batch on; those that have begun an update count, which comes at once where they are enough.
   void set_gradient_accumulation_steps(int64_t steps);
   void set_micro_batch_size(int64_t samples);
   // no_sync: gradients accumulate locally, no collective; at stage >= 2 this holds one full gradient per unit.
@@ -144,7 +144,7 @@ class Engine {
 
   // ---- what happened
   std::optional<double> global_grad_norm() const;  // pre-clip, unscaled, of the last step that was not skipped
-  // Of the last update, or as it was set: what zero::Options::previous_clipping goes by; none: the next update is not clipped.
+  // The norm that zero::Options::previous_clipping goes by: the last update's, or as set; none: the next update is not clipped.
   // For checkpoints. The same on all ranks. Local; may wait for the device.
   std::optional<double> previous_norm() const;
   void set_previous_norm(std::optional<double> norm);
@@ -152,7 +152,7 @@ class Engine {
   bool has_gradients() const;
   bool was_step_applied() const;
   int64_t micro_steps() const;
-  // Of these, the ones since the last boundary: an update comes with the one that makes them gradient_accumulation_steps.
+  // Micro-steps since the last boundary: an update comes with the one that makes them gradient_accumulation_steps.
   int64_t begun_micro_steps() const;
   // A backward has ended that no step() has counted. The same on all ranks.
   bool has_uncounted_backward() const;
@@ -160,22 +160,22 @@ class Engine {
   int64_t backwards() const;
   int64_t global_steps() const;
   int64_t skipped_steps() const;
-  // Of all ranks in the optimizer steps so far: micro batches of the steps, unmanaged of the backwards.
+  // Samples of all ranks in the optimizer steps so far: those of micro-batches, in unmanaged mode of backwards.
   int64_t global_samples() const;
   // Another number of micro-steps also says how many of them have begun an update: the remainder by
-  // gradient_accumulation_steps; set_begun_micro_steps() says it itself.
+  // gradient_accumulation_steps; set_begun_micro_steps() sets it itself.
   void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples);
   void set_begun_micro_steps(int64_t begun);
-  // What a step that trains less than it seems has to say to the user (notices.h), each once; for the front end to tell. Only
+  // Returns what a step that trains less than it seems has to say to the user (notices.h), each once; the front end says it. Only
   // on the first rank of the engine.
   std::vector<std::string> take_notices();
-  // The norm of the gradients as they are now, before a step. Error, on all ranks, where they differ in what they step by, or one
-  // cannot, which `fault` says or the engine finds itself. Collective.
+  // The norm of the gradients as they are now, before a step. Error, on all ranks, where ranks differ in what they step by or one
+  // cannot step, which `fault` says or the engine finds itself. Collective.
   double grad_norm(const std::string& fault = {});
-  // The same, and gradients are scaled so that it is `max_norm` at most; those that are not finite are left to step(). Value error,
-  // on all ranks, also where they give another. Collective.
+  // Returns grad_norm() and scales gradients so that it is `max_norm` at most; gradients that are not finite are left to step().
+  // Value error, on all ranks, also where ranks give different max_norm. Collective.
   double clip_grad_norm(double max_norm, const std::string& fault = {});
-  // What this rank alone has against a step of several engines. Local.
+  // Throws what this rank alone has against a step of several engines. Local.
   void check_step() const;
   // This rank's part of the square of grad_norm(): the parts of all ranks of the engine add up to it, replicas counted
   // once, without a loss scale. Not finite where a gradient on this rank is not. Several engines: the square of their
@@ -188,17 +188,17 @@ class Engine {
   // with ParamSpec::restore, which is whole from here on. Value error, with nothing changed, for what check_addition() refuses.
   int add_group(const optim::GroupOptions& group);
   int add_param(ParamSpec param);
-  // Of several at once, and of parameters (`known`, by number) that are to join a group: value error, by name, for a group that
-  // needs states which the others have not, for a parameter that could not be trained beside the others, and for what preflight.h
+  // Checks several at once, with parameters (`known`, by number) that are to join a group: value error, by name, for a group that
+  // needs states which the others lack, for a parameter that could not be trained beside the others, and for what preflight.h
   // refuses. Local.
   void check_addition(const std::vector<optim::GroupOptions>& groups, const std::vector<ParamSpec>& params,
                       const std::vector<int>& known = {}) const;
-  // The group that a parameter without one would join; -1: none. Value error as above. Local.
+  // Sets the group that a parameter without one would join; -1: none. Value error as of check_addition(). Local.
   void set_joins(int param, int group);
-  // Those that wait are trained from here on; step(), saving and loading do so too. Value error, on all ranks, where they
+  // Trains the parameters that wait from here on; step(), saving and loading do so too. Value error, on all ranks, where ranks
   // wait for different ones. Collective.
   void join();
-  // Which have joined since the last call.
+  // Returns the parameters that have joined since the last call.
   std::vector<int> take_joined();
 
   // ---- optimizer
@@ -214,8 +214,8 @@ class Engine {
   void adopt_params();
 
   // Moves what of `kinds` lives on the device to host memory or into a file in Options::nvme_path, until reload_states():
-  // room for other engines. What lives elsewhere anyway stays there; what is away already, too. Meanwhile forward, backward,
-  // step and whatever reads or writes states are state errors. Of a model on the CPU Residence::Host changes nothing, with
+  // room for other engines. Values that live elsewhere anyway stay there; values already away, too. Meanwhile forward, backward,
+  // step and whatever reads or writes states are state errors. For a model on the CPU Residence::Host changes nothing, with
   // a warning, once. Value error in stage 0, with offload_param, for a client's optimizer and for a disk without a path.
   // State error inside a forward or a region. Local, but for an update that runs on, which comes to its end first; done on return.
   void offload_states(const std::vector<zero::StateKind>& kinds, shard::Residence to = shard::Residence::Host,
@@ -225,20 +225,20 @@ class Engine {
 
   using Memory = zero::Memory;
   Memory memory() const;
-  // Who updates what of the states, and what that should take, where rates were measured: when the engine was built, or by
-  // measure_offload(), in some 100 ms. State error while states are away (offload_states()). The plan is local; to measure is
-  // collective, and an update that runs on comes to its end first; an IoError or OutOfMemoryError of any rank is one of all.
+  // Which of device and host updates what of the states, and how long that takes, where rates were measured: when the engine was
+  // built, or by measure_offload(), in some 100 ms. State error while states are away (offload_states()). The plan is local; a
+  // measurement is collective, and ends an update that runs on first; an IoError or OutOfMemoryError of any rank is one of all.
   OffloadPlan offload_plan() const;
   void measure_offload();
-  // What the steps so far spent where; Options::time_device makes it true of a device, too. State error once destroyed.
+  // How much time the steps so far spent where; Options::time_device makes it true of a device, too. State error once destroyed.
   const Phases& phases() const;
 
-  // From here on the losses that backward() gets are kept for take_loss(); it is asked after every update.
+  // From here on the losses that backward() gets are kept for take_loss(), which is called after every update.
   void keep_losses();
-  // The mean of those since the last call; empty where there is none, and where reading one would wait for a device longer than
+  // The mean of the losses since the last call; empty where there is none, and where a device would be waited for longer than
   // step() has waited. Local.
   std::optional<double> take_loss();
-  // Takes the place of what is kept: of a batch that several engines train, whose loss is not this one's. Local.
+  // Replaces the losses kept: for a batch that several engines train, whose loss is not this engine's. Local.
   void set_loss(double loss);
 
   // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw. Waits for a

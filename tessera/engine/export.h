@@ -25,7 +25,7 @@ class LiveWeights {
   std::vector<shard::NamedShard> weights_;  // what this rank holds, by parameter; param -1: nothing
 };
 
-// One tensor of the files: a parameter by its number, or another tensor (a buffer), of which rank 0's values hold.
+// One tensor of the files: a parameter by its number, or another tensor (a buffer), with rank 0's values.
 struct LiveTensor {
   std::vector<std::string> names;
   int param = -1;

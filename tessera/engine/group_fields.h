@@ -9,7 +9,7 @@
 
 namespace tessera::engine {
 
-// One of a client's optimizer that lies on the device, where the host does not wait for it.
+// A hyper-parameter of a client's optimizer that lies on the device, where the host does not wait for it.
 struct DeviceTerm {
   std::string name, where;  // "lr", "in param group 0"
   at::Tensor value;         // of one element

@@ -27,15 +27,15 @@ struct Engine::Impl {
   comm::Mesh mesh;
   std::vector<ParamSpec> params;
   std::unique_ptr<zero::ShardedModel> model;
-  std::optional<offload::Rates> rates;         // where they were measured
+  std::optional<offload::Rates> rates;         // where rates were measured
   std::optional<zero::Ranks> savers;           // of the checkpointer
   std::unique_ptr<Checkpointer> checkpointer;  // last to come, first to go: it reads the model
 
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
   int64_t begun = 0;              // micro-steps since the last boundary
-  int64_t counted_backwards = 0;  // by earlier updates
-  int64_t stepped_backwards = 0;  // by earlier calls of step()
-  int64_t empty_steps = 0;        // of those since the last boundary, without a backward of their own
+  int64_t counted_backwards = 0;  // backwards that earlier updates counted
+  int64_t stepped_backwards = 0;  // backwards that earlier calls of step() have seen
+  int64_t empty_steps = 0;        // calls of step() since the last boundary without a backward of their own
   std::string fault;              // why a backward may not update; Engine::set_fault()
   std::vector<std::string> client_terms;
   std::vector<DeviceTerm> device_terms;
@@ -43,7 +43,7 @@ struct Engine::Impl {
   bool counts_empty = false;  // Engine::count_empty_steps()
   bool in_step = false, no_sync = false, coalesce = false, applied = false;
   LastNorm norm;           // of the last step
-  LastNorm previous_norm;  // Note [Clipping by the step before]: of the last update
+  LastNorm previous_norm;  // the last update's: Note [Clipping by the step before]
   std::vector<int> joined;
   bool scale_by_accumulation = true;  // for the engine.backward() in progress
   Scaling scaling;
@@ -51,7 +51,7 @@ struct Engine::Impl {
   std::vector<amp::AutocastRegion> regions;  // of the forwards under way
   bool warned_of_region = false;
   bool keeps_losses = false;
-  std::vector<at::Tensor> losses;  // on the host, where what comes of a device is there after a step
+  std::vector<at::Tensor> losses;  // on the host, where a device's losses are there after a step
   OneThread thread;
   Notices notices;
   std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned
@@ -61,14 +61,14 @@ struct Engine::Impl {
     return *model;
   }
 
-  // The same, with all of it on the device.
+  // The model, with all of it on the device.
   zero::ShardedModel& here(const char* call) const {
     zero::ShardedModel& found = live(call);
     found.units.check_here(call);
     return found;
   }
 
-  // A forward does more than a graph of the device could repeat.
+  // Whether a forward does more than a graph of the device could repeat.
   bool needs_the_host() const {
     return c10::GradMode::is_enabled() || model->units.placements().params == shard::Placement::Shard;
   }
@@ -96,7 +96,7 @@ struct Engine::Impl {
     return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
   }
 
-  // Why a step() may not be, and who says so: an error of its own is thrown where all ranks have it.
+  // Why a step() may not be. `own`: the engine's own error, which is thrown where all ranks have it.
   struct Fault {
     std::string text;
     std::exception_ptr own;
@@ -108,24 +108,24 @@ struct Engine::Impl {
   void check_may_step() const;
   // `present`: which parameters have a gradient, on any rank, so that all ranks find the same; empty: none.
   void check_trains(int64_t empty, const std::vector<bool>& present) const;
-  // Calls of step() for this update that no backward preceded, if the next one came now.
-  // Where no backward came: the user has put gradients into p.grad, or, before the first micro-batch, left them there.
+  // empty_with_this(): calls of step() for this update that no backward preceded, if the next one came now.
+  // gradients_given(): no backward came, and the user has put gradients into p.grad, or left them there before the first one.
   bool gradients_given() const;
   int64_t empty_with_this() const { return empty_steps + (model->driver.backwards() != stepped_backwards ? 0 : 1); }
   void reduce_for_norm(const char* call, Fault& fault);
   double norm_of(const std::string& call, const Fault& fault);
 
-  // What an update goes by, or, where the backward has updated, the calls only.
+  // The terms that an update goes by, or, where the backward has updated, the calls only.
   StepTerms terms(const std::string& call, int64_t empty, const std::string& why, const std::vector<int>& waiting,
                   bool updated) const;
   // Note [Update in the backward]
   void compare_in_backward();
   bool clips_by_previous() const { return options.zero.previous_clipping > 0; }
-  // Why a backward may not update: what its rank has against it, or that there is nothing to clip by.
+  // Why a backward may not update: this rank's fault, or that there is no norm to clip by.
   std::string why_not_update() const;
 
-  // In joining.cpp. Of the gradients as they are, and of those that join with it. Error where ranks differ in what they step
-  // by, or one cannot. `updated`: by the backward.
+  // In joining.cpp. Summary of the gradients as they are, and of those that join with it. Error where ranks differ in what they
+  // step by, or one cannot. `updated`: by the backward.
   zero::GradientSummary summarize(const std::string& call, int64_t empty, std::optional<double> norm = {},
                                   const Fault& fault = {}, bool updated = false);
   std::vector<std::string> joining_lines(const std::vector<int>& waiting) const;

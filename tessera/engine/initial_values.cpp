@@ -33,7 +33,7 @@ void cast_back(const std::vector<ParamSpec>& params, const std::vector<at::Scala
       at::Tensor tensor = params[i].tensor;
       if (tensor.scalar_type() != dtypes[i]) shard::set_data(tensor, tensor.detach().to(dtypes[i]));
     } catch (const std::exception&) {
-      // It has no data, or there is no memory: the others are what they were.
+      // This parameter has no data, or there is no memory: the others are what they were.
     }
   }
 }

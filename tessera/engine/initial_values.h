@@ -9,12 +9,12 @@
 
 namespace tessera::engine {
 
-// Parameters that the units do not hold: on all ranks along which they do not differ the values of the first, in the compute
-// dtype where floating ones are cast. Collective.
+// Broadcasts parameters that the units do not hold: the first rank's values along axes on which they do not differ, in the
+// compute dtype where floating ones are cast. Collective.
 void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, const std::vector<ParamSpec>& params);
 
-// An engine could not be built: parameters that have data have the dtypes again that they came with, as far as there is memory;
-// of those that were converted, the values that rounding left. Local.
+// After an engine could not be built: gives parameters that have data the dtypes that they came with, as far as there is memory;
+// converted ones keep the values that rounding left. Local.
 void cast_back(const std::vector<ParamSpec>& params, const std::vector<at::ScalarType>& dtypes) noexcept;
 
 }  // namespace tessera::engine

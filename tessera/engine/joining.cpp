@@ -13,7 +13,7 @@
 
 namespace tessera::engine {
 
-// Of the gradients as they are, and of those that join with it. Value error where ranks differ in what they step by.
+// Summarizes the gradients as they are, and those that join with it. Value error where ranks differ in what they step by.
 zero::GradientSummary Engine::Impl::summarize(const std::string& call, int64_t empty, std::optional<double> norm,
                                               const Fault& fault, bool updated) {
   const std::vector<int> waiting = model->driver.waiting();
@@ -84,7 +84,7 @@ std::vector<std::string> Engine::Impl::joining_lines(const std::vector<int>& wai
   return lines;
 }
 
-// All ranks do.
+// Joins `waiting`, which all ranks do.
 void Engine::Impl::join(const std::vector<int>& waiting) {
   model->units.lane().finish();
   for (const int id : waiting)

@@ -16,11 +16,11 @@ class LastNorm {
  public:
   LastNorm() = default;
   explicit LastNorm(std::optional<double> norm) : norm_(norm) {}
-  // Squares whose sum is its square; undefined: it is `norm`. `asked`: somebody will ask, while the device has other work: they
-  // are sent to the host now, and asking waits for no more than that.
+  // `squares`: their sum is the norm's square; undefined: the norm is `norm`. `asked`: somebody will ask, while the device has
+  // other work: the squares are sent to the host now, and asking waits for no more than that.
   LastNorm(double norm, const at::Tensor& squares, bool asked);
 
-  // Waits for the device where it has not; none: there was no update.
+  // The norm; waits for a device that has not computed it. None: there was no update.
   std::optional<double> get() const;
 
  private:

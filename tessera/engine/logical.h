@@ -13,8 +13,8 @@ namespace tessera::engine {
 inline constexpr const char* kWeight = "weight";
 inline constexpr const char* kMaster = "master";
 inline constexpr const char* kBuffer = "buffer";  // of the first rank
-// Of a rank where it is another one than the first's (statistics of a batch): named for the rank, and its own again where
-// spread_of() is the same. Nobody else reads it.
+// A rank's buffer where it differs from the first's (statistics of a batch): named for the rank, which loads it where
+// spread_of() is the same. No other rank reads it.
 inline constexpr const char* kRankBuffer = "rank_buffer";
 // "weight", "master" or the state's name in torch.
 std::string kind_of(Engine& engine, Quantity quantity);
@@ -23,15 +23,15 @@ std::vector<int64_t> whole_shape(const ParamSpec& spec, const shard::Form& form)
 std::vector<checkpoint::Slice> slice_of(const shard::CutPtr& cut);
 
 // A parameter that differs along axes of several ranks and does not say by a cut what it is part of is a tensor of its own at
-// each place along them. This rank's place, and all of them; none, and one without axes, for other parameters.
+// each place along these axes. place_of(): this rank's place, places_of(): all; none, and one without axes, for other parameters.
 std::vector<checkpoint::Along> place_of(const Engine& engine, const ParamSpec& spec);
 std::vector<std::vector<checkpoint::Along>> places_of(const Engine& engine, const ParamSpec& spec);
-// Its name with this rank's place.
+// The parameter's name with this rank's place.
 std::string file_name_of(const Engine& engine, const ParamSpec& spec);
 
 // What the core's optimizer keeps of a trained parameter, by the key of torch's optimizer state: "exp_avg", and where the rule
-// counts them "step", a tensor without dims. Values as of StateAccess, in fp32; undefined before there is one. Value error for a
-// key that there is not, not-implemented error where a client's optimizer has the states. Full ones are collective.
+// counts updates "step", a tensor without dims. Values as of StateAccess, in fp32; undefined before there is one. Value error for
+// a missing key, not-implemented error where a client's optimizer has the states. Full values are collective.
 class OptimizerStates {
  public:
   explicit OptimizerStates(Engine& engine) : engine_(engine) {}
@@ -48,7 +48,7 @@ class OptimizerStates {
 
 // How ranks lie on axes, as a text.
 std::string spread_of(const comm::Mesh& mesh);
-// The name of a rank's own buffer; `place` among all ranks that save.
+// The name of a rank's own buffer; `place` is the rank's among all that save.
 std::string buffer_name_of(const std::string& name, int place);
 
 // All ranks of the engine, whose groups may take tensors of its device only.

@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kNamed = 8;
 
-// The same for all members of a list: parts of the path that are numbers, or end in one (expert_3), do not count.
+// The same text for all members of a list: parts of the path that are numbers, or end in one (expert_3), do not count.
 std::string kind_of(const std::string& name) {
   const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
   std::string kind;
@@ -78,7 +78,7 @@ void Notices::updated(const zero::Units& units, const std::vector<bool>& present
     Use& use = uses_[id];
     ++use.trained;
     use.used += present[id] ? 1 : 0;
-    if (use.trained < updates_) continue;  // it came later
+    if (use.trained < updates_) continue;  // the parameter came later
     names.push_back(spec.name);
     used.push_back(use.used);
     any = any || use.used == 0;

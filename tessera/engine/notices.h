@@ -1,4 +1,4 @@
-// What an engine tells of steps that are no error and train less than it seems.
+// Notices: what an engine says of steps that are no error and train less than they seem.
 #pragma once
 
 #include <string>
@@ -8,15 +8,15 @@
 
 namespace tessera::engine {
 
-// Each is logged once, by the first rank only.
+// Each notice is logged once, by the first rank only.
 class Notices {
  public:
   // `mute`: says nothing, ever. `some_unused`: says nothing of unused parameters.
   void settle(bool mute, bool some_unused);
-  // step() without a backward since the last one.
+  // step() came without a backward since the last one.
   void no_backward();
-  // After an update: trained parameters whose gradient is missing on all ranks, of the first updates that had any: at the
-  // first what it says, and again where kWatched have passed.
+  // After an update: notes trained parameters whose gradient is missing on all ranks. The first update with gradients says which,
+  // and so does update kWatched which were missing in all so far.
   void updated(const zero::Units& units, const std::vector<bool>& present);
   std::vector<std::string> take();
 
@@ -35,9 +35,9 @@ class Notices {
   std::vector<std::string> texts_;
 };
 
-// Of the parameters with these names, used in so many of `steps` steps: those that none used. Without those of a list
-// (experts, layers; also numbered names as expert_3) where that may be meant: of one step where another member had its like
-// used, of several where another one's was used in some of them only.
+// Returns those of the named parameters that no step used; `used` says in how many of `steps` steps each was. Members of a list
+// (experts, layers; also numbered names as expert_3) are left out where their disuse may be meant: for one step, if another
+// member was used; for several, if another member was used in only some of them.
 std::vector<std::string> never_used(const std::vector<std::string>& names, const std::vector<int>& used, int steps);
 
 }  // namespace tessera::engine

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kTiles = 3, kBuckets = 3;  // of an update on its way; of gradients, and of gathered units
 
-// Bytes of `device` that are free for who asks torch's allocator, and all that it has.
+// Bytes of `device` that are free for who asks torch's allocator, and all bytes of it.
 std::pair<double, double> free_and_all(c10::Device device) {
   auto* const allocator = c10::getDeviceAllocator(device.type());
   const auto [free, all] = allocator->getMemoryInfo(device.index());
@@ -33,10 +33,10 @@ std::pair<double, double> free_and_all(c10::Device device) {
   return {static_cast<double>(free) + static_cast<double>(kept), static_cast<double>(all)};
 }
 
-// Elements of a rank, as far as these parameters go into units.
+// Elements of the parameters that go into units.
 struct Counts {
   double trained = 0, held = 0, largest = 0;
-  double bytes_now = 0;  // on the device, which the units' own memory takes the place of
+  double bytes_now = 0;  // on the device, where the units' own memory replaces them
 };
 
 Counts counts_of(const zero::Options& options, const std::vector<zero::ParamSpec>& params) {
@@ -54,7 +54,7 @@ Counts counts_of(const zero::Options& options, const std::vector<zero::ParamSpec
   return counts;
 }
 
-// docs/offload.md, "Memory".
+// See docs/offload.md, "Memory".
 double ratio_of_memory(const OffloadOptions& asked, const zero::Options& options, const zero::Ranks& ranks,
                        const std::vector<zero::ParamSpec>& params, int moments) {
   const shard::StagePlacements& places = shard::placements_of_stage(options.stage);
@@ -86,7 +86,7 @@ double ratio_of_memory(const OffloadOptions& asked, const zero::Options& options
   return ratio_that_fits(room);
 }
 
-// The number of the rank that has the least, or the most.
+// The least, or the most, of all ranks' numbers.
 double agreed(const zero::Ranks& ranks, double mine, comm::ReduceOp op, const char* what) {
   const at::Tensor number = at::tensor({mine}, at::kDouble);
   ranks.agree(number, op, what);
@@ -194,7 +194,7 @@ void Engine::measure_offload() {
   const OneThread::Call call(impl_->thread, "offload_plan");
   const zero::ShardedModel& model = impl_->here("measure_offload");
   if (!impl_->options.zero.home || impl_->rates) return;
-  finish_update();  // measured is a machine that does nothing else
+  finish_update();  // what is measured is a machine that does nothing else
   impl_->rates = measured_rates(impl_->options.offload, impl_->options.zero, model.units.ranks());
 }
 

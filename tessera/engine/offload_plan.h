@@ -15,16 +15,16 @@
 
 namespace tessera::engine {
 
-// What of zero::Options is to be found out: `ratio`, `device_share`.
+// Which of zero::Options are to be found out: `ratio`, `device_share`.
 struct OffloadOptions {
   bool finds_ratio = false, finds_share = false;
-  double reserve = 0.4;  // of the device's memory, what the states leave free
-  std::string folder{};  // where they live on a disk; else empty
+  double reserve = 0.4;  // share of the device's memory that the states leave free
+  std::string folder{};  // folder of the states on a disk; else empty
 };
 
 enum class UpdatedBy : uint8_t {
-  Device,   // where its states stay
-  Through,  // the device, through which they pass
+  Device,   // the device, where the unit's states stay
+  Through,  // the device, through which the unit's states pass
   Host,
 };
 
@@ -36,18 +36,18 @@ struct OffloadPlan {
     UpdatedBy by;
   };
   double ratio = 1, device_share = 0;   // as asked for, or found
-  std::optional<offload::Rates> rates;  // of the slowest rank, where they were measured
-  // Where they were: what an update takes, and the busiest of these it follows from.
+  std::optional<offload::Rates> rates;  // rates of the slowest rank, where they were measured
+  // Where rates were measured: how long an update takes, as the longest of the times of bus, host, memory, device and disk.
   double milliseconds = 0, bus = 0, host = 0, memory = 0, device = 0, disk = 0;
   bool in_backward = false, runs_on = false;  // when the update begins and ends
-  // What a step should take whose micro-batches take so long each in the forward and the backward, in milliseconds. Value error
-  // for what is none, state error where nothing was measured.
+  // How long a step takes whose micro-batches take so many milliseconds each in the forward and the backward. Value error for
+  // impossible numbers, state error where nothing was measured.
   double step(double forward, double backward, int micro_batches = 1) const;
   std::vector<Row> units;    // in the order of the update
   std::string text() const;  // a line
 };
 
-// How fast states move here, of the slowest rank. An IoError or OutOfMemoryError of any rank is one of all. Collective.
+// How fast states move here, on the slowest rank. An IoError or OutOfMemoryError of any rank is one of all. Collective.
 offload::Rates measured_rates(const OffloadOptions& asked, const zero::Options& options, const zero::Ranks& ranks);
 
 // Finds what `asked` says and puts it into `options`, the same on all ranks. Value error for a ratio of a model on the CPU; an

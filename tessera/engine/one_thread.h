@@ -24,7 +24,7 @@ class OneThread {
     if (depth_ > 0) --depth_;
   }
 
-  // A call that lasts as long as this, unless it goes on.
+  // A call that lasts as long as this object, unless it goes on.
   class Call {
    public:
     Call(OneThread& of, const char* call) : of_(&of) { of.enter(call); }

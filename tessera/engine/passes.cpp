@@ -18,7 +18,7 @@
 namespace tessera::engine {
 namespace {
 
-// A loss where the host can read it, of CUDA once a step has waited for what came after it; undefined of other devices.
+// A loss where the host can read it, CUDA's once a step has waited for what came after it; undefined for other devices.
 at::Tensor on_host(const at::Tensor& loss) {
   if (loss.is_cpu()) return loss.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
   if (!loss.is_cuda()) return {};

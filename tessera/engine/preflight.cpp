@@ -24,7 +24,7 @@ int64_t span_of(const at::Tensor& tensor) {
   return (last + 1) * tensor.element_size();
 }
 
-// By their storages alone, which may be of partitioned parameters.
+// Whether two tensors overlap, by their storages alone, which may be those of partitioned parameters.
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0 || !a.has_storage() || !b.has_storage()) return false;
   if (a.storage().unsafeGetStorageImpl() != b.storage().unsafeGetStorageImpl()) return false;
@@ -58,7 +58,7 @@ bool trains(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// `whole`: of what is the same along the model.
+// `whole`: leave out what differs along the model.
 std::string text_of(const ParamSpec& spec, bool whole) {
   std::ostringstream text;
   text << "parameter '" << spec.name << "', ";

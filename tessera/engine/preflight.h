@@ -10,9 +10,9 @@
 namespace tessera::engine {
 
 // Value error, by name, for a parameter that no engine can take: without values, given twice, with memory that another
-// one has too, of a dtype that is not trained, or held by another live engine. Local.
+// another parameter has too, of a dtype that is not trained, or held by another live engine. Local.
 void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPolicy& precision);
-// The same of one that comes later, beside those that are `present`. Local.
+// Does the same for a parameter that comes later, beside those that are `present`. Local.
 void check_added(std::span<const ParamSpec> present, const ParamSpec& param);
 
 // The policy of a model that no precision section casts: its own dtype, with the states torch would have; `grad`: the
@@ -20,11 +20,11 @@ void check_added(std::span<const ParamSpec> present, const ParamSpec& param);
 // trained. Local.
 amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, std::optional<at::ScalarType> grad);
 
-// Value error that lists what excludes an update in the backward (zero/update_in_backward.h). Local.
+// Throws a value error that lists what excludes an update in the backward (zero/update_in_backward.h). Local.
 void check_update_in_backward(const Options& options, const comm::Mesh& mesh);
 
-// Ranks that built different engines would follow each their own, silently. Value error on all ranks that says what
-// differs and where: names, shapes, strides, order, units and groups of parameters, resolved options. Collective.
+// Compares what ranks have built: different engines would follow each their own course, silently. Value error on all ranks that
+// says what differs and where: names, shapes, strides, order, units and groups of parameters, resolved options. Collective.
 void check_alike(const zero::Ranks& ranks, const Options& options, const std::vector<ParamSpec>& params,
                  const std::vector<optim::GroupOptions>& groups);
 

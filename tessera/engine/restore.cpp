@@ -47,7 +47,7 @@ int64_t bytes_of_all(const std::vector<P>& parts) {
 
 }  // namespace
 
-// Null, or a problem, where there is none that fits.
+// The record of a parameter; null, or a problem, where none fits.
 const checkpoint::ParamRecord* Restore::record_of(const ParamSpec& spec, std::vector<std::string>& problems) const {
   const auto along = place_of(*engine_, spec);
   const auto suffix = checkpoint::suffix_of(along);
@@ -62,7 +62,7 @@ const checkpoint::ParamRecord* Restore::record_of(const ParamSpec& spec, std::ve
       return std::find(p.aliases.begin(), p.aliases.end(), spec.name + suffix) != p.aliases.end();
     });
   if (found != nullptr && found->along == along) return found;
-  // An expert of other ranks than these.
+  // The name may be that of an expert of other ranks than these.
   const auto* other = found != nullptr ? found : find([&](const auto& p) { return p.base_name() == spec.name; });
   if (other == nullptr) return nullptr;
   const auto announced = [](const std::vector<checkpoint::Along>& axes) {
@@ -178,7 +178,7 @@ void Restore::check(const std::vector<std::string>& problems) const {
   TESSERA_CHECK_VALUE(problems.empty(), "checkpoint", "'", folder_, "' does not fit this engine:", text);
 }
 
-// Of several engines: what none of them has. The lists of all ranks, each as JSON.
+// Keeps the names that none of several engines has. `of_all_ranks`: the lists of all ranks, each as JSON.
 void Restore::check_unexpected(const std::vector<std::string>& of_all_ranks) {
   for (const std::string& text : of_all_ranks) {
     const auto there = Json::parse(text).get<std::set<std::string>>();
@@ -243,7 +243,7 @@ at::Tensor Restore::client_state(int param, const std::string& kind) const {
   return reader_->read(*record, want);
 }
 
-// Straight to where they belong where writing is no more than a copy; through memory of their own where it is more.
+// Reads straight to where values belong where writing is no more than a copy; through memory of their own where it is more.
 void Restore::read_parts(io::Progress& progress) {
   zero::StateAccess& states = engine_->states();
   const auto done = [&](const Piece& part) {
@@ -268,7 +268,7 @@ void Restore::read_parts(io::Progress& progress) {
     reader_->read_to(place, *part->record, part->want);
     done(*part);
   });
-  // Read ahead of what is written.
+  // Values are read ahead of the one that is written.
   std::deque<std::future<at::Tensor>> ahead;
   size_t next = 0;
   for (const Piece* part : others) {
@@ -283,8 +283,8 @@ void Restore::read_parts(io::Progress& progress) {
   }
 }
 
-// The device's memory that a tile takes while it is written (its values in fp32, a weight and a residual): where there is none,
-// that is an error before the first write.
+// Memory of the device that a tile takes while it is written (its values in fp32, a weight and a residual): where there is none,
+// an error comes before the first write.
 void Restore::check_room() const {
   if (ranks_->device.is_cpu()) return;
   int64_t elements = 0;
@@ -297,7 +297,7 @@ void Restore::check_room() const {
   });
 }
 
-// As at the save: what a later write leaves alone keeps its masters.
+// Counts updates since a write as at the save: weights that a later write leaves alone keep their masters.
 void Restore::follow_writes() {
   for (int id = 0; id < static_cast<int>(engine_->params().size()); ++id) {
     const auto found = run_->unwritten.find(file_name_of(*engine_, engine_->params()[id]));

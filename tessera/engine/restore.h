@@ -1,4 +1,4 @@
-// Loading a checkpoint into an engine: what it needs of it, checked before anything changes.
+// Loading a checkpoint into an engine: what the engine needs of it, checked before anything changes.
 //
 // Note [Another number of micro-batches]
 //   A checkpoint between two updates starts at a boundary, whatever gradient_accumulation_steps was. One that was saved after
@@ -26,7 +26,7 @@ namespace tessera::engine {
 
 struct SavedRun;
 
-// Of the run that saved a checkpoint, as Engine counts. IoError for numbers that cannot be.
+// Counters of the run that saved a checkpoint, as Engine counts. IoError for numbers that cannot be.
 struct RunCounters {
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
 };
@@ -41,22 +41,22 @@ class Restore {
     bool run = true;        // counters, loss scale, hyper-parameters
     bool from_master =
         true;  // weights come from fp32 masters where there are any, else from what the module computed in
-    std::vector<std::string> client_kinds = {};  // of ClientState, that client_state() will be asked for
+    std::vector<std::string> client_kinds = {};  // kinds of ClientState that client_state() will be asked for
   };
 
   const std::string& folder() const { return folder_; }
   const std::string& tag() const { return tag_; }
   const std::string& client_run() const;
-  // It was saved inside an accumulation that cannot go on here: RestoredAccumulation::fits(), and the note above.
+  // Whether the checkpoint was saved inside an accumulation that cannot go on here: RestoredAccumulation::fits(), the note above.
   bool accumulation_begins_anew() const { return !anew_.empty(); }
   const std::vector<std::string>& missing() const { return missing_; }
   const std::vector<std::string>& unexpected() const { return unexpected_; }
   const checkpoint::Reader& reader() const { return *reader_; }
-  // This rank's elements; undefined where the checkpoint has none.
+  // A client's state of this rank's elements; undefined where the checkpoint has none.
   at::Tensor client_state(int param, const std::string& kind) const;
-  // The value of a buffer, this rank's own where it was saved by as many; undefined where the checkpoint has none.
+  // The value of a buffer, this rank's own where as many ranks saved it; undefined where the checkpoint has none.
   at::Tensor buffer(const std::string& name) const;
-  // Puts it into the engine. Collective. An error of the disk in the middle leaves the engine changed in part, and says so.
+  // Puts the checkpoint into the engine. Collective. A disk's error in the middle leaves the engine changed in part and says so.
   void apply();
 
  private:
@@ -80,10 +80,10 @@ class Restore {
   const checkpoint::ParamRecord* record_of(const ParamSpec& spec, std::vector<std::string>& problems) const;
 
   Engine* engine_ = nullptr;
-  int place_ = 0;  // this rank's, of all
+  int place_ = 0;  // this rank's place among all
   const zero::Ranks* ranks_ = nullptr;
   Options options_;
-  bool same_ranks_ = false;  // as those that saved
+  bool same_ranks_ = false;  // the ranks are as those that saved
   bool of_several_ = false;  // what is not in this engine may be in another one
   std::string folder_, tag_;
   std::unique_ptr<checkpoint::Reader> reader_;
@@ -92,8 +92,8 @@ class Restore {
   std::vector<const checkpoint::ParamRecord*> records_;  // by parameter; null: missing
   std::vector<std::string> missing_, unexpected_;
   std::unique_ptr<RestoredAccumulation> accumulation_;
-  std::string anew_;                     // why there is none, although one was saved
-  int64_t begun_ = 0, micro_steps_ = 0;  // as they will be
+  std::string anew_;                     // why there is no accumulation, although one was saved
+  int64_t begun_ = 0, micro_steps_ = 0;  // as they will be after the load
   std::shared_ptr<const SavedRun> run_;
 };
 

@@ -29,7 +29,7 @@ amp::GradScaler::State read_scaler(const Node& node) {
           node.at("budget").number(Node::kLargest, 1), node.at("overridden").flag()};
 }
 
-// Null: one that was not finite.
+// The saved norm; null stands for one that was not finite.
 double read_norm(const Node& node) {
   if (node.json.is_null()) return std::numeric_limits<double>::quiet_NaN();
   node.check(node.json.is_number() && node.json.get<double>() >= 0, "is no number >= 0");
@@ -80,7 +80,7 @@ SavedRun::SavedRun(const std::string& text, const std::string& path) {
   if (counters.has("accumulation_steps"))
     accumulation_steps = counters.at("accumulation_steps").number(Node::kLargest, 1);
   if (counters.has("norm")) norm = read_norm(counters.at("norm"));
-  // Not of all foreign checkpoints.
+  // Some foreign checkpoints have no scaler.
   if (run.has("scaler")) scaler = read_scaler(run.at("scaler"));
   if (scaler && !scales(*scaler)) scaler.reset();
   run.at("groups").each([&](const Node& group) { groups.push_back(read_group(group)); });

@@ -1,4 +1,4 @@
-// What a manifest says of the run, all of it checked where it is read.
+// SavedRun: what a manifest says of the run, all of it checked where it is read.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace tessera::engine {
 
 class Engine;
 
-// Of an accumulation that had begun: what save_accumulation() returned.
+// An accumulation that had begun: what save_accumulation() returned.
 struct SavedRunAccumulation {
   std::string spread;
   double contributions = 1;
@@ -27,13 +27,13 @@ struct SavedRunAccumulation {
 struct SavedRun {
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
   std::optional<int64_t> begun, accumulation_steps;  // not in older files, nor in those of others
-  std::optional<double> norm;                        // of the last update; not in older files
+  std::optional<double> norm;                        // norm of the last update; not in older files
   std::optional<amp::GradScaler::State> scaler;      // of a run that scaled its loss
   std::vector<nlohmann::ordered_json> groups;        // fields of each_field()
   std::optional<SavedRunAccumulation> accumulation;
-  std::map<std::string, int64_t> unwritten;  // of parameters that a user has written to: updates since then
-  std::string ranks;                         // that saved it, and how they lay
-  std::string client;                        // of the front end, a JSON object
+  std::map<std::string, int64_t> unwritten;  // updates since a user wrote to a parameter, by name
+  std::string ranks;                         // the ranks that saved it, and how they lay
+  std::string client;                        // the front end's part, a JSON object
 
   // `run`: a JSON object, of the manifest `path`. IoError that names file and key.
   SavedRun(const std::string& run, const std::string& path);

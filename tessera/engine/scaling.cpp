@@ -16,7 +16,7 @@ void Scaling::attach(zero::BackwardDriver* driver) {
   if (driver_ != nullptr) settle();
 }
 
-// Gradients that are there keep their scale.
+// Guards backwards as the scale needs; gradients that are there keep their scale.
 void Scaling::settle() {
   driver_->hooks().guard(scaler_.needed());
   if (!driver_->has_gradients()) gradient_scale_ = scaler_.scale();

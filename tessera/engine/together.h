@@ -12,7 +12,7 @@ namespace tessera::engine {
 
 enum Outcome : char { kFine = 'f', kValue = 'v', kDisk = 'd', kMemory = 'm', kOther = 'o' };
 
-// Runs f, which returns a text, on every rank. Then either all have the texts, by rank, or all throw what one of them threw.
+// Runs f, which returns a text, on every rank. Then either all have the texts, by rank, or all throw what one rank threw.
 template <class F>
 std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, const F& f) {
   std::string mine;
@@ -32,7 +32,7 @@ std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, c
   std::vector<std::string> texts;
   try {
     texts = ranks.gather_text(mine, label);
-  } catch (const c10::OutOfMemoryError& error) {  // for the texts themselves: this rank is alone with it
+  } catch (const c10::OutOfMemoryError& error) {  // for the texts themselves: this rank alone has the error
     zero::end_groups(error, ranks);
     throw;
   }

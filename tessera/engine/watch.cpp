@@ -46,7 +46,7 @@ Kinds kinds_of(const Engine::Memory& memory) {
           {"shared", memory.shared}, {"host", memory.host},       {"disk", memory.disk}};
 }
 
-// By kind wherever it lives, with what of it does not live on the device.
+// The formula's bytes by kind wherever they live, and what of them does not live on the device.
 config::Estimate formula_of(const Engine& engine, config::Config config) {
   config::ModelSizes sizes;
   std::map<std::string, int64_t> units;
@@ -85,7 +85,7 @@ std::map<std::string, int64_t> bytes_of(const comm::Mesh& mesh) {
   return bytes;
 }
 
-// What a schedule is for; 0: not known.
+// How many steps a schedule is for; 0: not known.
 int64_t total_steps_of(const config::Config& config) {
   const auto schedule = config::native_schedule(config);
   if (!schedule) return 0;
@@ -198,7 +198,7 @@ void Watch::add_memory(const Engine& engine, std::vector<io::Metric>& metrics) c
   add("formula_disk", formula_.disk);
 }
 
-// Since the update before. Times are known of calls that comms_logger notes.
+// Adds bytes and times since the update before. Times are known for calls that comms_logger notes.
 void Watch::add_calls(const Engine& engine, std::vector<io::Metric>& metrics) {
   std::map<std::string, Calls> now;
   for (const auto& [op, bytes] : bytes_of(engine.mesh()))
@@ -219,7 +219,7 @@ void Watch::add_calls(const Engine& engine, std::vector<io::Metric>& metrics) {
   }
 }
 
-// Where an update has not waited for its norm, asking would.
+// Adds the norm, unless asking would wait where the update has not waited for it.
 void Watch::add_norm(const Engine& engine, std::vector<io::Metric>& metrics) const {
   const bool waits = engine.options().zero.update_in_backward && !engine.params().empty() &&
                      !engine.params().front().tensor.device().is_cpu();
@@ -272,7 +272,7 @@ void Watch::count_flops(const Engine& engine, double per_sample, std::optional<d
   updates_.next(engine.global_samples());
 }
 
-// By the time since the update before.
+// Adds speeds, by the time since the update before.
 void Watch::add_speeds(const Engine& engine, const std::pair<double, double>& lap,
                        std::vector<io::Metric>& metrics) const {
   const double speed = lap.first / lap.second;

@@ -21,28 +21,28 @@
 
 namespace tessera::engine {
 
-// What an engine holds on this rank, and what the memory formula (config/estimate.h) says of it, by kind wherever it lives; `host`
-// and `disk` are parts of them.
+// Bytes that an engine holds on this rank, and what the memory formula (config/estimate.h) says of them, by kind wherever they
+// live; `host` and `disk` are parts of the kinds.
 struct MemoryUse : Engine::Memory {
   config::Estimate formula;
 };
-// A table of kinds in MiB.
+// Prints a table of kinds in MiB.
 std::ostream& operator<<(std::ostream& stream, const MemoryUse& memory);
 
 class Watch {
  public:
-  // By the sections wall_clock_breakdown, comms_logger and fp16. Value error for operations that comms_logger cannot time. Local.
+  // Reads wall_clock_breakdown, comms_logger and fp16. Value error for operations that comms_logger cannot time. Local.
   explicit Watch(const config::Config& config);
 
-  // Where collectives are noted that a timed mesh makes; null without comms_logger.enabled.
+  // The record of collectives that a timed mesh makes; null without comms_logger.enabled.
   const std::shared_ptr<comm::CallRecord>& calls() const { return calls_; }
 
-  // The engine is there. `speaks`: this rank shows the progress line of steps_per_print. Local.
+  // Takes the engine, once it is built. `speaks`: this rank shows the progress line of steps_per_print. Local.
   void attach(Engine& engine, bool speaks);
   // Somebody takes metrics from here on. Local.
   void listen(Engine& engine);
-  // What only the program knows; 0: not known. Steps of the whole run (else the schedule's total_num_steps), tokens of a sample.
-  // Value error for a negative number.
+  // Sets what only the program knows; 0: not known. Steps of the whole run (else the schedule's total_num_steps), tokens of one
+  // sample. Value error for a negative number.
   void expect(int64_t steps, double tokens_per_sample = 0);
 
   struct Report {
@@ -50,20 +50,20 @@ class Watch {
     std::vector<std::string> lines;
     std::string progress = {};  // for line(); empty where none is due
   };
-  // After a step: stepped() wants rates.
+  // After a step: whether stepped() wants rates.
   bool wants_rates(const Engine& engine) const { return listens_ || says_progress(engine); }
   // Local.
   MemoryUse memory(const Engine& engine) const { return {engine.memory(), formula_}; }
-  // After every optimizer step, also a skipped one. `rates`: those of the next step. `more`: what the front end has to say of groups.
-  // No step waits for a device for it: what is not known yet is left out. Local.
+  // To be called after every optimizer step, also a skipped one. `rates`: those of the next step. `more`: the front end's text on
+  // groups. No step waits for a device here: what is not known yet is left out. Local.
   Report stepped(Engine& engine, const std::vector<double>& rates, const std::string& more = "");
-  // Where lines go.
+  // The line that progress is shown on.
   io::ProgressLine& line() { return *line_; }
   // From here on Train/Samples/tflops, of each rank, is among the numbers: `per_sample` operations for every sample of an update, by
   // the time from one update to the next. `peak`: what a device can do in a second; with it also Train/Samples/mfu, their quotient.
   // Value error for a number that is not > 0.
   void count_flops(const Engine& engine, double per_sample, std::optional<double> peak = {});
-  // What the last optimizer step took, by phase: gather and reduce lie inside the others. Empty without wall_clock_breakdown, and
+  // Seconds of the last optimizer step by phase: gather and reduce lie inside others. Empty without wall_clock_breakdown, and
   // before the first step.
   using Seconds = std::array<double, kPhases.size()>;
   const std::optional<Seconds>& step_seconds() const { return step_seconds_; }
@@ -80,7 +80,7 @@ class Watch {
   std::string progress_of(const Engine& engine, const std::vector<double>& rates, const std::string& more);
   std::string time_left(int64_t step) const;
 
-  // Samples since it was asked last, and in how many seconds; none the first time.
+  // Samples since the last call of next(), and in how many seconds; none the first time.
   struct Laps {
     std::optional<std::chrono::steady_clock::time_point> at = {};
     int64_t samples = 0;
@@ -98,7 +98,7 @@ class Watch {
   bool times_, scales_, shows_calls_, shows_labels_;
   std::shared_ptr<comm::CallRecord> calls_;
   std::map<std::string, Calls> sent_;
-  Seconds total_{}, seconds_{};  // until the last update; of it
+  Seconds total_{}, seconds_{};  // total_ until the last update; seconds_ of it
   std::optional<Seconds> step_seconds_;
   double flops_ = 0;  // of a sample; 0: not counted
   std::optional<double> peak_;
@@ -107,7 +107,7 @@ class Watch {
   bool speaks_ = false, listens_ = false;
   std::optional<double> loss_;  // of the last update
   Laps updates_, lines_;
-  int64_t first_step_ = 0;  // that this run has begun with
+  int64_t first_step_ = 0;  // that this run began with
   std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   std::unique_ptr<io::ProgressLine> line_ = std::make_unique<io::ProgressLine>();
 };
@@ -121,9 +121,9 @@ std::string text_of(const Engine::Memory& memory);
 // Collectives of one kind and size, as comms_logger notes them.
 struct CallRow {
   comm::CallTimes total;
-  std::optional<double> straggler_seconds = {};  // of them, what this rank waited for the one that came last
+  std::optional<double> straggler_seconds = {};  // how long this rank waited for the last one to come
 };
-// With `stragglers` collective.
+// Rows of the record. Collective with `stragglers`, else local.
 std::vector<CallRow> call_rows(const comm::CallRecord& record, Engine& engine, bool stragglers);
 std::string text_of(const std::vector<CallRow>& rows);
 

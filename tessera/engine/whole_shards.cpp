@@ -49,14 +49,14 @@ class EngineShards final : public optim::Shards {
   }
 
  private:
-  // Slices of a model (tensor parallelism) may hold an element twice: of those the whole counts.
+  // Whether a slice of a model (tensor parallelism) may hold an element twice: then the whole counts.
   bool is_of_cut_model(int param) const {
     const ParamSpec& spec = engine_.params()[param];
     return spec.tensor.sizes() != whole_sizes(spec);
   }
 
   Engine& engine_;
-  const comm::GroupPtr group_;  // that states are cut over; null where they are not
+  const comm::GroupPtr group_;  // ranks that states are cut over; null where they are not
 };
 
 }  // namespace

@@ -11,7 +11,7 @@
 
 namespace tessera::io {
 
-// f(0) ... f(n - 1) on up to `threads` threads. Throws the first error, once all have ended; what had not begun does not.
+// Runs f(0) ... f(n - 1) on up to `threads` threads. Throws the first error once all have ended; after it no call begins.
 template <class F>
 void concurrently(int64_t n, int threads, const F& f) {
   std::atomic<int64_t> next{0};

@@ -31,7 +31,7 @@ constexpr Table make_table(uint32_t polynomial) {
 }
 constexpr Table kTable = make_table(kCastagnoli), kZipTable = make_table(kZip);
 
-// Eight bytes at a time, little-endian.
+// Takes eight bytes at a time, little-endian.
 uint32_t by_table(const Table& table, const uint8_t* p, int64_t n, uint32_t crc) {
   for (; n >= 8; p += 8, n -= 8) {
     uint64_t word = 0;

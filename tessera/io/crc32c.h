@@ -5,9 +5,9 @@
 
 namespace tessera::io {
 
-// Of `bytes` bytes that follow others whose checksum was `before`; 0 where none did. With SSE 4.2 where the processor has it.
+// CRC-32C of `bytes` bytes that follow others whose checksum was `before`; 0 where none did. Uses SSE 4.2 where there is one.
 uint32_t crc32c(const void* data, int64_t bytes, uint32_t before = 0);
-// The same by the definition, byte by byte.
+// The same checksum by the definition, byte by byte.
 uint32_t crc32c_reference(const void* data, int64_t bytes, uint32_t before = 0);
 // CRC-32, by table.
 uint32_t crc32(const void* data, int64_t bytes, uint32_t before = 0);

@@ -19,7 +19,7 @@ namespace {
 // One call moves at most 2 GiB - 4 KiB on Linux.
 constexpr int64_t kLargestCall = int64_t{1} << 30;
 
-// A name for a moment only, where the file system knows no files without one.
+// Opens a file with a name for a moment only, where the file system knows no files without one.
 int open_unnamed(const std::string& folder, bool knows_unnamed) {
   if (knows_unnamed) {
     const int fd = ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600);
@@ -70,7 +70,7 @@ File File::scratch(const std::string& folder, bool knows_unnamed) {
   return file;
 }
 
-// Not every file system has it: then there is only the other way.
+// Not every file system has direct transfers: then all go through the page cache.
 void File::add_direct(int flags) {
   direct_ = ::open(path_.c_str(), flags | O_DIRECT | O_CLOEXEC);
 }
@@ -95,7 +95,7 @@ int File::descriptor(const void* memory, int64_t bytes, int64_t offset) const {
   return direct_ >= 0 && all % kDirectAlignment == 0 ? direct_ : fd_;
 }
 
-// A file system that asks for more than our alignment is served the other way.
+// Whether a file system asks for more than our alignment: then the transfer goes through the page cache.
 bool File::falls_back(int fd, int error) const {
   return error == EINVAL && fd == direct_;
 }
@@ -200,7 +200,7 @@ void sync_folder(const std::string& folder) {
   const int result = ::fsync(fd);
   const int error = errno;
   ::close(fd);
-  // Some file systems cannot do it, and order names themselves.
+  // Some file systems cannot sync a folder, and order names themselves.
   TESSERA_CHECK_IO(result == 0 || error == EINVAL || error == ENOTSUP, "io", "cannot bring the names of '", path,
                    "' to the disk: ", std::strerror(error));
 }

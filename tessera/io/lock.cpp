@@ -32,7 +32,7 @@ Lock Lock::wait(const std::string& path) {
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, kMode);
     TESSERA_CHECK_IO(fd >= 0, "io", "cannot create '", path, "': ", std::strerror(errno));
     Lock made(path, fd);
-    // Whoever held it may have removed or renamed it: what counts is the file of that name.
+    // Whoever held the lock may have removed or renamed the file: what counts is the file of that name.
     if (lock(fd, LOCK_EX) != 0 || made.is_in_place()) return made;
   }
 }

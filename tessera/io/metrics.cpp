@@ -115,7 +115,7 @@ std::string scalar(const Metric& metric) {
                bytes_field(5, bytes_field(1, value)));
 }
 
-// A record: its length, its bytes, and a checksum of each, turned so that one of data with checksums in it is no accident.
+// A record: its length, its bytes, and a checksum of each, turned so that checksums inside the data are no accident.
 std::string record(const std::string& bytes) {
   const auto masked = [](const std::string& of) {
     const uint32_t crc = crc32c(of.data(), static_cast<int64_t>(of.size()));

@@ -21,9 +21,9 @@ struct Metric {
 class MetricWriter {
  public:
   virtual ~MetricWriter() = default;
-  // What was written is in the file on return. IoError.
+  // Writes: the numbers are in the file on return. IoError.
   virtual void write(const std::vector<Metric>& metrics) = 0;
-  // A warning, and where the run was then. Nothing where the format has no place for texts.
+  // Writes a warning, and where the run was then. Does nothing where the format has no place for texts.
   virtual void warn(const std::string& text, int64_t step);
 };
 
@@ -32,14 +32,14 @@ class MetricWriter {
 std::unique_ptr<MetricWriter> csv_metrics(const std::string& folder);
 // A folder with an event file of this writer's own, which TensorBoard shows as scalars. Values are rounded to fp32, as there.
 std::unique_ptr<MetricWriter> tensorboard_metrics(const std::string& folder);
-// A file to which a line is appended for each: {"name": "Train/loss", "value": 1.25, "step": 640, "time": 1735689600.5}. A value
+// A file that gets a line for each number: {"name": "Train/loss", "value": 1.25, "step": 640, "time": 1735689600.5}. A value
 // that is not finite is null; a warning is {"warning": "...", "step": 640, "time": ...}.
 std::unique_ptr<MetricWriter> json_metrics(const std::string& path);
 
 // The folder that DeepSpeed's sections mean: output_path/job_name; without a path, below ~/`standard`.
 std::string metrics_folder(const std::string& output_path, const std::string& job_name, const std::string& standard);
 
-// As Python writes a float, which reads back to the same: 0.001, 1e-05, 1.0, nan.
+// The number as Python writes a float, which reads back to the same: 0.001, 1e-05, 1.0, nan.
 std::string shortest(double value);
 
 }  // namespace tessera::io

@@ -21,7 +21,7 @@ void Progress::add(int64_t bytes) {
   const int64_t done = done_ += bytes;
   const Clock::rep passed = (Clock::now() - start_).count();
   Clock::rep due = next_;
-  // One of the threads that see that a line is due says it.
+  // One of the threads that see that a line is due writes it.
   if (passed < due || !next_.compare_exchange_strong(due, passed + Clock::duration(every_).count())) return;
   constexpr double kGiga = 1e9;
   const double seconds = std::chrono::duration<double>(Clock::duration(passed)).count();
@@ -33,7 +33,7 @@ void Progress::add(int64_t bytes) {
 
 namespace {
 
-// Columns of the terminal; 80 where it does not say.
+// Columns of the terminal; 80 where the terminal does not say.
 size_t terminal_width() {
   winsize size{};
   return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1 ? size.ws_col : 80;

@@ -18,7 +18,7 @@ class Progress {
   Progress(std::string what, int64_t bytes, std::function<void(const std::string&)> say = nullptr,
            std::chrono::milliseconds every = std::chrono::seconds(10));
 
-  // So many more bytes are done. By any thread.
+  // Says that so many more bytes are done. By any thread.
   void add(int64_t bytes);
 
  private:
@@ -31,11 +31,11 @@ class Progress {
   std::atomic<Clock::rep> next_;  // when the next line is due, since start_
 };
 
-// Standard error is a terminal.
+// Whether standard error is a terminal.
 bool shows_in_place();
 
-// In place: the line is written over the one before, at most once in `every`, and cut where the terminal ends. Elsewhere each line is
-// one more. Of one thread.
+// Lines of a run. In place: the line is written over the one before, at most once in `every`, and cut where the terminal ends.
+// Elsewhere each line is a new one. For one thread.
 class ProgressLine {
  public:
   using Clock = std::chrono::steady_clock;
@@ -48,12 +48,12 @@ class ProgressLine {
 
   bool in_place() const { return in_place_; }
   void set_in_place(bool in_place) { in_place_ = in_place; }
-  // A text would be shown now. `due`: it would where each is a line.
+  // Whether a text would be shown now. `due`: whether it would where each is a line.
   bool wants(bool due) const;
   void show(const std::string& text);
-  // A line that stays, before what is in place.
+  // Writes a line that stays, before the line in place.
   void say(const std::string& line);
-  // What is in place stays.
+  // Makes the line in place stay.
   void end();
 
  private:

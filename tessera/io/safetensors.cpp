@@ -129,7 +129,7 @@ SafeTensors read_safetensors(const File& file) {
                    kLargestHeader, ")");
   std::string text(length, '\0');
   file.read(text.data(), static_cast<int64_t>(length), 8);
-  bool deeper = false;  // than any header is; values that call themselves once a level would find no stack left
+  bool deeper = false;  // deeper than any header: code that calls itself once a level would find no stack
   const auto look = [&](int depth, Json::parse_event_t, Json&) {
     deeper = deeper || depth > kDeepest;
     return depth <= kDeepest;

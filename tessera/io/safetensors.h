@@ -18,7 +18,7 @@ struct TensorEntry {
   std::string name;
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;
-  int64_t begin = 0, end = 0;  // bytes of the file
+  int64_t begin = 0, end = 0;  // bytes in the file
   bool operator==(const TensorEntry&) const = default;
 };
 
@@ -30,11 +30,11 @@ struct SafeTensors {
 // Gives every entry its bytes, one after the other in order, and returns the header that the file begins with. Value error
 // for a dtype that the format does not know, a name that is there twice or is the format's own, and texts that are no UTF-8.
 std::string layout_safetensors(SafeTensors& file);
-// Checked: bounds, gaps, overlaps, sizes that are not those of shape and dtype, a length beyond the file or 100 MB, JSON that
-// is none. IoError that names the file and the tensor.
+// Reads and checks the header: bounds, gaps, overlaps, sizes that do not fit shape and dtype, a length beyond the file or 100 MB,
+// text that is no JSON. IoError that names the file and the tensor.
 SafeTensors read_safetensors(const File& file);
 
-// The format's word, "BF16" for bfloat16; null for a dtype that it does not know.
+// The format's word, "BF16" for bfloat16; null for a dtype that the format does not know.
 const char* safetensors_dtype(at::ScalarType dtype);
 std::optional<at::ScalarType> dtype_of(const std::string& safetensors_dtype);
 

@@ -1,4 +1,4 @@
-// One element between fp32 and the 16-bit types, in plain integer arithmetic: what the kernels'
+// Conversions of one element between fp32 and the 16-bit types, in plain integer arithmetic: what the kernels'
 // conversions mean.
 #pragma once
 
@@ -18,13 +18,13 @@ TESSERA_ELEMENT bool is_nan(float value) {
   return value != value;
 }
 
-// Nearest even. `value` is not NaN.
+// Rounds to nearest even. `value` is not NaN.
 TESSERA_ELEMENT uint16_t bf16_from_number(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// The same; a NaN stays a NaN (its quiet bit is set).
+// Rounds to nearest even; a NaN stays a NaN (its quiet bit is set).
 TESSERA_ELEMENT uint16_t bf16_from_float(float value) {
   if (is_nan(value)) return static_cast<uint16_t>((std::bit_cast<uint32_t>(value) >> 16) | 0x40u);
   return bf16_from_number(value);
@@ -45,7 +45,7 @@ TESSERA_ELEMENT float float_from_f16(uint16_t half) {
   return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (fraction << 13));
 }
 
-// Nearest even, infinity from 65520 on. A NaN stays a NaN (its quiet bit is set).
+// Rounds to nearest even, to infinity from 65520 on. A NaN stays a NaN (its quiet bit is set).
 TESSERA_ELEMENT uint16_t f16_from_float(float value) {
   const auto bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -59,7 +59,7 @@ TESSERA_ELEMENT uint16_t f16_from_float(float value) {
     const uint32_t odd = (magnitude >> 13) & 1u;
     return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + odd) >> 13));
   }
-  // Denormal: the significand, shifted until its unit is 2^-24.
+  // A denormal is the significand, shifted until its unit is 2^-24.
   const uint32_t shift = 126 - (magnitude >> 23);
   const uint32_t significand = (magnitude & 0x7fffffu) | 0x800000u;
   const uint32_t kept = significand >> shift;

@@ -1,4 +1,4 @@
-// The kernels of a device, as the core finds them at run time.
+// DeviceTable: the kernels of a device, as the core finds them at run time.
 //
 // Note [Device kernels]
 //   The core is built once, without a device's toolkit. The kernels for tensors of device type T are a library of their
@@ -28,28 +28,28 @@ struct UpdateSegment {
   UpdateRange range;
   float grad_scale;
   // Numbers of the elements, for the random bits: `run` from range.random.first on, then as many `stride` further on, and so
-  // on, as the rows of a matrix of which this is some columns. 0: one run.
+  // on, as the rows of a matrix of which the range is some columns. 0: one run.
   int64_t run = 0, stride = 0;
 };
 
-// sum_of_squares() of each kSumBlock elements, the last of which may be fewer.
+// The arguments of sum_of_squares() for each kSumBlock elements, the last of which may be fewer.
 struct SumSegment {
   const void* src;
   DType dtype;
   int64_t n;
-  double* sums;  // sum_blocks(n) of them
+  double* sums;  // sum_blocks(n) sums
 };
 
 // Contracts are those of update.h, elementwise.h and split.h, and so are the bits (a NaN's payload may differ).
 // Pointers are device pointers, each aligned to its element. Calls return at once: the work is done in order of `stream`,
-// the device's own handle of it, and the device must be the calling thread's current one. std::runtime_error where a
+// the device's own handle of a stream, and the device must be the calling thread's current one. std::runtime_error where a
 // launch fails.
 struct DeviceTable {
   int version;                        // kDeviceTableVersion
   std::string (*why_unusable)();      // empty where a device can be used, else why not
-  bool (*is_captured)(void* stream);  // its work is recorded for replays (a graph), and not done now
+  bool (*is_captured)(void* stream);  // the stream's work is recorded for replays (a graph), and not done now
 
-  // Segments have no element in common that is written. Those that agree on which pointers they have, on dtypes and rounding
+  // Segments share no element that is written. Segments that agree on which pointers they have, on dtypes and rounding
   // share launches.
   void (*adam)(const UpdateSegment<AdamRule>*, int64_t count, void* stream);
   void (*sgd)(const UpdateSegment<SgdRule>*, int64_t count, void* stream);

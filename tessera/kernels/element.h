@@ -10,7 +10,7 @@
 
 namespace tessera::kernels {
 
-// Any alignment on the host; on a device, where a memcpy of unknown alignment goes byte by byte, that of T.
+// Reads at any alignment on the host; on a device, where a memcpy of unknown alignment goes byte by byte, at T's.
 template <class T>
 TESSERA_ELEMENT T read(const void* p, int64_t i) {
 #ifdef __CUDA_ARCH__
@@ -30,7 +30,7 @@ TESSERA_ELEMENT void write(void* p, int64_t i, T value) {
 #endif
 }
 
-// A 16-bit element, of BF16 or F16, as fp32 and back: to nearest even, or by 16 random bits.
+// Convert a 16-bit element, of BF16 or F16, to fp32 and back: to nearest even, or by 16 random bits.
 TESSERA_ELEMENT float from_half(uint16_t half, DType dtype) {
   return dtype == DType::BF16 ? float_from_bf16(half) : float_from_f16(half);
 }
@@ -45,19 +45,19 @@ TESSERA_ELEMENT float load(const void* p, DType dtype, int64_t i) {
   return dtype == DType::F32 ? read<float>(p, i) : from_half(read<uint16_t>(p, i), dtype);
 }
 
-// Nearest even.
+// Stores, rounded to nearest even.
 TESSERA_ELEMENT void store(void* p, DType dtype, int64_t i, float value) {
   if (dtype == DType::F32) return write(p, i, value);
   write(p, i, to_half(value, dtype));
 }
 
-// By 16 random bits; fp32 is stored as it is.
+// Stores, rounded by 16 random bits; fp32 is stored as it is.
 TESSERA_ELEMENT void store_stochastic(void* p, DType dtype, int64_t i, float value, uint32_t random) {
   if (dtype == DType::F32) return write(p, i, value);
   write(p, i, to_half_stochastic(value, dtype, random));
 }
 
-// The master of an fp32 master and a 16-bit copy for compute that somebody may have written to.
+// The master, where an fp32 master has a 16-bit copy for compute that somebody may have written to.
 TESSERA_ELEMENT float adopted(float master, uint16_t copy, DType dtype) {
   const float weight = from_half(copy, dtype);
   return from_half(to_half(master, dtype), dtype) == weight ? master : weight;
@@ -95,7 +95,7 @@ TESSERA_ELEMENT void store_state(const UpdateRange& range, void* state, int64_t 
   }
 }
 
-// Element i of an update; `key` is that of range.random (step_key).
+// Updates element i; `key` is that of range.random (step_key).
 template <class Element>
 TESSERA_ELEMENT void update_element(const Element& rule, const UpdateRange& range, float grad_scale, StepKey key,
                                     int64_t i) {

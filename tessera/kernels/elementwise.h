@@ -15,9 +15,9 @@ namespace tessera::kernels {
 void scaled_copy(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n);
 void scaled_add(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n);
 
-// The same with stochastic rounding into a 16-bit dst (Note [Stochastic rounding] in convert.h): sums of many small
+// Round stochastically into a 16-bit dst (Note [Stochastic rounding] in convert.h): sums of many small
 // values are right in the mean, where nearest rounding would lose them. Bits of the gradient's stream; give every call
-// of a step another `random.step`. fp32 dst: as above, nothing is drawn.
+// of a step another `random.step`. fp32 dst: as without, nothing is drawn.
 void scaled_copy_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,
                             const RandomKey& random);
 void scaled_add_stochastic(void* dst, DType dst_dtype, const void* src, DType src_dtype, float scale, int64_t n,

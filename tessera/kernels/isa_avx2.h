@@ -16,7 +16,7 @@ using D = __m256d;                                    // half as many doubles
 using H = __m128i;                                    // 16-bit lanes
 using U = uint32_t __attribute__((vector_size(32)));  // the bits of F
 using W = uint64_t __attribute__((vector_size(32)));
-using I = int32_t __attribute__((vector_size(32)));  // the same, signed
+using I = int32_t __attribute__((vector_size(32)));  // signed bits of F
 
 inline F splat(float x) {
   return _mm256_set1_ps(x);
@@ -24,7 +24,7 @@ inline F splat(float x) {
 inline U constant(uint32_t x) {
   return U{} + x;
 }
-// As 64-bit lanes: first + lane * step; the products of the low halves, also of signed ones; x rotated to the right by
+// On 64-bit lanes: first + lane * step; the products of the low halves, also of signed ones; x rotated to the right by
 // whole bytes.
 inline U count_from(uint64_t first, uint64_t step) {
   return (U)(W{0, 1, 2, 3} * step + first);
@@ -66,7 +66,7 @@ inline H narrow_f16(F x) {
 inline H cut_f16(F x) {  // towards zero
   return _mm256_cvtps_ph(x, _MM_FROUND_TO_ZERO);
 }
-// Whether every 16-bit lane is `least` to `most`, without its sign.
+// Whether every 16-bit lane, without the sign, is `least` to `most`.
 inline bool each_half_within(U x, uint16_t least, uint16_t most) {
   const __m256i above = _mm256_sub_epi16((__m256i)(x & 0x7fff7fffu), _mm256_set1_epi16(static_cast<int16_t>(least)));
   const __m256i below = _mm256_min_epu16(above, _mm256_set1_epi16(static_cast<int16_t>(most - least)));
@@ -97,18 +97,18 @@ inline U join_lows(U even, U odd) {
 inline U select_bits(U mask, U x, U y) {
   return (x & mask) | (y & ~mask);
 }
-// Of 16-bit lanes: upper + 1 where low > bound, else upper.
+// For 16-bit lanes: upper + 1 where low > bound, else upper.
 inline U carry_halves(U upper, U low, U bound) {
   const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)bound), (__m256i)low);
   return (U)_mm256_add_epi16(_mm256_sub_epi16((__m256i)upper, _mm256_set1_epi16(-1)), less);
 }
-// Of 16-bit lanes: upper + 1 where low > bound and the magnitude of `upper` is below `limit`, else upper.
+// For 16-bit lanes: upper + 1 where low > bound and the magnitude of `upper` is below `limit`, else upper.
 inline U carry_halves(U upper, U low, U bound, U limit) {
   const __m256i less = _mm256_cmpeq_epi16(_mm256_min_epu16((__m256i)low, (__m256i)bound), (__m256i)low);
   const __m256i below = _mm256_cmpgt_epi16((__m256i)limit, (__m256i)(upper & 0x7fff7fffu));
   return (U)_mm256_sub_epi16((__m256i)upper, _mm256_andnot_si256(less, below));
 }
-// Between two vectors of consecutive elements and those at even and at odd places.
+// Turn two vectors of consecutive elements into those at even and at odd places, and back.
 inline F even_of(F a, F b) {
   return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
 }

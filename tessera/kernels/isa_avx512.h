@@ -17,12 +17,12 @@ using H = __m256i;                                    // 16-bit lanes
 using U = uint32_t __attribute__((vector_size(64)));  // the bits of F
 using W = uint64_t __attribute__((vector_size(64)));
 using Halves32 = uint16_t __attribute__((vector_size(64)));
-using I = int32_t __attribute__((vector_size(64)));  // the same, signed
+using I = int32_t __attribute__((vector_size(64)));  // signed bits of F
 
 inline F splat(float x) {
   return _mm512_set1_ps(x);
 }
-// Constants that stay where they are in a loop, in registers or memory: of what it knows, the compiler makes a new one each
+// Constants that stay where they are in a loop, in registers or memory: the compiler makes those that it knows anew each
 // time, which takes one of the two units that shuffles, comparisons and half of the arithmetic wait for.
 inline U constant(uint32_t x) {
   auto all = _mm512_set1_epi32(static_cast<int>(x));
@@ -34,7 +34,7 @@ inline __mmask64 constant_mask(uint64_t bits) {
   asm("" : "+k"(mask));
   return mask;
 }
-// As 64-bit lanes: first + lane * step; the products of the low halves, also of signed ones; x rotated to the right by
+// On 64-bit lanes: first + lane * step; the products of the low halves, also of signed ones; x rotated to the right by
 // whole bytes.
 inline U count_from(uint64_t first, uint64_t step) {
   return (U)(W{0, 1, 2, 3, 4, 5, 6, 7} * step + first);
@@ -72,7 +72,7 @@ inline H narrow_f16(F x) {
 inline H cut_f16(F x) {  // towards zero
   return _mm512_cvtps_ph(x, _MM_FROUND_TO_ZERO);
 }
-// Whether every 16-bit lane is `least` to `most`, without its sign.
+// Whether every 16-bit lane, without the sign, is `least` to `most`.
 inline bool each_half_within(U x, uint16_t least, uint16_t most) {
   const __m512i above = _mm512_sub_epi16((__m512i)(x & 0x7fff7fffu), (__m512i)constant(least * 0x10001u));
   return _mm512_cmpgt_epu16_mask(above, (__m512i)constant((most - least) * 0x10001u)) == 0;
@@ -110,18 +110,18 @@ inline U join_lows(U even, U odd) {
 inline U select_bits(U mask, U x, U y) {
   return (U)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)x, (__m512i)y, 0xca);
 }
-// Of 16-bit lanes: upper + 1 where low > bound, else upper.
+// For 16-bit lanes: upper + 1 where low > bound, else upper.
 inline U carry_halves(U upper, U low, U bound) {
   const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)bound);
   return (U)_mm512_mask_sub_epi16((__m512i)upper, carries, (__m512i)upper, (__m512i)constant(~0u));
 }
-// The same, but + 1 only where the magnitude of `upper` is below `limit` besides.
+// For 16-bit lanes: upper + 1 where low > bound and the magnitude of `upper` is below `limit`, else upper.
 inline U carry_halves(U upper, U low, U bound, U limit) {
   const __mmask32 carries = _mm512_cmpgt_epu16_mask((__m512i)low, (__m512i)bound);
   const __mmask32 steps = _mm512_mask_cmplt_epu16_mask(carries, (__m512i)(upper & 0x7fff7fffu), (__m512i)limit);
   return (U)_mm512_mask_sub_epi16((__m512i)upper, steps, (__m512i)upper, (__m512i)constant(~0u));
 }
-// Between two vectors of consecutive elements and those at even and at odd places.
+// Turn two vectors of consecutive elements into those at even and at odd places, and back.
 inline F even_of(F a, F b) {
   return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
 }

@@ -8,8 +8,8 @@
 namespace tessera::kernels {
 
 // Note [Random bits]
-// Every stream has 16 bits for element e: the complement of those from 16 * (e % 4) on of its word of index a = e / 4
-// (which makes the word the bound that vectors compare dropped bits with). Of 64-bit x, low(x) and high(x) are the halves
+// Every stream has 16 bits for element e: those from bit 16 * (e % 4) on of its word of index a = e / 4, complemented (so that
+// the word is the bound that vectors compare dropped bits with). For 64-bit x, low(x) and high(x) are the halves
 // and x >>> n is x rotated to the right:
 //   x = key.offset + a * kWeyl
 //   x = low(x) * high(x) ^ (x >>> 32) ^ key.mask
@@ -25,10 +25,10 @@ namespace tessera::kernels {
 // Good for rounding, where a bias would have to line up with the data over many steps; not for secrets.
 enum Stream : uint8_t { kState0, kState1, kWeight, kGradient };
 
-TESSERA_ELEMENT constexpr bool is_first(Stream stream) {  // its word is not made of another one
+TESSERA_ELEMENT constexpr bool is_first(Stream stream) {  // whether its word is not made of another one
   return stream == kState0 || stream == kWeight;
 }
-TESSERA_ELEMENT constexpr int32_t factor_of(Stream stream) {  // of the others
+TESSERA_ELEMENT constexpr int32_t factor_of(Stream stream) {  // of the other streams
   return stream == kState1 ? -0x663766cb : -0x62b75ccd;
 }
 TESSERA_ELEMENT constexpr unsigned turn_of(Stream stream) {

@@ -9,7 +9,7 @@
 
 namespace tessera::kernels {
 
-// A rule in fp32: `states` it keeps, and apply(w, g, s0, s1) from old values to new ones. g is scaled already.
+// A rule in fp32: how many `states` it keeps, and apply(w, g, s0, s1) from old values to new ones. g is scaled already.
 struct AdamElement {
   static constexpr int states = 2;
   float decay, weight_decay, rest1, beta2, rest2, sqrt_bias2, eps, step_size;
@@ -37,7 +37,7 @@ struct AdamElement {
         g = std::fma(weight_decay, w, g);
       }
     }
-    // torch.lerp: from the nearer end.
+    // torch.lerp begins at the nearer end.
     const float way = g - m;
     m = rest1 < 0.5f ? std::fma(rest1, way, m) : std::fma(rest1 - 1.0f, way, g);
     v = std::fma(rest2 * g, g, v * beta2);

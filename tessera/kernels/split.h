@@ -6,9 +6,9 @@
 
 namespace tessera::kernels {
 
-// fp32 into halves. Exact for all finite values and infinities; a NaN stays one, its payload may change.
+// Splits fp32 into halves. Exact for all finite values and infinities; a NaN stays NaN, its payload may change.
 void split(void* weight_bf16, void* residual, const float* src, int64_t n);
-// Halves into fp32.
+// Joins halves into fp32.
 void join(float* dst, const void* weight_bf16, const void* residual, int64_t n);
 
 }  // namespace tessera::kernels

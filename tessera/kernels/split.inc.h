@@ -8,7 +8,7 @@ namespace tessera::kernels {
 namespace {
 
 struct SplitHalves {
-  // The low half with its sign is added to the upper one.
+  // Adds the low half with its sign to the upper one.
   template <Order order, class Lanes>
   static TESSERA_INLINE Pair load(const void* weight, const void* residual, int64_t i, Lanes lanes) {
     const Pair upper = Bf16::load<order>(weight, i, lanes);

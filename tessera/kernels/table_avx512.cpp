@@ -1,5 +1,5 @@
 #include "tessera/kernels/isa_avx512.h"
-// The vectors come first.
+// The include of vectors comes first.
 #include "tessera/kernels/table.inc.h"
 #include "tessera/kernels/tables.h"
 

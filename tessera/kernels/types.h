@@ -24,9 +24,9 @@ constexpr size_t size_of(DType dtype) {
 // Nearest: ties to even. Stochastic: up or down with the probability that makes the mean exact (convert.h).
 enum class Rounding : uint8_t { Nearest, Stochastic };
 
-constexpr int64_t kSumLanes = 32;  // of sum_of_squares() in elementwise.h
+constexpr int64_t kSumLanes = 32;  // lanes of sum_of_squares() in elementwise.h
 
-// Source of random bits: they depend on these and the element's index only (random.h), so on no split into ranges,
+// Source of random bits, which depend on these fields and the element's index only (random.h), so on no split into ranges,
 // threads or ranks.
 struct RandomKey {
   uint64_t seed = 0;

@@ -182,7 +182,7 @@ struct Fp32Master {  // and a copy of type Weight, or None
   }
 
  private:
-  // The master, where the weight is its rounding; a NaN is none's.
+  // The master, where the weight is its rounding, else the weight; a NaN is no master's rounding.
   static TESSERA_INLINE F held(F w, F written) {
     const F rounded = w == w ? Weight::rounded(w) : w;
     return rounded == written ? w : written;
@@ -233,7 +233,7 @@ struct WeightMaster {
 // A step of the loop between its halves.
 struct Late {
   F w_a, w_b, numerator_a, numerator_b, root_a, root_b;
-  U bound;  // of the weights
+  U bound;  // for rounding the weights
   TESSERA_INLINE Late& operator=(const Late& x) {
     w_a = x.w_a, w_b = x.w_b;
     numerator_a = x.numerator_a, numerator_b = x.numerator_b;
@@ -265,7 +265,7 @@ void update_typed(const Step& rule, const UpdateRange& range, float grad_scale) 
   };
   using Drawn = Random<State::stochastic || Master::stochastic>;
   const auto begin = [=, &roots](Late& late, int64_t i, auto lanes) __attribute__((always_inline)) {
-    const Drawn random(roots);  // takes long, so that it comes first
+    const Drawn random(roots);  // drawing takes long, so it comes first
     Pair w{}, s0{}, s1{};
     if constexpr (weight_first) w = master.template load<order>(i, lanes);
     const Pair g = Grad::template load<order>(grad, i, lanes);
@@ -293,7 +293,7 @@ void update_streams(const Step& step, const UpdateRange& range, float grad_scale
   with_type(range.grad_dtype, [&](auto type) { update_typed<Master, State, decltype(type)>(step, range, grad_scale); });
 }
 
-// call() with the type of 16-bit weights, which are not fp16 beside 16-bit states (UpdateRange).
+// Calls call() with the type of 16-bit weights, which are not fp16 beside 16-bit states (UpdateRange).
 template <class State, class OfBf16, class OfF16, class Call>
 void with_weight(DType dtype, const Call& call) {
   if constexpr (State::bytes == 4) {
@@ -336,7 +336,7 @@ void update_any(const Step& step, const UpdateRange& range, float grad_scale) {
   update_masters<F32>(step, range, grad_scale);
 }
 
-// What is left to the vectors once the reference has updated the elements of a random word that begins before them.
+// The part of a range that the vectors update once the reference has updated the elements of a random word that begins before it.
 template <class Rule>
 UpdateRange whole_words(const Rule& rule, const UpdateRange& range, float grad_scale,
                         void (*reference)(const Rule&, const UpdateRange&, float)) {
@@ -346,7 +346,7 @@ UpdateRange whole_words(const Rule& rule, const UpdateRange& range, float grad_s
   return part(range, first, range.n);
 }
 
-// call() with whether there is an L2 term.
+// Calls call() with whether there is an L2 term.
 template <class Call>
 void with_l2(double weight_decay, const Call& call) {
   if (static_cast<float>(weight_decay) != 0) return call(std::true_type{});

@@ -23,7 +23,7 @@ constexpr int64_t kStride = 2 * kWidth;  // elements of a step of the loop: a Pa
 struct Pair {
   F a, b;
 };
-struct Bits {  // of a Pair
+struct Bits {  // the bits of a Pair
   U a, b;
 };
 enum class Order { Natural, EvenOdd };
@@ -44,8 +44,8 @@ struct First {
   size_t count() const { return elements; }
 };
 
-// 16-bit elements as they lie in memory, in upper halves of lanes; what EvenOdd order leaves in the low ones is of no
-// meaning. And what lanes of `a` and `b` have in their upper or low halves, as it lies in memory.
+// in_uppers(): 16-bit elements as they lie in memory, in upper halves of lanes; what EvenOdd order leaves in the low ones has no
+// meaning. uppers(), lows(): what lanes of `a` and `b` have in their upper or low halves, as it lies in memory.
 template <Order order>
 TESSERA_INLINE Bits in_uppers(U halves) {
   if constexpr (order == Order::Natural) return {first_uppers(halves), second_uppers(halves)};
@@ -157,7 +157,7 @@ struct Bf16 : Halves {
   }
 
  protected:
-  // Rounds them all at once: up where what the low halves hold is more than `bound`, and `upper` below `limit`, without the
+  // Rounds all at once: up where the low halves hold more than `bound`, and `upper` is below `limit`, without the
   // sign.
   template <Order order>
   static TESSERA_INLINE U carry(U upper, const Pair& x, U bound, uint32_t limit) {
@@ -167,7 +167,7 @@ struct Bf16 : Halves {
 
 struct Bf16Stochastic : Bf16 {
   static constexpr bool stochastic = true;
-  // Above the largest finite value, and NaN: cut off.
+  // Values above the largest finite one, and NaN, are cut off.
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
     write(p, i, lanes, carry<order>(uppers<order>((U)x.a, (U)x.b), x, bound, 0x7f7fu));
@@ -195,7 +195,7 @@ struct F16 : Halves {
 
 struct F16Stochastic : F16 {
   static constexpr bool stochastic = true;
-  // Of normal numbers in Natural order: the random bits are added to those that the processor then cuts off.
+  // Normal numbers in Natural order: the random bits are added to the bits that the processor then cuts off.
   template <Order order, class Lanes>
   static TESSERA_INLINE void store(void* p, int64_t i, Lanes lanes, const Pair& x, U bound) {
     const U upper = join_uppers((U)x.a, (U)x.b);
@@ -227,7 +227,7 @@ struct F16Stochastic : F16 {
     const U cut = select_bits(constant(0xc000c000u), upper, uppers<order>(a, b));
     return carry_halves(cut, lows<order>(a, b), bound);
   }
-  // Bits as for joined(), also of denormals: those of the sum in convert.h.
+  // The bits for joined(), also of denormals: those of the sum in convert.h.
   static TESSERA_INLINE U moved(F x) {
     const U magnitude = (U)x & 0x7fffffffu;
     const U sum = (U)((F)magnitude + splat(0x1p-14f));
@@ -292,13 +292,13 @@ struct Random<true> {
   }
 };
 
-// How many elements of a range are of a word that begins before it: they are left to the reference.
+// How many elements of a range are of a word that begins before the range: they are left to the reference.
 TESSERA_INLINE int64_t inside_word(const RandomKey& random, int64_t n) {
   const auto left = static_cast<int64_t>(-random.first & 3);
   return left < n ? left : n;
 }
 
-// Stores by the rounding of the type.
+// Stores, rounded as the type is.
 template <Order order, class Type, Stream stream, class Lanes, class Random>
 TESSERA_INLINE void put(void* p, int64_t i, Lanes lanes, const Pair& x, const Random& random) {
   if constexpr (Type::stochastic) {
@@ -326,7 +326,7 @@ constexpr int64_t elements_ahead(int64_t bytes) {
   return kInFlight / bytes;
 }
 
-// step(i, lanes) for every Pair of [0, n); prefetch(i + ahead) once per chunk.
+// Calls step(i, lanes) for every Pair of [0, n); prefetch(i + ahead) once per chunk.
 template <class Prefetch, class Step>
 TESSERA_INLINE void for_each_pair(int64_t n, int64_t ahead, const Prefetch& prefetch, const Step& step) {
   int64_t i = 0;
@@ -343,7 +343,7 @@ TESSERA_INLINE void for_each_pair(int64_t n, int64_t ahead, const Prefetch& pref
   if (i < n) step(i, First{static_cast<size_t>(n - i)});
 }
 
-// The same in two halves, begin(late, i, lanes) and end(late, i, lanes): a step ends after the next one has begun.
+// Does so in two halves, begin(late, i, lanes) and end(late, i, lanes): a step ends after the next one has begun.
 template <class Late, class Prefetch, class Begin, class End>
 TESSERA_INLINE void for_each_pair(int64_t n, int64_t ahead, const Prefetch& prefetch, const Begin& begin,
                                   const End& end) {

@@ -35,7 +35,7 @@ std::string class_of(const torch::optim::Optimizer& optimizer) {
 
 double rate_of(const torch::optim::OptimizerParamGroup& group) try {
   return group.options().get_lr();
-} catch (const c10::Error&) {  // its options do not say
+} catch (const c10::Error&) {  // the optimizer's options do not say
   return 0;
 }
 
@@ -75,7 +75,7 @@ bool is_own_kind(const std::string& kind) {
   return own.contains(kind);
 }
 
-// Of a blob that numbers() made, or Python's like: by parameter and key. torch's C++ optimizers count steps in integers.
+// Adds the numbers of a blob of numbers(), or of Python's like, by parameter and key. Optimizers of torch in C++ count integers.
 void add_numbers(const std::string& blob, const std::string& what,
                  std::map<std::string, std::map<std::string, c10::IValue>>& numbers) {
   const c10::IValue all = checkpoint::from_torch_file(blob, what);
@@ -217,7 +217,7 @@ void ClientOptimizer::take(engine::Engine& core, bool on_params) {
   });
 }
 
-// What began to be trained in this step.
+// Takes parameters that began to be trained in this step.
 void ClientOptimizer::take_joined(engine::Engine& core) {
   for (const int param : core.take_joined()) {
     const engine::ParamSpec& spec = core.params()[param];
@@ -320,7 +320,7 @@ c10::IValue ClientOptimizer::numbers(const engine::Engine& core) const {
   return all;
 }
 
-// As torch::optim::serialize() writes it; the classes of states and options do not matter.
+// Writes states as torch::optim::serialize() does; the classes of states and options do not matter.
 std::string ClientOptimizer::archive_of(const std::map<const void*, State>& states) const {
   OutputArchive root, all_states(root.compilation_unit()), groups(root.compilation_unit());
   const auto key_of = [](const void* param) { return std::to_string(reinterpret_cast<size_t>(param)); };
@@ -355,7 +355,7 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
   std::map<std::string, State> numbers;
   for (const auto& [name, file] : found.reader().manifest().blobs)
     if (name.starts_with("optimizer-")) add_numbers(found.reader().blob(name), "'" + name + "'", numbers);
-  // Of flat groups of DeepSpeed's, which have one number for all their parameters.
+  // Flat groups of DeepSpeed's have one number of steps for all their parameters.
   std::map<std::string, int64_t> steps;
   for (const auto& param : found.reader().manifest().params)
     if (param.step > 0) {

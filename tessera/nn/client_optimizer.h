@@ -1,11 +1,11 @@
-// ClientOptimizer: an optimizer of torch::optim, or of the program's own, that updates the master weights of an engine. So do those of
+// ClientOptimizer: an optimizer of torch::optim, or of the program's own, that updates the masters of an engine. So do those of
 // the configuration that need whole parameters (whole_optimizer.h), or are torch's (torch_optimizer.h).
 //
 // Note [Parameters of a client's optimizer]
 //   Its groups hold the module's parameters until the engine is built. Where these are not the masters, or are cut, fp32 masters
 //   take their places: this rank's slices, 1-D; a parameter of which this rank has nothing is left out. release() puts the parameters
-//   back. So it must update element by element where states are cut: a norm of its own would be that of a slice. Of one of the
-//   configuration the core's groups say the hyper-parameters; one of whole parameters has empty slices, too, as all ranks make the
+//   back. So the optimizer must update element by element where states are cut: a norm would be that of a slice. For one of the
+//   configuration the core's groups say the hyper-parameters; one of whole parameters has empty slices, too, as all ranks make
 //   same calls.
 #pragma once
 
@@ -26,48 +26,48 @@ inline constexpr const char* kNeedsClosure = "torch::optim::LBFGS needs a closur
 
 class ClientOptimizer {
  public:
-  // Marks in `specs` the groups of what it has. Value error: none of its tensors is in `specs`, one is not, a parameter is in two
+  // Marks in `specs` the groups of its parameters. Value error: no tensor of it is in `specs`, one is not, a parameter is in two
   // groups, it has states already. Not-implemented error for LBFGS, which needs a closure. Local.
   ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer, std::vector<engine::ParamSpec>& specs);
-  // One of the configuration, Lamb, Muon or torch's; `specs` have their groups. Value error for options out of their bounds, and for
-  // a vector in a group of matrices. Local.
+  // An optimizer of the configuration, Lamb, Muon or torch's; `specs` have its groups. Value error for options out of their
+  // bounds, and for a vector in a group of matrices. Local.
   ClientOptimizer(const optim::Type& type, const std::vector<optim::GroupOptions>& groups,
                   const std::vector<engine::ParamSpec>& specs);
-  // Value error where states are cut (`stage`, and tensor parallelism where `is_cut`) and it is not known to update element by
-  // element, unless `allow`.
+  // Value error where states are cut (`stage`, and tensor parallelism where `is_cut`) and the optimizer is not known to update
+  // element by element, unless `allow`.
   void check_cut(const std::string& stage, bool is_cut, bool allow) const;
 
   // Class and rates, for ranks to compare.
   std::string description() const;
   std::vector<optim::GroupOptions> groups() const;
-  // From here on it updates the masters. `on_params`: they are the parameters. What fails on one rank is an error on all. Collective.
+  // Updates the masters from here on. `on_params`: these are the parameters. An error of one rank is an error on all. Collective.
   void take(engine::Engine& core, bool on_params);
   void release();
 
-  // Before an update: the core has the present rates.
+  // Before an update: gives the core the rates of the program's optimizer, or the configuration's optimizer the core's groups.
   void publish(engine::Engine& core);
   void set_rate(size_t group, double rate);
-  // Groups of the core as they were before a load, but for their rates: others are not of checkpoints.
+  // Resets groups of the core to what they were before a load, but for their rates: checkpoints have no other options.
   void keep_options(engine::Engine& core) const;
   bool has_betas() const;
-  // The update.
+  // Updates the masters.
   void run(engine::Engine& core);
 
-  // ---- what it keeps of a parameter (client_states.h), by key; empty before its first step, and where this rank has nothing of it
+  // ---- states of a parameter (client_states.h), by key; empty before the first step, and where this rank has nothing of it
   using State = std::map<std::string, c10::IValue>;
   std::string name() const;
   bool has_states() const { return !optimizer_->state().empty(); }
   State state(int param) const;
   void put_state(int param, State state);
-  at::Tensor target(int param) const;  // what it updates; undefined where that is nothing
+  at::Tensor target(int param) const;  // what the optimizer updates; undefined where that is nothing
 
   // ---- checkpoints, with the files of Python's engines
-  // Values of this rank's elements, and the others by parameter name and key: a dict of dicts.
+  // states(): values of this rank's elements; numbers(): the other states by parameter name and key, a dict of dicts.
   std::vector<engine::ClientState> states(const engine::Engine& core) const;
   c10::IValue numbers(const engine::Engine& core) const;
-  // What load() takes. IoError where a state cannot be read, or does not fit. try_load() leaves the `present` state. Local.
+  // saved(): what load() takes. IoError where a state cannot be read, or does not fit. try_load() keeps `present`. Local.
   std::string saved(const engine::Engine& core, const engine::Restore& found) const;
-  // Its parameters by group, in their order, with whether they are trained.
+  // The optimizer's parameters by group, in their order, with whether they are trained.
   checkpoint::DeepSpeedHints::Groups names(const engine::Engine& core) const;
   std::string present() const;
   void load(const std::string& archive);
@@ -86,9 +86,9 @@ class ClientOptimizer {
   std::string archive_of(const std::map<const void*, State>& states) const;
 
   std::shared_ptr<torch::optim::Optimizer> optimizer_;
-  const optim::Type* type_ = nullptr;               // where it is of the configuration
+  const optim::Type* type_ = nullptr;               // where the optimizer is of the configuration
   WholeOptimizer* whole_ = nullptr;                 // the same optimizer, where it needs whole parameters
-  std::vector<optim::GroupOptions> groups_;         // of one of the configuration, as published last
+  std::vector<optim::GroupOptions> groups_;         // of an optimizer of the configuration, as published last
   std::vector<std::vector<at::Tensor>> originals_;  // by group
   std::vector<Target> targets_;
   bool on_params_ = true;

@@ -23,7 +23,7 @@ namespace tessera::nn {
 // and written in a region of gather() and release(), and belong to the engine once there is one.
 class Construction {
  public:
-  // The parameters' dtype is that of the configuration's precision; slices live where its offload_param says.
+  // The parameters' dtype is that of the configuration's precision; slices live where the configuration's offload_param says.
   Construction(const Config& config, comm::Mesh mesh);
 
   // Broadcasts rank 0's values of every parameter of `module` that is not partitioned yet, and keeps this rank's slice.
@@ -34,8 +34,8 @@ class Construction {
     return module;
   }
 
-  // Between the two these parameters are whole; `writer`: the rank whose writes hold, -1: writing is a state error.
-  // Collective. Others pass through.
+  // Between gather() and release() these parameters are whole; `writer`: the rank whose writes hold, -1: a write is an error.
+  // Collective. Other tensors pass through.
   void gather(const std::vector<at::Tensor>& params);
   void release(const std::vector<at::Tensor>& params, int writer = -1);
 

@@ -13,7 +13,7 @@ namespace {
 
 struct Members {
   std::vector<std::pair<const char*, const at::Tensor*>> handles;
-  bool all = false;  // of a layer itself, whose forward reads nothing else; a class derived from it may
+  bool all = false;  // of a layer itself, whose forward reads nothing else; a derived class may
 };
 
 template <class M>
@@ -49,7 +49,7 @@ Members members_of_any(const torch::nn::Module& module) {
 }
 
 Members members_of(const torch::nn::Module& module) {
-  using namespace torch::nn;  // NOLINT(google-build-using-namespace): a list of its layers
+  using namespace torch::nn;  // a list of torch's layers
   return members_of_any<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
                         ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, LayerNormImpl, GroupNormImpl,
                         BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl,
@@ -104,7 +104,7 @@ void Contents::note(const std::shared_ptr<torch::nn::Module>& part, const std::s
   parts_.back().is_layer = members.all && registered > 0 && registered == own.size();
 }
 
-// Names are not made: they would cost most.
+// Objects are compared without their names, whose making would cost most.
 bool Contents::same_objects() const {
   return std::ranges::all_of(parts_, [](const KnownModule& part) {
     return pointers(part.module->children()) == part.children &&

@@ -17,7 +17,7 @@ class Contents {
  public:
   explicit Contents(std::shared_ptr<torch::nn::Module> module);
 
-  // See engine::compare_contents. Besides modules that were added or replaced, it sees a layer of torch
+  // See engine::compare_contents. Besides modules that were added or replaced, the report names a layer of torch
   // or of Tessera whose member was given another tensor (`linear->weight = tensor`): its forward reads the member, and the
   // registered parameter gets no gradient. `params`: the engine's, with those that came later. Local.
   engine::ContentsReport report(const std::vector<engine::ParamSpec>& params) const;
@@ -25,8 +25,8 @@ class Contents {
  private:
   struct KnownModule {
     std::shared_ptr<torch::nn::Module> module;
-    std::vector<const void*> children, params;  // its own
-    bool is_layer = false;                      // whose forward reads members and nothing else
+    std::vector<const void*> children, params;  // the module's own
+    bool is_layer = false;                      // the module's forward reads members and nothing else
   };
   struct Member {
     const at::Tensor* handle;

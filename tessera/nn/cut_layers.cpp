@@ -23,7 +23,7 @@ using shard::kOwnKey;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// On the result of t() of the weight of a linear layer, which a product takes next.
+// The note on the result of t() of a linear layer's weight, which a product takes next.
 struct TurnedWeight : c10::BackendMeta {
   at::Tensor weight;
 };
@@ -52,13 +52,13 @@ std::string described(const at::Tensor& t) {
                "tensor_parallel.partition_config");
 }
 
-// What of a keyed tensor an alias is.
+// What an alias is to its keyed tensor.
 struct AliasOf {
   bool turned = false;       // transposed, and a TurnedWeight
   std::string refused = {};  // operator that must not be trained through; "": the gradient is the parameter's
 };
 
-// The same memory under a TensorImpl of its own, without the key.
+// The same memory under another TensorImpl, without the key.
 at::Tensor alias_of(const at::Tensor& t, const AliasOf& how) {
   const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
   c10::Storage storage = t.unsafeGetTensorImpl()->unsafe_storage();
@@ -95,12 +95,12 @@ at::Tensor aliased(const at::Tensor& t, const AliasOf& how) {
   return parallel::records(t) ? Alias::apply(t, how) : alias_of(t, how);
 }
 
-// As this key's kernels pass it on.
+// The tensor as this key's kernels pass it on.
 at::Tensor plain(const at::Tensor& t) {
   return is_keyed(t) ? aliased(t, {}) : t;
 }
 
-// For an operator that is none of a layer: what is recorded cannot be trained through.
+// The tensor for an operator that is none of a layer: what is recorded cannot be trained through.
 at::Tensor looked_at(const at::Tensor& t, const std::string& op) {
   return is_keyed(t) && parallel::records(t) ? aliased(t, {.refused = op}) : t;
 }
@@ -183,7 +183,7 @@ at::Tensor cut_embedding(const at::Tensor& weight, const at::Tensor& indices, c1
   return joined(at::embedding(plain(weight), indices, padding), layer);
 }
 
-// The bias of a layer, as what its outputs have become; other addends are looked at.
+// The bias of a layer, joined as the layer's outputs are; other addends are looked at.
 at::Tensor addend(const at::Tensor& other, const at::Scalar& alpha, const char* op) {
   const CutParam* param = cut_param(other);
   if (param == nullptr || !param->bias || alpha.toDouble() != 1) return looked_at(other, op);
@@ -225,7 +225,7 @@ void refuse_product(const c10::IValue& value, std::string_view op) {
   if (value.isTensor() && is_keyed(value.toTensor())) refuse(value.toTensor(), op);
 }
 
-// Of a copy of a parameter, by Module::clone() and Module::to() or in another dtype: it is a slice, too, and used as one.
+// The note of a parameter that is copied, by Module::clone() and Module::to() or in another dtype: the copy is a slice, too.
 CutParamPtr note_to_copy(const std::string& op, const c10::IValue& value) {
   if (std::ranges::find(kCopies, op) == kCopies.end() || !value.isTensor() || value.toTensor().is_view())
     return nullptr;

@@ -30,35 +30,35 @@ struct CutLayer {
   Kind kind = Kind::Column;
   parallel::Region region;  // label: path of the module
   int64_t total = 0;        // of the dim that is cut
-  parallel::Ranges ranges;  // this rank's
+  parallel::Ranges ranges;  // this rank's ranges
   parallel::Sizes sizes;    // [rank]
   bool gather = false;      // all outputs on every rank
   parallel::Sizes tail;     // see parallel::Decision
   shard::Range own_use;
   int64_t padding = -1;            // of an embedding, in the whole's numbers; -1: none
-  std::string rule;                // that took it
+  std::string rule;                // the rule that took the layer
   std::shared_ptr<Inside> inside;  // Row
 };
 using CutLayerPtr = std::shared_ptr<const CutLayer>;
 
-// What lies on a parameter of cut layers.
+// The note that lies on a parameter of cut layers.
 struct CutParam : c10::BackendMeta {
-  std::string name;       // first of the parameter
-  shard::CutPtr cut;      // null: whole, but used as its layer says
-  CutLayerPtr linear;     // as the weight of a linear layer; null: it is an error
-  CutLayerPtr embedding;  // as that of an embedding
-  CutLayerPtr bias;       // as what is added to the outputs of this layer
+  std::string name;       // the parameter's first name
+  shard::CutPtr cut;      // null: the parameter is whole, but used as its layer says
+  CutLayerPtr linear;     // how a linear layer uses it as a weight; null: such a use is an error
+  CutLayerPtr embedding;  // how an embedding uses it
+  CutLayerPtr bias;       // the layer to whose outputs it is added
 
   const CutLayerPtr& layer() const { return linear ? linear : embedding ? embedding : bias; }
 };
 using CutParamPtr = c10::intrusive_ptr<CutParam>;
 
-// Null for other tensors.
+// The note of a tensor; null for other tensors.
 const CutParam* cut_param(const at::Tensor& tensor);
-// `param` has this data and note from now on.
+// Gives `param` this data and note from now on.
 void set_cut(at::Tensor& param, const at::Tensor& value, CutParamPtr note);
-CutParamPtr cut_note(const at::Tensor& tensor);  // null for others
-// The same again, where somebody gave it data without the key (p.data = t). Local.
+CutParamPtr cut_note(const at::Tensor& tensor);  // null for other tensors
+// Gives `param` its key and note again, where somebody gave it data without the key (p.data = t). Local.
 void keep_cut(at::Tensor& param, const CutParamPtr& note);
 
 }  // namespace tessera::nn

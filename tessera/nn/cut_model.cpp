@@ -32,7 +32,7 @@ using parallel::Partition;
 using torch::nn::EmbeddingImpl;
 using torch::nn::LinearImpl;
 
-// Each once, under its first path.
+// All modules, each once, under its first path.
 std::vector<std::pair<std::string, torch::nn::Module*>> parts_of(const torch::nn::Module& module) {
   std::vector<std::pair<std::string, torch::nn::Module*>> parts{{"", const_cast<torch::nn::Module*>(&module)}};
   std::unordered_set<const void*> seen{&module};
@@ -62,7 +62,7 @@ Kind kind_of(const torch::nn::Module& module, const std::string& class_name) {
   return parallel::lower(class_name).find("norm") != std::string::npos ? Kind::Norm : Kind::Other;
 }
 
-// They use the weights of their children without calling them.
+// Whether a module uses the weights of its children without calling them.
 bool uses_children(const torch::nn::Module& module) {
   return module.as<torch::nn::MultiheadAttentionImpl>() != nullptr ||
          module.as<torch::nn::TransformerEncoderLayerImpl>() != nullptr ||
@@ -73,7 +73,7 @@ bool is_hand_cut(const torch::nn::Module& module) {
   return dynamic_cast<const CutHolder*>(&module) != nullptr;
 }
 
-// LlamaForCausalLM is a "llama".
+// The model type that a class name says: LlamaForCausalLM is a "llama".
 std::string model_type(const std::string& class_name) {
   static const std::regex ending("(For[A-Z]\\w*|LMHeadModel|Model)$"), border("([a-z0-9])([A-Z])");
   return parallel::lower(std::regex_replace(std::regex_replace(class_name, ending, ""), border, "$1_$2"));
@@ -131,7 +131,7 @@ parallel::ModelFacts model_facts(const torch::nn::Module& module) {
 
 namespace {
 
-// Whose numbers of heads nobody sees: a C++ class has no attributes that could be read, or set.
+// Warns of numbers of heads that nobody sees: a C++ class has no attributes that could be read, or set.
 void warn_of_heads(const parallel::ModelFacts& facts, parallel::Plan& plan) {
   for (const Decision& d : plan.decisions) {
     const std::string around = parallel::attention_around(d.path);
@@ -145,7 +145,7 @@ void warn_of_heads(const parallel::ModelFacts& facts, parallel::Plan& plan) {
   }
 }
 
-// A rank draws from a generator of its own; ranks that have slices of several sizes do not draw equally many numbers of it.
+// A rank draws from its own generator; ranks with slices of several sizes do not draw equally many numbers.
 void warn_of_draws(const torch::nn::Module& module, parallel::Plan& plan) {
   const auto uneven = [](const Decision& d) {
     const parallel::Sizes sizes = d.sizes();
@@ -197,7 +197,7 @@ class Cutter {
     find_siblings();
   }
 
-  // What cannot be carried out, before anything is changed.
+  // Throws what cannot be carried out, before anything is changed.
   void check() const {
     for (const Decision& d : plan_.decisions) {
       if (d.partition == Partition::Skip) continue;
@@ -213,7 +213,7 @@ class Cutter {
     }
   }
 
-  // `summed_names`: of parameters whose gradient a rule sums.
+  // `summed_names`: names of parameters whose gradient a rule sums.
   void run(const std::vector<std::string>& summed_names) {
     for (const Decision& d : plan_.decisions)
       carry_out(d);
@@ -227,7 +227,7 @@ class Cutter {
   struct Noted {
     at::Tensor param;
     CutParamPtr note = c10::make_intrusive<CutParam>();
-    parallel::Ranges ranges = {};  // own
+    parallel::Ranges ranges = {};  // this rank's
     int64_t dim = 0;
   };
 
@@ -302,7 +302,7 @@ class Cutter {
     layer->padding = embedding.options.padding_idx().value_or(-1);
     note.embedding = layer;
     const int64_t mine = layer->sizes[group_->rank()];
-    if (vocabulary)  // whose number is the whole's, which the layer's check of a slice does not know
+    if (vocabulary)  // an index is the whole's, which the layer's check of a slice does not know
       embedding.options.num_embeddings(mine).padding_idx(std::nullopt);
     else
       embedding.options.embedding_dim(mine);
@@ -329,7 +329,7 @@ class Cutter {
     noted.note->bias = layer;
   }
 
-  // The first rank's values.
+  // Cuts the first rank's values.
   void cut(Noted& noted) const {
     const at::NoGradGuard no_grad;
     at::Tensor& param = noted.param;
@@ -349,7 +349,7 @@ class Cutter {
   const Construction* building_;
   bool overlap_;
   std::map<std::string, torch::nn::Module*> parts_;
-  std::unordered_map<const void*, std::string> names_;  // the first of each
+  std::unordered_map<const void*, std::string> names_;  // the first name of each
   std::map<std::string, at::Tensor> params_;
   std::map<std::string, std::shared_ptr<parallel::Entrance>> entrances_;  // by path of the parent
   std::vector<Noted> notes_;  // in the order of the decisions, which is the same on all ranks

@@ -1,4 +1,4 @@
-// Carries a tensor-parallel plan out on a model of torch::nn: what tensor_parallel of a configuration says (parallel/plan.h).
+// Cuts a model of torch::nn by a tensor-parallel plan: what tensor_parallel of a configuration says (parallel/plan.h).
 #pragma once
 
 #include <torch/nn/module.h>
@@ -23,8 +23,8 @@ class HasFacts {
   virtual parallel::ModelFacts facts() const = 0;
 };
 
-// What a plan is made of. Classes go by the last part of Module::name() without "Impl"; a Sequential is a list of blocks as a
-// ModuleList is; layers of tessera/nn/parallel.h, and those inside torch's own attention and transformer layers, have no weight.
+// Modules that a plan is made of. Classes go by the last part of Module::name() without "Impl"; a Sequential is a list of blocks
+// as a ModuleList is; layers of tessera/nn/parallel.h, and those inside torch's attention and transformer layers, have no weight.
 std::vector<parallel::Module> plan_modules(const torch::nn::Module& module);
 parallel::ModelFacts model_facts(const torch::nn::Module& module);
 

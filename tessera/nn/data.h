@@ -4,7 +4,7 @@
 //   for (int64_t epoch = 0; epoch < 3; ++epoch)
 //     for (const auto& batch : loader) { ...; engine.save_checkpoint("run", {}, {{"loader", loader.state()}}); }
 //   ...
-//   loader.load_state(found.client.at("loader"));   // the next pass goes on where that one was
+//   loader.load_state(found.client.at("loader"));   // the next pass goes on where the saved one was
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -25,11 +25,11 @@ namespace tessera::nn {
 struct LoaderOptions {
   bool shuffle = true;     // another order in each pass
   uint64_t seed = 0;       // of the orders, the same on all ranks
-  bool drop_last = false;  // examples that do not make a batch on every rank; else some come twice
+  bool drop_last = false;  // leaves out examples that do not make a batch on every rank; else some come twice
   size_t workers = 0;      // threads that read ahead, each with a copy of the dataset; 0: none
 };
 
-// Where in the data a run is: which pass, and the examples of all ranks that it has given.
+// Where in the data a run is: which pass, and how many examples of all ranks the pass has given.
 struct DataPosition {
   int64_t epoch = 0, samples = 0;
 };
@@ -51,7 +51,7 @@ class RankSampler : public torch::data::samplers::Sampler<> {
 };
 
 c10::IValue to_value(DataPosition position);
-// IoError for what is none.
+// Reads a position. IoError for a value that is none.
 DataPosition data_position(const c10::IValue& value);
 
 // A batch is what the dataset makes of its examples (BatchType). One pass at a time, on one thread.
@@ -60,7 +60,7 @@ class Loader {
  public:
   using Batch = typename Dataset::BatchType;
 
-  // Micro-batches of this rank, among those that share the batch's work; ranks of one sequence or one model see the same.
+  // Gives micro-batches of this rank, among those that share the batch's work; ranks of one sequence or one model see the same.
   Loader(Dataset dataset, const Session& engine, const LoaderOptions& options = {})
       : Loader(std::move(dataset), engine.rank(), engine.size(), engine.core().options().micro_batch_size, options) {}
   Loader(Dataset dataset, int rank, int ranks, int64_t batch_size, const LoaderOptions& options = {})
@@ -108,7 +108,7 @@ class Loader {
   }
   Iterator end() const { return {}; }
 
-  // For checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
+  // The position for checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
   c10::IValue state() const {
     return to_value(under_way_ ? DataPosition{epoch_ - 1, given_} : DataPosition{epoch_, 0});
   }

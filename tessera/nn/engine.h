@@ -27,7 +27,7 @@ class Engine : public Session {
     warn_of_frozen();
   }
 
-  // module->forward(args...) of this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An
+  // Calls module->forward(args...) with this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An
   // exception of the module passes through and leaves the engine usable.
   template <class... A>
   auto forward(A&&... args) {
@@ -78,7 +78,7 @@ class Engine : public Session {
     if constexpr (std::is_convertible_v<const T&, at::Tensor>) inputs.push_back(argument);
   }
 
-  // pre_forward now, then either finish() or, when the module throws, abort_forward.
+  // Calls pre_forward now, then either finish() or, when the module throws, abort_forward.
   class Scope {
    public:
     explicit Scope(engine::Engine& core) : core_(core), switched_off_(core.pre_forward()) {}
@@ -122,13 +122,13 @@ template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const nn::Recipe& recipe = {}) {
   return initialize(std::move(module), config, nn::environment_mesh(config), recipe);
 }
-// A module that was built in partitions; over the ranks of `building`.
+// For a module that was built in partitions; over the ranks of `building`.
 template <class M>
 nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const nn::Construction& building,
                          const nn::Recipe& recipe = {}) {
   return nn::Engine<M>(std::move(module), config, building.mesh(), &building, recipe);
 }
-// Module holders (TORCH_MODULE), torch::nn::Sequential among them; the arguments of the others.
+// For module holders (TORCH_MODULE), torch::nn::Sequential among them; the arguments are those of the others.
 template <class M>
 nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config, comm::Mesh mesh,
                          const nn::Recipe& recipe = {}) {

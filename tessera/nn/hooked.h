@@ -27,7 +27,7 @@
 
 namespace tessera::nn {
 
-// f() as one call of a module with these arguments.
+// Calls f() as one call of a module with these arguments.
 template <class R, class F, class... A>
 R run_in_scope(const ScopeHandle& scope, const F& f, const A&... arguments) {
   ModuleScope call(scope);
@@ -96,8 +96,8 @@ using Unit = detail::UnitOfSignature<M, Signature>;
 template <class Holder>
 using UnitOf = torch::nn::ModuleHolder<Unit<typename Holder::ContainedType>>;
 
-// A shallow copy of `module` as a unit: register, call and keep what is returned, in the place of `module`. Its class is copyable,
-// and hands out no `this` where it is built. Of a class whose forward() is a template or has overloads the signature says which:
+// Returns a shallow copy of `module` as a unit: register, call and keep it, in the place of `module`. The class must be copyable,
+// and hand out no `this` where it is built. For a class whose forward() is a template or has overloads the signature says which:
 // unit_as<at::Tensor(at::Tensor)>(module).
 template <class M>
 torch::nn::ModuleHolder<Unit<M>> unit(const torch::nn::ModuleHolder<M>& module) {

@@ -18,7 +18,7 @@
 namespace tessera::nn {
 namespace {
 
-// Nodes by the ends of their names: a region begins here; these are behind an earlier region.
+// Ends of nodes' names: a region begins at kBegin; nodes of kBehind are behind an earlier region.
 constexpr std::array<std::string_view, 3> kBegin{"ColumnFunction>", "MoveFunction>", "BorderFunction>"};
 constexpr std::array<std::string_view, 2> kBehind{"RowFunction>", "EmbeddingFunction>"};
 

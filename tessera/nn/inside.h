@@ -20,15 +20,15 @@
 
 namespace tessera::nn {
 
-// Of one model, shared by its row layers. It holds no parameter, each of which holds it.
+// What one model's row layers share. It holds no parameter; each parameter holds it.
 class Inside {
  public:
   // `lists`: paths of lists of blocks.
   Inside(const torch::nn::Module& module, std::vector<std::string> lists, comm::GroupPtr group);
 
-  // The gradient of `param` is the sum over the ranks from now on. Once.
+  // Makes the gradient of `param` the sum over the ranks from now on. Once.
   void sum_gradient(const at::Tensor& param);
-  // `x` comes into the row layer `path`. Value error, which names the layer, where gradients would be parts of the true ones.
+  // `x` comes into the row layer `path`: value error, which names the layer, where gradients would be parts of the true ones.
   void look(const std::string& path, const at::Tensor& x);
 
  private:

@@ -50,7 +50,7 @@ std::string Layers::class_of(const torch::nn::Module& module) {
 
 namespace {
 
-// Of part p: on which stage it is.
+// The stage that has a layer: that of its part.
 int stage_of(const std::vector<int>& bounds, int stages, int layer) {
   int part = 0;
   while (bounds[part + 1] <= layer)
@@ -58,7 +58,7 @@ int stage_of(const std::vector<int>& bounds, int stages, int layer) {
   return part % stages;
 }
 
-// A parameter in layers of two stages would be two, each with a part of the gradient.
+// Refuses a parameter in layers of two stages: it would be two, each with a part of the gradient.
 void refuse_ties(const Layers& layers, const std::vector<int>& bounds, int stages) {
   std::map<const void*, int> first;  // layer, by parameter
   for (int number = 0; number < layers.size(); ++number) {
@@ -155,7 +155,7 @@ Tensors StageLayers::run_some(int first, int last, Tensors x) {
   return x;
 }
 
-// Tied modules do not count, as in Python.
+// Whether layers of this run are trained. Tied modules do not count, as in Python.
 bool StageLayers::has_trained(int first, int last) const {
   for (int number = first; number < last; ++number) {
     const Layer& layer = layers_.at(number);

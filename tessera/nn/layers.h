@@ -55,7 +55,7 @@ Tensors flat_result(F& f, const Tensors& x, std::index_sequence<I...>) {
   return tensors;
 }
 
-// f(x[0], x[1], ...) where it takes so many tensors.
+// Sets result to f(x[0], x[1], ...) where f takes so many tensors.
 template <size_t N, class F>
 bool try_with(F& f, const Tensors& x, Tensors& result) {
   if constexpr (takes<F>(std::make_index_sequence<N>())) {
@@ -97,7 +97,7 @@ auto pointer_of(const L& module) {
   }
 }
 
-// forward(module, x...) as a function of the tensors.
+// The function forward(module, x...) of the tensors.
 template <class Holder, class F>
 struct Bound {
   Holder module;
@@ -118,12 +118,12 @@ struct OwnForward {
 
 // A place in the list.
 struct Layer {
-  std::string name = {};                           // its class, as "Linear"
+  std::string name = {};                           // the layer's class, as "Linear"
   std::shared_ptr<torch::nn::Module> module = {};  // null: a function, or not built yet
   std::function<void(Layer&)> build = {};          // sets module and call; none: built
   std::function<Tensors(const Tensors&)> call = {};
   std::string key = {};  // of a module that stands in several places
-  std::function<void(Layer&, const std::shared_ptr<torch::nn::Module>&)> bind = {};  // to the one of another place
+  std::function<void(Layer&, const std::shared_ptr<torch::nn::Module>&)> bind = {};  // binds to another place's module
 };
 
 class Layers {
@@ -148,9 +148,9 @@ class Layers {
     return *this;
   }
 
-  // A module in several places, each of which says this `key`: one set of weights. Stages that have it hold a copy each; they
+  // Adds a module in several places, each with this `key`: one set of weights. Stages that have it hold a copy each; they
   // start equal, get the sum of their gradients, and count once in the norm. All its parameters are tied.
-  // `forward(module, tensors...)`: what it does in this place; without one, the module's.
+  // `forward(module, tensors...)`: what the module does in this place; without one, its own forward.
   template <class F>
   Layers& tied(const std::string& key, F make) {
     return tied(key, std::move(make), detail::OwnForward());
@@ -224,7 +224,7 @@ class Layers {
 // "layers.3.weight" is of layer 3, "tied_modules.KEY.weight" of a tied one.
 class StageLayers : public torch::nn::Module {
  public:
-  // Builds those of `layers` that this stage has. `bounds`: of all parts, part p is chunk p / stages of stage p % stages.
+  // Builds the layers of this stage. `bounds`: of all parts, part p is chunk p / stages of stage p % stages.
   // `seed`: layer i is built after torch::manual_seed(*seed + i), a tied one with the number of its first place.
   // Not-implemented error where a parameter is in layers of two stages that are not tied.
   StageLayers(Layers layers, std::vector<int> bounds, int stages, int stage, std::optional<uint64_t> seed);
@@ -232,7 +232,7 @@ class StageLayers : public torch::nn::Module {
   // The outputs of the layers of `chunk`, of which `x` are the inputs. `interval`: activations are kept after every so many layers
   // that have parameters, and the backward computes those in between again (recompute.h); 0: all activations are kept.
   Tensors run(int chunk, Tensors x, int64_t interval = 0, const RecomputeOptions& options = {});
-  // By key: the stages that have it, ascending, where they are several. The same on all stages.
+  // By key: the stages that have a tied module, ascending, where they are several. The same on all stages.
   const std::map<std::string, std::vector<int>>& ties() const { return ties_; }
 
  private:
@@ -245,11 +245,11 @@ class StageLayers : public torch::nn::Module {
   int stages_, stage_;
 };
 
-// A unit for each layer and each tied module (UnitPolicy).
+// Names a unit for each layer and each tied module (UnitPolicy).
 engine::UnitNames units_of_layers(const torch::nn::Module& module);
 
 // Boundaries of `parts` runs of layers: "uniform" (numbers of layers) or "parameters" (of trained elements; layers that are not
-// built are, one at a time, to be counted).
+// built are built for the count, one at a time).
 std::vector<int> bounds_of(const std::string& method, int parts, const Layers& layers);
 
 }  // namespace tessera::nn

@@ -24,14 +24,14 @@ using Tensors = std::vector<at::Tensor>;
 // What both sides must agree on.
 struct Link {
   int source = 0, target = 1;            // parts of the program
-  int batch_dim = 0;                     // of every tensor, along which batches of ranks lie
-  std::optional<int> sequence_dim = {};  // the one that ranks of a sequence cut; for packed tokens it may be the same
+  int batch_dim = 0;                     // the dim of every tensor along which batches of ranks lie
+  std::optional<int> sequence_dim = {};  // the dim that ranks of a sequence cut; for packed tokens it may be the same
   std::array<std::string, 2> sides{"source", "target"};  // in errors
-  int number = 0;                                        // another one for each link of the same two parts
+  int number = 0;                                        // differs for each link of the same two parts
 };
 
-// The outputs' end, on a rank of the source. `engine` (may be null): whose outputs are sent; its loss scale holds in backward().
-// Value error where the mesh of the engine is not that of the part.
+// The outputs' end, on a rank of the source. `engine` (may be null): the engine whose outputs are sent; its loss scale holds in
+// backward(). Value error where the mesh of the engine is not that of the part.
 struct LinkSender : pipeline::LinkSender {
   LinkSender(const Link& link, const comm::Parts& parts, engine::Engine* engine = nullptr);
 };
@@ -41,7 +41,7 @@ struct LinkReceiver : pipeline::LinkReceiver {
   LinkReceiver(const Link& link, const comm::Parts& parts, engine::Engine* engine = nullptr);
 };
 
-// For ranks that are of both sides: comm::environment_overlaid_parts().
+// For ranks that are on both sides: comm::environment_overlaid_parts().
 using pipeline::hand_over;
 
 }  // namespace tessera::nn

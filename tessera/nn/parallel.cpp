@@ -28,7 +28,7 @@ Ranges own_ranges(const Region& region, int64_t total, const Sizes& subs, parall
                                  {rule})[region.group->rank()];
 }
 
-// A slice as a leaf, and what it is of. Where nothing is cut the whole.
+// A slice as a leaf; notes its cut. Where nothing is cut the whole.
 at::Tensor own_slice(const Region& region, const at::Tensor& whole, int64_t dim, const Ranges& ranges,
                      const std::string& name, std::map<std::string, shard::CutPtr>& cuts) {
   if (region.group->size() == 1) return whole.detach();
@@ -44,7 +44,7 @@ ColumnLinearImpl::ColumnLinearImpl(const torch::nn::LinearOptions& options, Regi
   ColumnLinearImpl::reset();
 }
 
-// The values of the whole layer, of which this is a part: with one seed a model is the same on any number of ranks.
+// Takes its slice of the values of a whole layer: with one seed a model is the same on any number of ranks.
 void ColumnLinearImpl::reset() {
   const torch::nn::LinearImpl whole(options);
   weight = register_parameter("weight", own_slice(region_, whole.weight, 0, ranges_, "weight", cuts_));
@@ -91,7 +91,7 @@ at::Tensor VocabEmbeddingImpl::forward(const at::Tensor& indices) {
 
 namespace {
 
-// f(parameter, cut) for every slice in `module`.
+// Calls f(parameter, cut) for every slice in `module`.
 template <class F>
 void for_cuts(const torch::nn::Module& module, F&& f) {
   module.apply([&](const torch::nn::Module& m) {

@@ -24,11 +24,11 @@
 
 namespace tessera::nn {
 
-// Base of modules with parameters that are slices: engines find out here which elements of the whole they are.
+// Base of modules with parameters that are slices: tells engines which elements of the whole they are.
 class CutHolder {
  public:
   virtual ~CutHolder() = default;
-  // By the parameter's own name. Empty on a group of one rank.
+  // Cuts by the parameter's own name. Empty on a group of one rank.
   const std::map<std::string, shard::CutPtr>& cuts() const { return cuts_; }
 
  protected:
@@ -36,7 +36,7 @@ class CutHolder {
 };
 
 // y = x W^T + b with this rank's outputs. Sub-parameters of a packed layer (query, key, value) are cut one by one, `subs` being
-// their outputs; empty: one. By whole heads where `rule` says so.
+// their outputs; empty: one sub-parameter. Cuts are by whole heads where `rule` says so.
 class ColumnLinearImpl : public torch::nn::Cloneable<ColumnLinearImpl>, public CutHolder {
  public:
   ColumnLinearImpl(const torch::nn::LinearOptions& options, parallel::Region region, const parallel::Sizes& subs = {},
@@ -44,7 +44,7 @@ class ColumnLinearImpl : public torch::nn::Cloneable<ColumnLinearImpl>, public C
   void reset() override;
   at::Tensor forward(const at::Tensor& x);
 
-  torch::nn::LinearOptions options;  // of the whole
+  torch::nn::LinearOptions options;  // of the whole layer
   at::Tensor weight, bias;           // slices; bias undefined without one
 
  private:
@@ -62,7 +62,7 @@ class RowLinearImpl : public torch::nn::Cloneable<RowLinearImpl>, public CutHold
   at::Tensor forward(const at::Tensor& x);
 
   torch::nn::LinearOptions options;
-  at::Tensor weight, bias;  // columns; bias whole
+  at::Tensor weight, bias;  // weight: columns; bias: whole
 
  private:
   parallel::Region region_;
@@ -70,7 +70,7 @@ class RowLinearImpl : public torch::nn::Cloneable<RowLinearImpl>, public CutHold
 };
 TORCH_MODULE(RowLinear);
 
-// Rows of the vocabulary. Of the options padding_idx is served; not-implemented error for the others.
+// An embedding with this rank's rows of the vocabulary. It serves the option padding_idx; not-implemented error for others.
 class VocabEmbeddingImpl : public torch::nn::Cloneable<VocabEmbeddingImpl>, public CutHolder {
  public:
   VocabEmbeddingImpl(const torch::nn::EmbeddingOptions& options, parallel::Region region, parallel::SizeRule rule = {});
@@ -93,7 +93,7 @@ parallel::Sizes whole_sizes(const torch::nn::Module& module, const std::string& 
 // Copies this rank's elements of a whole value into the parameter, without autograd. Value error for other sizes than the whole's.
 void set_whole(torch::nn::Module& module, const std::string& name, const at::Tensor& whole);
 
-// Marks in `specs` (param_specs of the same module) which are slices, of what, and that they differ along tp.
+// Marks in `specs` (param_specs of the same module) which parameters are slices, of what, and that they differ along tp.
 void mark_cuts(const torch::nn::Module& module, std::vector<engine::ParamSpec>& specs);
 
 }  // namespace tessera::nn

@@ -34,7 +34,7 @@ struct MicroBatch {
 using BatchSource = std::function<MicroBatch(int64_t micro)>;
 
 struct PipelineOptions {
-  // A tensor of one element, of what the last layer returned and the labels. None: the last layer returns the loss.
+  // Makes a tensor of one element from what the last layer returned and the labels. None: the last layer returns the loss.
   std::function<at::Tensor(const Tensors& outputs, const Tensors& labels)> loss = {};
   std::string partition = "parameters";  // see bounds_of()
   int chunks = 1;                        // parts of the model on each stage, for the interleaved schedule
@@ -67,7 +67,7 @@ class Pipeline : private Session {
   double train_batch(const BatchSource& data);
   // The mean loss of so many micro-batches (0: as many as a training batch has), in eval mode and without gradients.
   Evaluation eval_batch(const BatchSource& data, int64_t micro_batches = 0);
-  // train_batch() has updated the weights, the last time.
+  // Whether train_batch() has updated the weights, the last time.
   bool was_step_applied() const { return core().was_step_applied(); }
 
   int stage() const { return parts_.part; }
@@ -85,13 +85,13 @@ class Pipeline : private Session {
   [[nodiscard]] Loaded load_checkpoint(const std::string& dir, const std::string& tag = "",
                                        const engine::Restore::Options& options = {});
   using Session::wait_for_checkpoint;
-  // The first rank of the first stage says it, with the loss and the norm of all stages.
+  // The first rank of the first stage says these, with the loss and the norm of all stages.
   using Session::add_writer;
   using Session::count_flops;
   using Session::expect;
   using Session::on_metric;
   using Session::write_metrics;
-  // Of this stage.
+  // The members below concern this stage alone.
   using Session::comm_summary;
   using Session::core;
   using Session::destroy;
@@ -117,9 +117,9 @@ class Pipeline : private Session {
   using Session::step_seconds;
 
  private:
-  class Batch;  // one, of this stage
+  class Batch;  // a batch of this stage
 
-  struct Built;  // the layers of this stage, and the weights that it shares with others
+  struct Built;  // the layers of this stage, and the weights that it shares with other stages
   static Built build(const Layers& layers, const Config& config, const comm::Parts& parts,
                      const PipelineOptions& options);
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options, const Built& built);

@@ -25,7 +25,7 @@ class ScaledBy final : public Schedule {
 
 using Numbers = std::unordered_map<const void*, size_t>;
 
-// By tensor: the group that lists it.
+// The group that lists a tensor, by tensor.
 Numbers listed_in(const std::vector<ParamGroup>& groups, const std::vector<engine::ParamSpec>& specs) {
   Numbers params, listed;
   for (size_t i = 0; i < specs.size(); ++i)
@@ -43,7 +43,7 @@ Numbers listed_in(const std::vector<ParamGroup>& groups, const std::vector<engin
   return listed;
 }
 
-// Muon's: of each group the matrices, then the others. Of a `whole` model no empty ones: those of stages have the same numbers.
+// Splits each group for Muon: the matrices, then the others. A `whole` model gets no empty group; stages have the same numbers.
 std::vector<optim::GroupOptions> split_groups(const std::vector<ParamGroup>& groups,
                                               const optim::OptimizerOptions& optimizer, bool whole,
                                               std::vector<engine::ParamSpec>& specs) {
@@ -59,7 +59,7 @@ std::vector<optim::GroupOptions> split_groups(const std::vector<ParamGroup>& gro
         numbers.emplace_back(&spec, static_cast<int>(options.size()));
         trains = trains || spec.group >= 0;
       }
-      if (!trains && whole) {  // what would join it has no group
+      if (!trains && whole) {  // a parameter that would join it has no group
         for (auto& [spec, place] : numbers)
           if (place == static_cast<int>(options.size())) place = -1;
         continue;

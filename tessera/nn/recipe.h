@@ -27,12 +27,12 @@ namespace tessera::nn {
 struct ParamGroup {
   std::function<bool(const std::string& name, const at::Tensor& param)> takes = {};
   std::vector<at::Tensor> params = {};
-  // Changes what optimizer.params of the configuration say; empty: nothing.
+  // Changes the options that optimizer.params of the configuration give; empty: changes nothing.
   std::function<void(optim::GroupOptions& options)> set = {};
-  // With optimizer.type Muon: its parameters are the matrices that Muon is for, or they are updated as by AdamW. Empty: by
-  // optim::is_muon_matrix(), which may make two groups of one, matrices first; `set` is called for each.
+  // With optimizer.type Muon: true where the parameters are the matrices that Muon is for, false where AdamW updates them. Empty:
+  // optim::is_muon_matrix() decides, which may make two groups of one, matrices first; `set` is called for each.
   std::optional<bool> use_muon = {};
-  // Not trained: requires_grad goes, until the program sets it again.
+  // The parameters are not trained: requires_grad goes, until the program sets it again.
   bool frozen = false;
 };
 
@@ -40,33 +40,33 @@ struct ParamGroup {
 class Schedule {
  public:
   virtual ~Schedule() = default;
-  // By group, after so many updates. `initial`: the rates that the groups were given. As many, finite and not negative, the same on
-  // all ranks; value error for others.
+  // Returns the groups' rates after so many updates. `initial`: the rates that the groups were given. The rates must be as many,
+  // finite, not negative and the same on all ranks; value error otherwise.
   virtual std::vector<double> rates(int64_t updates, const std::vector<double>& initial) = 0;
-  // What it is to have after a resume beside `updates`, for checkpoints; rank 0's is kept.
+  // The text that load_state() gets after a resume, for checkpoints; rank 0's is kept.
   virtual std::string state() const { return {}; }
   virtual void load_state(const std::string& /*state*/) {}
 };
-// Of all groups: the initial rate times factor(updates).
+// A schedule for all groups: the initial rate times factor(updates).
 std::shared_ptr<Schedule> scaled_by(std::function<double(int64_t updates)> factor);
 
 struct Recipe {
   UnitPolicy units = default_unit_policy;  // which parameters are gathered, reduced and freed together
-  // The first that takes a parameter has it. What none takes is of one more group, behind these, with the configuration's own
-  // hyper-parameters: engine.lr() has its rate last.
+  // The first group that takes a parameter has it. Parameters that none takes are one more group, behind these, with the
+  // configuration's own hyper-parameters: engine.lr() has its rate last.
   std::vector<ParamGroup> groups = {};
-  // Built over the module's parameters, with groups of its own; it takes the place of the configuration's. It updates fp32 masters,
-  // in stages 1 to 3 those of this rank's slices, which take the parameters' places in its groups until destroy(). What it does not
-  // have is not trained.
+  // An optimizer built over the module's parameters, with its own groups, in place of the configuration's. It updates fp32
+  // masters, in stages 1 to 3 those of this rank's slices, which take the parameters' places in its groups until destroy().
+  // Parameters that it does not have are not trained.
   std::shared_ptr<torch::optim::Optimizer> optimizer = nullptr;
-  std::shared_ptr<Schedule> schedule = nullptr;  // in the place of the configuration's
-  // With ranks along Axis::Sp: the model treats each part of a sequence alone, as no attention does, or exchanges parts by itself.
+  std::shared_ptr<Schedule> schedule = nullptr;  // in the place of the configuration's schedule
+  // True: along Axis::Sp the model treats each part of a sequence alone, as no attention does, or exchanges parts by itself.
   bool parts_alone = false;
 };
 
 // ---- for sessions
-// Marks in `specs` (param_specs() of the module) their groups, whose options it returns. Value errors, which name group and
-// parameter: a group that takes nothing (of the `whole` model; a stage of one may have none), a tensor that is no parameter of it,
+// Marks in `specs` (param_specs() of the module) the parameters' groups, and returns those. Value errors, which name group
+// and parameter: a group that takes nothing (of the `whole` model; a stage may have none of one), a tensor that is no parameter,
 // one that two groups list.
 std::vector<optim::GroupOptions> group_params(const std::vector<ParamGroup>& groups,
                                               const optim::OptimizerOptions& optimizer, bool whole,

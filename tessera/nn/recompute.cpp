@@ -79,7 +79,7 @@ struct Kept {
   comm::GroupPtr slices;
 };
 
-// Puts back what was around the first run, and at the end what is around now.
+// Puts the surroundings of the first run in place, and at the end those of now.
 class Again {
  public:
   explicit Again(const Kept& kept)

@@ -14,15 +14,15 @@ namespace tessera::nn {
 // How inputs are kept that are no parameters.
 struct RecomputeOptions {
   bool on_host = false;  // in host memory
-  // In slices on the ranks of the group, where they are alike; a backward is collective over it then. Null: whole.
+  // Keeps inputs in slices on the ranks of the group, where they are alike; a backward is collective over it then. Null: whole.
   comm::GroupPtr slices = nullptr;
 };
-// What the section activation_checkpointing says: cpu_checkpointing, and partition_activations over the tensor-parallel ranks.
+// Options of the section activation_checkpointing: cpu_checkpointing, and partition_activations over tensor-parallel ranks.
 RecomputeOptions recompute_options(const config::Config& config, const comm::Mesh& mesh);
 
-// f(inputs), of which the graph keeps `inputs` and nothing else: the backward runs f once more, with the random numbers and the
-// autocast of the first time. `f` must have trained parameters, which must be as they were, and returns defined tensors.
-// It is called on the thread that autograd uses. Gradients are those without it; outputs of a floating dtype all have a graph.
+// Returns f(inputs), of which the graph keeps `inputs` and nothing else: the backward runs f once more, with the random numbers
+// and the autocast of the first time. `f` must have trained parameters, which must be as they were, and return defined tensors.
+// `f` is called on the thread that autograd uses. Gradients are as without recomputation; all floating outputs have a graph.
 std::vector<at::Tensor> recompute(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> f,
                                   const std::vector<at::Tensor>& inputs, const RecomputeOptions& options = {});
 

@@ -7,17 +7,17 @@
 namespace tessera::nn {
 
 c10::impl::GenericDict dict_of(const ClientValues& values);
-// torch's generators, of the CPU and of `device`.
+// States of torch's generators, of the CPU and of `device`.
 c10::impl::GenericDict random_states(c10::Device device);
 
 class SavedValues {
  public:
-  // `place`: of this rank, among those that load.
+  // `place`: this rank's, among those that load.
   SavedValues(const engine::Restore& found, int place) : reader_(found.reader()), place_(place) {}
 
-  // IoError where it is damaged.
+  // The program's own values. IoError where the checkpoint is damaged.
   ClientValues client() const { return checkpoint::client_values(reader_); }
-  // Of this rank, where it has been saved. IoError where generators do not take it, which stay as they are.
+  // This rank's generators, where they were saved: try throws IoError where one does not take its state, and changes none.
   void try_random(c10::Device device) const;
   void put_random(c10::Device device) const;
 

@@ -65,7 +65,7 @@ ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engi
     std::vector<int> params;
     for (const at::Tensor& p : part->parameters()) {
       const auto known = index.find(p.unsafeGetTensorImpl());
-      if (known == index.end()) continue;  // it came later, and no group has it
+      if (known == index.end()) continue;  // the parameter came later, and no group has it
       params.push_back(known->second);
       covered.insert(params.back());
     }
@@ -80,7 +80,7 @@ ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engi
 
 namespace {
 
-// The path of the module around `path`, itself included, that says when it runs; none where there is no such one.
+// The path of the module around `path`, itself included, that says when it runs; none where no module does.
 std::optional<std::string> runs_with(const std::unordered_set<std::string>& holders, std::string path) {
   while (!holders.contains(path)) {
     if (path.empty()) return {};

@@ -57,13 +57,13 @@ class ModuleScope {
 ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
                            const std::vector<std::string>& leaves);
 
-// For reading: what is gathered together, and why, a line for each module with parameters of its own. `engine` is the one that
-// connect_scopes() was called with.
+// A text for reading: what is gathered together, and why, a line for each module with parameters of its own. `engine` is the one
+// that connect_scopes() was called with.
 std::string units_text(const torch::nn::Module& module, const engine::Engine& engine);
 
-// Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `modifier_rank` >= 0, for
+// While a GatheredParameters lives these parameters are whole: for reading, or, with `modifier_rank` >= 0, for
 // writing on that rank of the data-parallel group. Collective, at the begin and at the end. Tensors that the engine does
-// not partition pass through. close() ends it and reports errors; the destructor warns of them, and where an exception
+// not partition pass through. close() ends the region and reports errors; the destructor warns of them, and where an exception
 // passes it ends without what was written.
 class GatheredParameters {
  public:

@@ -57,7 +57,7 @@ using checkpoint::ClientValues;
 // What a load has found; false where there was no checkpoint.
 struct Loaded {
   std::string folder = {}, tag = {};
-  std::vector<std::string> missing = {}, unexpected = {};  // names, of a load that is not strict
+  std::vector<std::string> missing = {}, unexpected = {};  // names, for a load that is not strict
   ClientValues client = {};
   explicit operator bool() const { return !folder.empty(); }
 };
@@ -78,12 +78,12 @@ class Session {
   Session(Session&&) = default;
   Session& operator=(Session&&) = default;
 
-  // backward of loss, with the loss scale where the mode has one; `loss.backward()` is as good in fp32 and bf16.
+  // The backward of loss, with the loss scale where the mode has one; `loss.backward()` is as good in fp32 and bf16.
   // Returns loss / gradient_accumulation_steps, or the loss for scale_wrt_gas = false.
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);
 
-  // For a direct backward where the mode scales losses (fp16): engine.scale(loss).backward(), once for each backward;
-  // also outputs: engine.scale(output).backward(gradient). The tensor itself in other modes.
+  // Scales for a direct backward where the mode scales losses (fp16): engine.scale(loss).backward(), once for each backward;
+  // also outputs: engine.scale(output).backward(gradient). Returns the tensor itself in other modes.
   at::Tensor scale(const at::Tensor& loss) { return live().scaling().scale(loss); }
   // What step() divides gradients by; 1 in modes without loss scaling.
   double loss_scale() const { return live().scaling().scaler().scale(); }
@@ -101,8 +101,8 @@ class Session {
                               const ClientValues& client = {});
   [[nodiscard]] Loaded load_checkpoint(const std::string& dir, const std::string& tag = "",
                                        const engine::Restore::Options& options = {});
-  // Weights and buffers in the compute dtype for other tools, in `dir`: ".bin" for torch.load(), or ".safetensors"; several
-  // files with an index where they would have more than max_shard_bytes. Complete or not at all. False, and nothing is
+  // Exports weights and buffers in the compute dtype for other tools to `dir`: ".bin" for torch.load(), ".safetensors"; several
+  // files with an index where one would have more than max_shard_bytes. Complete or not at all. False, and nothing is
   // written, for partitioned parameters without zero_optimization.stage3_gather_16bit_weights_on_model_save. Collective.
   struct ExportOptions {
     bool frozen = true;
@@ -114,15 +114,15 @@ class Session {
   }
   void wait_for_checkpoint() { live().checkpoints().wait(); }
   // The module's parameters and buffers by name, detached: the tensors themselves, or copies of the whole of what is partitioned
-  // or cut along tp, on every rank. Collective where anything is, and where an update runs on. `frozen` false: without them.
+  // or cut along tp, on every rank. Collective where a tensor is, and where an update runs on. `frozen` false: no frozen ones.
   [[nodiscard]] NamedTensors module_state_dict(bool frozen = true) {
     const auto call = live().enter("module_state_dict");
     return nn::module_state_dict(*module_, live(), frozen);
   }
-  // Values for the module, those of a dict or of safetensors (checkpoint::WeightReader); masters follow. Of what is cut along tp
-  // the whole, or this rank's slice; of files nothing else is read, and no rank has more than one unit of partitioned parameters
-  // whole. All ranks pass the same. Value error, on all and with nothing changed, for shapes that differ, and where it is strict
-  // for names. IoError, with a part loaded, for a disk that fails meanwhile. Collective.
+  // Loads values of a dict or of safetensors (checkpoint::WeightReader) into the module; masters follow. Values for cut ones are
+  // whole, or this rank's slice; of files nothing else is read, and no rank has more than one unit of partitioned parameters
+  // whole. All ranks pass the same. Value error, on all and with nothing changed, for shapes that differ, and where the load is
+  // strict for names. IoError, with a part loaded, for a disk that fails meanwhile. Collective.
   LoadedNames load_module_state_dict(const NamedTensors& state, const LoadOptions& options = {}) {
     const auto call = live().enter("load_module_state_dict");
     return nn::load_state_dict(*module_, live(), state, options);
@@ -135,9 +135,9 @@ class Session {
   // Hyper-parameters by param group, which may be changed between steps, on all ranks alike. With an optimizer of one's own its
   // groups are in the optimizer.
   std::vector<optim::GroupOptions>& groups() { return live().groups(); }
-  // One more param group, of parameters of modules that came after the engine was built. (Frozen ones that require gradients again
-  // join the group that they are of.) They join with the next step, save or load; a schedule leaves their rate as it is. Its number. Value
-  // error, with nothing changed, for what the module does not have, what is in another group and what cannot be trained beside the
+  // Adds a param group of parameters of modules that came after the engine was built. (Frozen ones that require gradients again
+  // join their group.) They join with the next step, save or load; a schedule leaves their rate. Returns its number. Value
+  // error, with nothing changed, for what the module does not have, what is in another group and what cannot be trained with the
   // others; state error with an optimizer of one's own. On all ranks alike; local.
   int add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);
   // Learning rates that the next update uses, one per param group.
@@ -153,11 +153,11 @@ class Session {
   int rank() const { return live().mesh().rank(comm::kBatchAxes); }
   int size() const { return live().mesh().size(comm::kBatchAxes); }
 
-  // From here on `param`, which another module owns, is gathered while `reader` runs, too: of stage 3, where a forward reads a
-  // parameter past its module. Of a reader that does not say when it runs (hooked.h), while the module around it that does runs,
+  // Gathers `param`, which another module owns, while `reader` runs, too, from here on: for stage 3, where a forward reads a
+  // parameter past its module. For a reader that does not say when it runs (hooked.h), while the module around it that does runs,
   // or for the whole forward. Value error for what is not of this engine. On all ranks alike; local.
   void register_external_parameter(const torch::nn::Module& reader, const ParamKey& param);
-  // Room for other engines: what this one has on its device goes elsewhere until reload_states() (engine::Engine::offload_states).
+  // Makes room for other engines: what is on the device goes elsewhere until reload_states() (engine::Engine::offload_states).
   void offload_states(const std::vector<zero::StateKind>& kinds = zero::all_state_kinds(),
                       shard::Residence to = shard::Residence::Host, bool pin_memory = true) {
     live().offload_states(kinds, to, pin_memory);
@@ -165,7 +165,7 @@ class Session {
   void reload_states() { live().reload_states(); }
   bool states_are_away() const { return live().states_are_away(); }
 
-  // How tensor_parallel has cut the module; empty where it did not, or it came cut. For reading: parallel_plan()->text().
+  // How tensor_parallel has cut the module; empty where it has not, or the module came cut. For reading: parallel_plan()->text().
   const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
 
   // What stage 3 gathers together, and why: nn::units_text(). Local.
@@ -181,21 +181,21 @@ class Session {
     ~Held();
     Held(const Held&) = delete;
     Held& operator=(const Held&) = delete;
-    // Ends it before the object goes. Throws what the reduction does.
+    // Ends the hold before the object goes. Throws what the reduction throws.
     void end();
 
    private:
     engine::Engine& core_;
     const Error error_;
-    void (engine::Engine::*end_)();  // null: it was
+    void (engine::Engine::*end_)();  // null: it was ended
     const int passing_ = std::uncaught_exceptions();
   };
   Held no_sync() { return {live(), held_error_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }
   Held coalesce() { return {live(), held_error_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce}; }
   void zero_grad() { live().zero_grad(); }
-  // The next backward completes an update.
+  // Whether the next backward completes an update.
   bool is_gradient_accumulation_boundary() const { return live().is_gradient_accumulation_boundary(); }
-  // As engine::Engine has them.
+  // The calls below do what those of engine::Engine do.
   void set_gradient_accumulation_boundary(bool boundary) { live().set_gradient_accumulation_boundary(boundary); }
   void set_gradient_accumulation_steps(int64_t steps) { live().set_gradient_accumulation_steps(steps); }
   void set_micro_batch_size(int64_t samples) { live().set_micro_batch_size(samples); }
@@ -203,25 +203,25 @@ class Session {
   // ---- between a backward and its step. Collective; errors on all ranks where step() would be one (engine::Engine).
   // The norm of the gradients as they are now.
   double grad_norm() { return live().grad_norm(fault()); }
-  // The same; they are scaled so that it is `max_norm` at most.
+  // Returns that norm; gradients are scaled so that it is `max_norm` at most.
   double clip_grad_norm(double max_norm) { return live().clip_grad_norm(max_norm, fault()); }
 
   // ---- what happened
   int64_t global_steps() const { return live().global_steps(); }
   int64_t skipped_steps() const { return live().skipped_steps(); }
   bool was_step_applied() const { return live().was_step_applied(); }  // by the last step()
-  // Of the last step that was not skipped, before clipping, over all parameters and ranks.
+  // The norm of the last step that was not skipped, before clipping, over all parameters and ranks.
   std::optional<double> global_grad_norm() const { return live().global_grad_norm(); }
   // What the steps so far spent where (engine::Engine::phases()).
   const Phases& phases() const { return live().phases(); }
 
-  // ---- what it says while it trains; the first rank of the engine says it
+  // ---- what the engine says while it trains; its first rank says it
   // After every optimizer step, numbers go to the writers of the configuration (tensorboard, csv_monitor, tessera.json_lines) and to
   // these; warnings go to writers. `step` counts samples. A writer's error is that of step(), after the update.
   using OnMetric = std::function<void(const std::string& name, double value, int64_t step)>;
   void on_metric(OnMetric call);
   void add_writer(std::unique_ptr<io::MetricWriter> writer);
-  // Numbers of the program's own, to all of them. Nothing on other ranks. Local.
+  // Gives numbers of the program's own to all of these. Does nothing on other ranks. Local.
   void write_metrics(const std::vector<io::Metric>& metrics);
   // Among the numbers are tflops and, with the `peak` of a device, mfu: engine::Watch::count_flops(). `per_sample` in forward and
   // backward, as linear_flops(module) times the tokens of a sample.
@@ -231,12 +231,12 @@ class Session {
     live();
     watch_.expect(steps, tokens_per_sample);
   }
-  // What it holds on this rank, beside the formula: std::cout << engine.memory(). Local.
+  // What the engine holds on this rank, beside the formula: std::cout << engine.memory(). Local.
   engine::MemoryUse memory() const { return watch_.memory(live()); }
-  // Of the last optimizer step, by phase; empty without wall_clock_breakdown.
+  // Seconds of the last optimizer step, by phase; empty without wall_clock_breakdown.
   const std::optional<engine::Watch::Seconds>& step_seconds() const { return watch_.step_seconds(); }
   // What this engine's collectives took on this rank, by operation and size: print engine::text_of(rows). State error without
-  // comms_logger.enabled. With `stragglers` collective.
+  // comms_logger.enabled. Collective with `stragglers`.
   std::vector<engine::CallRow> comm_summary(bool stragglers = false);
 
   // ---- over the ranks that gradients are averaged over: those of other batches (rank(), size()) and of other parts of a sequence.
@@ -245,7 +245,7 @@ class Session {
   at::Tensor sum(const at::Tensor& value) const;
   // A loss of masked tokens: `sum` of this rank's losses (a scalar, with autograd) and `count` of its tokens become the loss whose
   // gradient, averaged over ranks as every step averages, is that of the mean over all tokens of all ranks: sum times the number of
-  // ranks over the count of all. The mean() of it over ranks is that mean. A count of all of 0 is a value error.
+  // ranks over the count of all. The mean() of the result over ranks is that mean. A count of all of 0 is a value error.
   at::Tensor token_mean(const at::Tensor& sum, const at::Tensor& count) const;
 
   // Masters, gradients and optimizer states, by parameter or name.
@@ -261,11 +261,11 @@ class Session {
  protected:
   // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
   void look_before_update();
-  // A forward has switched an autocast region of the caller's off. One rank says so.
+  // Warns, on one rank, that a forward has switched an autocast region of the caller's off.
   void warn_of_region();
-  // Nothing is cut along tp. (A stage of a pipeline may be so.)
+  // Warns that nothing is cut along tp. (A stage of a pipeline may be so.)
   void warn_of_cuts();
-  // Nothing is trained. (A stage of a pipeline may be so.)
+  // Warns that nothing is trained. (A stage of a pipeline may be so.)
   void warn_of_frozen();
   // The scope of parameters that belong to no Hooked module.
   const ScopeHandle& rest() const { return rest_; }
@@ -294,7 +294,7 @@ class Session {
   int averaged() const { return live().mesh().size(comm::kBatchAxes.with(comm::Axis::Sp)); }
 
   std::optional<parallel::Plan> plan_;
-  std::vector<std::pair<at::Tensor, CutParamPtr>> cuts_;  // of layers of torch
+  std::vector<std::pair<at::Tensor, CutParamPtr>> cuts_;  // of torch's layers
   std::shared_ptr<engine::Engine> core_;
   std::unique_ptr<Contents> contents_;
   bool warned_of_frozen_ = false;  // that came later
@@ -304,11 +304,11 @@ class Session {
   std::unique_ptr<ClientOptimizer> client_;  // in place of the core's
   std::vector<optim::GroupOptions> groups_;  // at the start
   std::optional<optim::ScheduleOptions> schedule_;
-  std::shared_ptr<Schedule> own_schedule_;  // in its place
+  std::shared_ptr<Schedule> own_schedule_;  // in the place of the configuration's
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
   engine::SaveOptions save_options_;
-  std::string config_text_;  // where DeepSpeed's files are written, which have it
+  std::string config_text_;  // where DeepSpeed's files are written, which have the text
   engine::Foreign load_from_;
   bool loads_masters_ = true;
   bool keeps_random_ = false;
@@ -319,7 +319,7 @@ class Session {
   std::vector<OnMetric> calls_;
   bool logs_ = false;
   bool logs_memory_ = false;
-  // Until the first update: whether anything exchanges parts of the sequence. Ranks that the configuration asked for have to.
+  // Until the first update: whether anything exchanges parts of the sequence, as ranks that the configuration asked for have to.
   enum class SequenceCheck : uint8_t { Off, Warning, Error };
   SequenceCheck checks_sequence_ = SequenceCheck::Off;
   int64_t steps_per_print_ = 1;

@@ -14,7 +14,7 @@ struct Share {
   int64_t most = 1, whole = 1;
 };
 
-// Of parameters that the plan cuts: the longest slice, of how much.
+// Parameters that the plan cuts: the longest slice, and of how much.
 std::map<std::string, Share> shares_of(const torch::nn::Module& module, const Config& config) {
   std::map<std::string, Share> found;
   const int64_t ranks = config::tensor_parallel_ranks(config);

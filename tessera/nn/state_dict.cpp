@@ -43,7 +43,7 @@ std::vector<Entry> entries_of(const torch::nn::Module& module, const engine::Eng
   return entries;
 }
 
-// Parameters that are gathered together.
+// Parameters that are gathered together, as lists.
 std::vector<Ids> units_of(const engine::Engine& core) {
   std::map<std::string, size_t> known;
   std::vector<Ids> units;
@@ -55,7 +55,7 @@ std::vector<Ids> units_of(const engine::Engine& core) {
   return units;
 }
 
-// f() while these are whole. Collective.
+// Runs f() while these parameters are whole. Collective.
 template <class F>
 void in_region(engine::Engine& core, const Ids& params, Writes writes, const F& f) {
   core.regions().open(params, /*writable=*/writes != Writes::None);
@@ -77,7 +77,7 @@ struct Source {
   std::vector<std::vector<std::string>> names;  // of each tensor
   std::function<std::optional<Shape>(const std::string& name)> sizes;
   std::function<at::Tensor(const std::string& name, const shard::CutPtr& cut)>
-      value;  // this rank's slice of it, or all
+      value;  // this rank's slice of a tensor, or all
   bool on_disk = false;
 };
 
@@ -87,7 +87,7 @@ struct LoadPlan {
   LoadedNames names;
 };
 
-// Value error for what does not fit. Local.
+// Throws a value error for what does not fit. Local.
 LoadPlan plan_of(const std::vector<Entry>& entries, engine::Engine& core, const Source& source,
                  const LoadOptions& options) {
   LoadPlan plan{std::vector<std::string>(core.params().size()), {}, {}};
@@ -168,7 +168,7 @@ NamedTensors module_state_dict(const torch::nn::Module& module, engine::Engine& 
   const at::NoGradGuard no_grad;
   core.finish_update();
   std::vector<at::Tensor> whole(core.params().size());
-  std::exception_ptr error;  // of this rank: the others go on to the next unit
+  std::exception_ptr error;  // this rank's error: the others go on to the next unit
   bool alone = true;
   for (const Ids& unit : units_of(core)) {
     Ids parts;

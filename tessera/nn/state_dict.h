@@ -16,16 +16,16 @@ using checkpoint::NamedTensors;
 
 struct LoadOptions {
   bool strict = true;  // every name of the module must be there, and no other
-  // From a name in the module to that in the dict or the files; none: the same.
+  // Maps a name in the module to the name in the dict or the files; none: the same.
   std::function<std::string(const std::string&)> rename = {};
 };
-// Of a load that is not strict: names of the module that got no value, and what nothing in it is called. A tied parameter has
-// its value by any of its names.
+// What a load that is not strict has left: names of the module that got no value, and names that nothing in it has. A tied
+// parameter has its value by any of its names.
 struct LoadedNames {
   std::vector<std::string> missing = {}, unexpected = {};
 };
 
-// Session's, of which these are the work.
+// The work of Session's calls of these names.
 NamedTensors module_state_dict(const torch::nn::Module& module, engine::Engine& core, bool frozen);
 LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& core, const NamedTensors& state,
                             const LoadOptions& options);

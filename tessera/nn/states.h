@@ -20,14 +20,14 @@ struct ParamKey {
   std::string name;
 };
 
-// Full values are fp32, in the shape of the parameter (of what is cut along tp: of the whole); reading and writing them is
+// Full values are fp32, in the shape of the parameter (for one cut along tp: of the whole); reading and writing them is
 // collective. Local ones are what this rank holds, fp32: shaped like the parameter at stage 0, else 1-D and possibly empty; views
-// where it is held so. What is not there is undefined: of parameters that are not optimized, of gradients outside the time between
-// a backward and its step. A parameter that waits to be trained joins with the first collective call for it. Value error for what
-// is no parameter, and for a write where there is nothing of this kind.
+// where values are held so. Missing values are undefined: those of parameters that are not optimized, gradients outside the time
+// between a backward and its step. A parameter that waits to be trained joins with the first collective call for it. Value error
+// for what is no parameter, and for a write where there is nothing of this kind.
 class States {
  public:
-  // `client`: who keeps the optimizer's states in the core's place, or null.
+  // `client`: the optimizer that keeps the states in the core's place, or null.
   States(engine::Engine& core, const torch::nn::Module& module, ClientOptimizer* client = nullptr)
       : core_(core), module_(module), client_(client) {}
 
@@ -48,7 +48,7 @@ class States {
   at::Tensor local_grad(const ParamKey& param) const;
   at::Tensor local_state(const ParamKey& param, const std::string& key) const;
   void set_local_param(const ParamKey& param,
-                       const at::Tensor& value) const;  // collective: it is refreshed on all ranks
+                       const at::Tensor& value) const;  // collective: the parameter is refreshed on all ranks
   void set_local_grad(const ParamKey& param, const at::Tensor& value) const;
   void set_local_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const;
 

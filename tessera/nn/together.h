@@ -12,7 +12,7 @@ namespace tessera::nn {
 // `copies`: see norm_contribution(). True when weights were updated. UsageError, on every rank and with nothing stepped, where
 // only some engines are at an accumulation boundary. Collective over all parts.
 bool step_together(Session& engine, const comm::Parts& parts, const std::vector<int>& copies = {});
-// The same of all engines of this process, where parts lie over each other.
+// Does the same for all engines of this process, where parts lie over each other.
 bool step_together(const std::vector<Session*>& engines, const comm::Parts& parts);
 
 }  // namespace tessera::nn

@@ -13,7 +13,7 @@ namespace tessera::nn {
 // Hyper-parameters as torch::optim has them, of a type of optim::find_torch_type().
 std::unique_ptr<torch::optim::OptimizerOptions> torch_options(const optim::Type& type,
                                                               const optim::GroupOptions& group);
-// Over parameters by group. Value error for hyper-parameters that are out of their bounds.
+// Makes an optimizer over parameters by group. Value error for hyper-parameters that are out of their bounds.
 std::shared_ptr<torch::optim::Optimizer> torch_optimizer(const optim::Type& type,
                                                          const std::vector<optim::GroupOptions>& groups,
                                                          const std::vector<std::vector<at::Tensor>>& params);

@@ -17,7 +17,7 @@
 namespace tessera::nn {
 namespace {
 
-// "my::BlockImpl" -> itself, "BlockImpl", and both without "Impl".
+// The names of a class: "my::BlockImpl" itself, "BlockImpl", and both without "Impl".
 std::vector<std::string> names_of(const torch::nn::Module& module) {
   const std::string full = module.name();
   const size_t colon = full.rfind(':');

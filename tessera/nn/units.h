@@ -12,8 +12,8 @@
 
 namespace tessera::nn {
 
-// `module` in the terms of unit_policy.h. Its classes go by Module::name() ("my::BlockImpl"), the last part of it, and
-// both without the "Impl" of what a module holder holds.
+// Outline of `module` in the terms of unit_policy.h. A module's class goes by Module::name() ("my::BlockImpl"), by the last part
+// of that name, and by both without the "Impl" of what a module holder holds.
 engine::Outline outline(const torch::nn::Module& module);
 
 // From a model to the unit of each parameter, by name; absent names join the unit "root".
@@ -21,7 +21,7 @@ using UnitPolicy = std::function<engine::UnitNames(const torch::nn::Module&)>;
 // engine::default_units.
 engine::UnitNames default_unit_policy(const torch::nn::Module& module);
 
-// The parameters of `module` in the order of named_parameters(), a tied one once under its first name. Those that
+// The parameters of `module` in the order of named_parameters(), a tied one once under its first name. Parameters that
 // require a gradient get optimizer group 0, the others -1. Local.
 std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module, const engine::UnitNames& units);
 
@@ -30,11 +30,11 @@ std::vector<engine::ParamSpec> param_specs(const torch::nn::Module& module, cons
 // parameters, or what Module::name() says of a class of your own. Value error for a name that is neither.
 void mark_autocast(const torch::nn::Module& module, const std::vector<std::string>& names, at::ScalarType dtype,
                    std::vector<engine::ParamSpec>& specs);
-// The classes where the configuration names none.
+// The classes to mark where the configuration names none.
 std::vector<std::string> default_autocast_modules();
 
 // Floating-point buffers of `module` (running means and the like) become `dtype`, where that is given, and those whose names have
-// one of the patterns `in_fp32` (data_types.keep_in_fp32_modules) fp32, in place: who holds one sees it. Local.
+// one of the patterns `in_fp32` (data_types.keep_in_fp32_modules) fp32, in place: holders of a buffer see it. Local.
 void cast_buffers(const torch::nn::Module& module, std::optional<at::ScalarType> dtype,
                   const std::vector<std::string>& in_fp32);
 

@@ -20,7 +20,7 @@ class WholeOptimizer final : public torch::optim::Optimizer {
     double get_lr() const override { return group.lr; }
     void set_lr(double lr) override { group.lr = lr; }
     void serialize(torch::serialize::InputArchive& /*archive*/) override {}
-    void serialize(torch::serialize::OutputArchive& /*archive*/) const override {}  // the configuration has them
+    void serialize(torch::serialize::OutputArchive& /*archive*/) const override {}  // the configuration has the options
 
     optim::GroupOptions group;
   };
@@ -29,14 +29,14 @@ class WholeOptimizer final : public torch::optim::Optimizer {
     void serialize(torch::serialize::OutputArchive& archive) const override;
 
     std::map<std::string, at::Tensor> values;
-    std::optional<int64_t> step;  // of what counts them
+    std::optional<int64_t> step;  // of parameters that count them
   };
 
-  // Groups have Options, in the order of `params`. Value error for what is out of its bounds.
+  // Groups have Options, in the order of `params`. Value error for options out of their bounds.
   WholeOptimizer(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
                  const std::vector<std::vector<at::Tensor>>& params);
 
-  // Parameters by their numbers for `shards`.
+  // Gives `shards` and the numbers by which these know the parameters.
   void use(optim::ShardsPtr shards, std::unordered_map<const void*, int> numbers);
   void add_number(const at::Tensor& param, int number) { numbers_[param.unsafeGetTensorImpl()] = number; }
   optim::Rule rule() const { return rule_; }
@@ -44,7 +44,7 @@ class WholeOptimizer final : public torch::optim::Optimizer {
 
   // Collective as the shards are. Not-implemented error for a closure.
   at::Tensor step(LossClosure closure = nullptr) override;
-  // The states alone.
+  // Loads the states alone.
   void load(torch::serialize::InputArchive& archive) override;
 
  private:

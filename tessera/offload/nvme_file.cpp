@@ -98,15 +98,15 @@ void NvmeFile::read_now(char* to, Bytes bytes) {
   queue_->read(file_, to, bytes.size(), bytes.begin).get();
 }
 
-// A buffer; where all are in use, the oldest transfers come to their end first. Those that their reader still holds are no
-// use: then it is memory of its own.
+// Takes a buffer; where all are in use, the oldest transfers come to their end first. Buffers that a reader still holds do not
+// come back: then the buffer is new memory.
 std::shared_ptr<char> NvmeFile::take(int64_t bytes) {
   while (!staging_->has_room(bytes) && !flight_.empty())
     finish(flight_.begin());
   return staging_->take(bytes);
 }
 
-// Transfers that are over are forgotten, and those that must be over before one of `bytes` waited for.
+// Forgets transfers that are over, and waits for those that must be over before a transfer of `bytes`.
 void NvmeFile::settle(Bytes bytes, bool reads_too) {
   for (auto transfer = flight_.begin(); transfer != flight_.end();) {
     const bool over = transfer->done.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
@@ -115,7 +115,7 @@ void NvmeFile::settle(Bytes bytes, bool reads_too) {
   }
 }
 
-// What goes wrong with a read is for who waits for it; with a write, for who writes or flushes next.
+// A failed read is thrown to who waits for it; a failed write to who writes or flushes next.
 std::list<NvmeFile::Transfer>::iterator NvmeFile::finish(std::list<Transfer>::iterator transfer) {
   const Transfer gone = std::move(*transfer);
   const auto next = flight_.erase(transfer);

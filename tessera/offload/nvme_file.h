@@ -32,34 +32,34 @@ struct Bytes {
   int64_t size() const { return end - begin; }
 };
 
-// Calls from any number of threads. Errors are IoError and name file, operation and bytes; that of a write is thrown by
+// Calls from any number of threads. Errors are IoError and name file, operation and bytes; an error of a write is thrown by
 // later writes, until flush() has thrown it.
 class NvmeFile {
  public:
-  // Makes `folder` and those above it where there is none, and the file in it; warns where the file system has no
+  // Makes `folder` and its parents where there is none, and the file in it; warns where the file system has no
   // transfers past the page cache. Up to `buffers` buffers of `buffer_bytes` bytes stay in memory, which `make_memory` gives.
   NvmeFile(const std::string& folder, int64_t buffers, int64_t buffer_bytes, const QueueMaker& make_queue,
            MemoryMaker make_memory = {});
   ~NvmeFile();
 
-  void keep_buffers(int64_t count) { staging_->keep(count); }  // from now on, at least so many
+  void keep_buffers(int64_t count) { staging_->keep(count); }  // from now on, keeps at least so many
 
-  // Space of its own for `bytes` bytes, which are zeros; begins at a block.
+  // Reserves space for `bytes` bytes, which are zeros; begins at a block.
   Bytes reserve(int64_t bytes);
 
-  // Memory in which the bytes will be, once `arrived` has been called; `arrived` throws what went wrong.
+  // Memory that holds the bytes once `arrived` has been called; `arrived` throws what went wrong.
   struct Read {
     std::shared_ptr<char> memory;  // of the first byte
     std::function<void()> arrived;
   };
-  // `bytes` within `space`, which reserve() gave.
+  // Reads `bytes` within `space`, which reserve() gave.
   Read read(Bytes bytes, Bytes space);
-  // Such memory for what is to be written there; `bytes` as for write().
+  // Memory for bytes that are to be written there; `bytes` as for write().
   std::shared_ptr<char> memory_for(Bytes bytes);
-  // `values` stay untouched; `keeps` are kept alive until they are there. Nothing is copied where they lie in what read()
-  // or memory_for() gave, from the same block on to the end of a block or of `space`.
+  // Writes `values`, which stay untouched; `keeps` are kept alive until they are there. Copies nothing where they lie in memory
+  // of read() or memory_for(), from the same block on to the end of a block or of `space`.
   void write(Bytes bytes, Bytes space, const char* values, std::shared_ptr<void> keeps);
-  // Returns when what was written is in the file. Of several errors the first is thrown; none is left for later.
+  // Returns when what was written is in the file. Throws the first of several errors, and leaves none for later.
   void flush();
 
   int64_t peak_buffer_bytes() const { return staging_->peak_bytes(); }

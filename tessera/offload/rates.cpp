@@ -16,11 +16,11 @@ namespace tessera::offload {
 namespace {
 
 constexpr int64_t kCopied = 1 << 25;   // bytes of a copy
-constexpr int kCopies = 3;             // in a row
+constexpr int kCopies = 3;             // copies in a row
 constexpr int64_t kUpdated = 1 << 23;  // elements: more than caches hold
 constexpr int64_t kGrain = 1 << 15;    // elements of a thread, at least
 
-// The best of two runs, the first of which meets memory and threads that are new. `bytes`: what one moves.
+// The best rate of two runs, the first of which meets memory and threads that are new. `bytes`: what a run moves.
 template <class F>
 double rate_of(double bytes, const F& run) {
   double best = 0;
@@ -61,7 +61,7 @@ double rate_of_device(c10::Device device) {
   });
 }
 
-// Adam of a split master with moments of 32 bits: 26 bytes an element.
+// The rate of Adam on a split master with moments of 32 bits: 26 bytes an element.
 double rate_of_update() {
   constexpr int64_t kBytes = 2 + 2 * (2 + 2 + 4 + 4);
   const auto make = [](at::ScalarType dtype) { return at::zeros({kUpdated}, at::TensorOptions(dtype)); };

@@ -1,5 +1,5 @@
-// Rates: how fast bytes move between a device, host memory and a disk here. Measured in a moment, not looked up: they follow from
-// the machine, and from who else uses it.
+// Rates: how fast bytes move between a device, host memory and a disk here. They are measured in a moment, not looked up: they
+// follow from the machine, and from who else uses it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -23,14 +23,14 @@ struct Rates {
 };
 
 struct RateOptions {
-  c10::Device device;       // the CPU: it has no bus
+  c10::Device device;       // the CPU has no bus
   bool pin_memory = true;   // host memory of copies is page-locked
-  std::string folder{};     // of the file; empty: none
+  std::string folder{};     // folder of the file; empty: none
   QueueMaker make_queue{};  // of its transfers
 };
 
-// Takes some 100 ms, 120 MB of host memory, and of a device 64 MiB of its memory and of page-locked memory each, which torch's
-// allocators keep for what comes. Local; the host waits for the device.
+// Measures in some 100 ms, with 120 MB of host memory, and on a device 64 MiB of its memory and of page-locked memory each, which
+// torch's allocators keep for what comes. Local; the host waits for the device.
 Rates measure_rates(const RateOptions& options);
 
 }  // namespace tessera::offload

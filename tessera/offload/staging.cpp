@@ -35,7 +35,7 @@ std::shared_ptr<char> Staging::take(int64_t bytes) {
 
 Staging::Block Staging::free_or_new(int64_t bytes) {
   if (bytes <= bytes_ && !free_.empty()) {
-    Block block = std::move(free_.back());  // the one that was used last: the others may never be needed
+    Block block = std::move(free_.back());  // the block that was used last: the others may never be needed
     free_.pop_back();
     return block;
   }

@@ -12,25 +12,25 @@
 
 namespace tessera::offload {
 
-// So many bytes at a multiple of io::kDirectAlignment.
+// Makes so many bytes at a multiple of io::kDirectAlignment.
 using MemoryMaker = std::function<std::shared_ptr<char>(int64_t bytes)>;
 
-// Any number of threads: what take() gave is let go of wherever its last tensor dies.
+// Calls from any number of threads: memory of take() is let go of wherever its last tensor dies.
 class Staging : public std::enable_shared_from_this<Staging> {
  public:
-  // Keeps up to `count` buffers of `bytes` bytes each, which are made when they are first needed. `make`: page-locked memory,
+  // Keeps up to `count` buffers of `bytes` bytes each, made when they are first needed. `make`: page-locked memory,
   // as copies to a device want; empty: ordinary memory.
   Staging(int64_t count, int64_t bytes, MemoryMaker make = {});
-  void keep(int64_t count);  // from now on, at least so many
+  void keep(int64_t count);  // from now on, keeps at least so many
 
-  // At least `bytes` bytes at a multiple of io::kDirectAlignment. A kept buffer if one is free and large enough; else memory
-  // of its own, which goes when it is let go of.
+  // Takes at least `bytes` bytes at a multiple of io::kDirectAlignment: a kept buffer if one is free and large enough; else new
+  // memory, which is freed when it is let go of.
   std::shared_ptr<char> take(int64_t bytes);
-  // take(bytes) gives a kept buffer, or memory for which none is large enough.
+  // Whether take(bytes) gives a kept buffer, or memory for which none is large enough.
   bool has_room(int64_t bytes) const;
-  // The `bytes` bytes from `memory` on lie in what one take() gave.
+  // Whether the `bytes` bytes from `memory` on lie in what one take() gave.
   bool holds(const char* memory, int64_t bytes) const;
-  int64_t peak_bytes() const;  // the most there ever was
+  int64_t peak_bytes() const;  // the most bytes there ever were
 
  private:
   struct Block {

@@ -29,7 +29,7 @@ using shard::Residence;
 
 constexpr int64_t kWidest = sizeof(float);  // bytes of an element
 
-// A power of two where it is one and the allocator begins at a page, as that of CUDA does.
+// Makes page-locked memory: a power of two where `bytes` is one and the allocator begins at a page, as CUDA's does.
 std::shared_ptr<char> pinned_bytes(int64_t bytes) {
   const auto options = at::TensorOptions(at::kByte).pinned_memory(true);
   const auto over = [](const at::Tensor& t) {
@@ -41,7 +41,7 @@ std::shared_ptr<char> pinned_bytes(int64_t bytes) {
   return {begin + (over(memory) == 0 ? 0 : io::kDirectAlignment - over(memory)), [memory](char*) {}};
 }
 
-// In pieces of whole tiles.
+// Values in host memory, in pieces of whole tiles.
 class HostHome final : public shard::Home {
  public:
   // `slabs`: page-locked memory; null: ordinary memory.
@@ -86,7 +86,7 @@ class HostHome final : public shard::Home {
 
  private:
   struct Piece {
-    int64_t begin;  // its first element
+    int64_t begin;  // the piece's first element
     at::Tensor values;
   };
   template <class F>
@@ -140,7 +140,7 @@ class NvmeHome final : public shard::Home {
  private:
   Bytes bytes_of(Range range) const { return {space_.begin + range.begin * width_, space_.begin + range.end * width_}; }
 
-  // In memory that is written from where it is.
+  // Values in memory from which they can be written without a copy.
   at::Tensor on_host(Range range) const {
     const std::shared_ptr<char> memory = file_->memory_for(bytes_of(range));
     return at::from_blob(memory.get(), {range.size()}, [memory](void*) {}, options_);
@@ -183,7 +183,7 @@ class Homes {
     return options_.pin_memory || (options_.pin_asked && options.pinned_memory());
   }
 
-  // As files.
+  // The page-locked memory of this thread, as file() has its file.
   shard::HostSlabsPtr slabs() {
     std::weak_ptr<shard::HostSlabs>& known = slabs_[std::this_thread::get_id()];
     shard::HostSlabsPtr slabs = known.lock();
@@ -191,7 +191,7 @@ class Homes {
     return slabs;
   }
 
-  // An engine is built by one thread; engines of several threads do not wait for each other's transfers.
+  // The file of this thread: it builds one engine, and engines of several threads do not wait for each other's transfers.
   std::shared_ptr<NvmeFile> file(bool pinned) {
     std::weak_ptr<NvmeFile>& known = files_[std::this_thread::get_id()];
     std::shared_ptr<NvmeFile> file = known.lock();
@@ -208,7 +208,7 @@ class Homes {
   const StateOptions options_;
   std::mutex mutex_;
   bool warned_ = false;
-  // By thread, of which each is a rank: what one asks for is no other's matter.
+  // By thread, of which each is a rank: what one asks for does not concern the others.
   std::map<std::thread::id, int64_t> in_memory_;  // elements that live there instead
   std::set<Quantity> quantities_;
   std::map<std::thread::id, std::weak_ptr<NvmeFile>> files_;

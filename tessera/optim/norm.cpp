@@ -48,7 +48,7 @@ class Block {
   Block(const std::vector<Piece>& pieces, int64_t begin, int64_t end)
       : parts_(pieces_of(pieces, begin, end)), begin_(begin), end_(end) {}
   bool empty() const { return parts_.empty(); }
-  // They lie in one piece, as far as they are not zero: so many.
+  // How many elements are not zero, where one piece has them all and begins with the block; else 0.
   int64_t in_one() const {
     const bool one = parts_.size() == 1 && parts_[0].begin <= begin_;
     return one ? std::min(end_, parts_[0].begin + parts_[0].values.numel()) - begin_ : 0;
@@ -57,7 +57,7 @@ class Block {
     const at::Tensor& values = parts_[0].values;
     return static_cast<const char*>(values.const_data_ptr()) + (begin_ - parts_[0].begin) * values.element_size();
   }
-  // f(offset in the block, elements of a piece)
+  // Calls f(offset in the block, elements of a piece).
   template <class F>
   void each(const F& f) const {
     for (const Piece& piece : parts_) {
@@ -71,7 +71,7 @@ class Block {
   int64_t begin_, end_;
 };
 
-// `scratch`: for elements of several pieces, which are put together there.
+// `scratch`: memory where elements of several pieces are put together.
 double block_sum(const Block& block, kernels::DType dtype, std::vector<char>& scratch) {
   if (block.empty()) return 0;
   if (const int64_t n = block.in_one(); n > 0) return kernels::sum_of_squares(block.there(), dtype, n);
@@ -110,7 +110,7 @@ void add_blocks(const std::vector<kernels::SumSegment>& segments, c10::Device de
   });
 }
 
-// Blocks that lie in several pieces are put together first: all of them at once.
+// Puts blocks that lie in several pieces together, all of them at once, and adds their squares to `sums`.
 void add_blocks_of_several(const std::vector<int64_t>& numbers, int64_t size, const std::vector<Piece>& pieces,
                            const at::Tensor& sums) {
   if (numbers.empty()) return;
@@ -134,7 +134,7 @@ void add_blocks_of_several(const std::vector<int64_t>& numbers, int64_t size, co
   sums.index_copy_(0, shard::sent_to(sums.device(), at::tensor(numbers, at::kLong)), found);
 }
 
-// A number on the tensors' device, once its stream is there.
+// A number on the tensors' device, ready once its stream is there.
 at::Tensor sum_on_device(int64_t size, const std::vector<Piece>& pieces, const at::TensorOptions& options) {
   constexpr int64_t kSize = kernels::kSumBlock;
   const bool all = pieces.size() == 1 && pieces[0].values.numel() == size;

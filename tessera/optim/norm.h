@@ -11,19 +11,19 @@ namespace tessera::optim {
 // multi-threaded; blocks of fixed size are added in order, so the bits do not depend on the number of threads. Waits for
 // a device.
 double sum_of_squares(const at::Tensor& tensor);
-// That of each; those that are not on the CPU are on one device. One launch for all of them, and one wait.
+// Sums of squares of several tensors; those that are not on the CPU are on one device. One launch for all of them, and one wait.
 std::vector<double> sums_of_squares(const std::vector<at::Tensor>& tensors);
-// Without a wait: a number (0-d, double) where the tensor is.
+// Returns the sum without a wait: a number (0-d, double) where the tensor is.
 at::Tensor squares_there(const at::Tensor& tensor);
 // Part of a row of elements, 1-D, from element `begin` on.
 struct Piece {
   int64_t begin;
   at::Tensor values;
 };
-// As squares_there() of `size` elements in a row, with its bits: those of `pieces`, in order and without overlap, and zeros
-// between them.
+// Returns squares_there() of `size` elements in a row, with the same bits: those of `pieces`, in order and without overlap, and
+// zeros between them.
 at::Tensor squares_there(int64_t size, const std::vector<Piece>& pieces, const at::TensorOptions& options);
-// Such numbers, on the CPU and on one device. Waits for that once.
+// Reads numbers on the CPU and on one device. Waits for the device once.
 std::vector<double> read_numbers(const std::vector<at::Tensor>& numbers);
 
 // Factor of torch.nn.utils.clip_grad_norm_: min(1, max_norm / (norm + 1e-6)); 1 when max_norm is 0

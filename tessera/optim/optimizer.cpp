@@ -29,7 +29,7 @@ int states_of(Rule rule, const GroupOptions& group) {
     case Rule::External:
     case Rule::Lamb:
     case Rule::Muon:
-      return 0;  // of kernels
+      return 0;  // there are no kernels
   }
   TESSERA_ASSERT(false, "unknown rule");
 }
@@ -49,7 +49,7 @@ void check_dtype(const at::Tensor& tensor, at::ScalarType dtype, const char* nam
                       tensor.scalar_type());
 }
 
-// The tensors that hold the master weights, and a copy for compute.
+// Sets the tensors that hold the master weights, and a copy for compute.
 void add_weights(const UpdateSlice& slice, kernels::UpdateRange& range) {
   TESSERA_CHECK_VALUE(slice.master.defined() || slice.weight.defined(), "optim.update", "master is missing");
   range.n = slice.master.defined() ? slice.master.numel() : slice.weight.numel();
@@ -75,7 +75,7 @@ void add_weights(const UpdateSlice& slice, kernels::UpdateRange& range) {
   }
 }
 
-// Checks the slice and gives it as pointers.
+// Checks the slice and returns it as pointers.
 kernels::UpdateRange range_of(const UpdateSlice& slice, int states) {
   kernels::UpdateRange range;
   TESSERA_CHECK_VALUE(slice.grad.defined(), "optim.update", "grad is missing");
@@ -135,7 +135,7 @@ void update_on_device(c10::Device device, const std::vector<kernels::UpdateSegme
   });
 }
 
-// Powers in double, as torch.optim computes them.
+// Powers are made in double, as torch.optim does.
 kernels::AdamRule adam_rule(const GroupOptions& g, int64_t step) {
   kernels::AdamRule rule{g.lr, g.beta1, g.beta2, g.eps, g.weight_decay, g.decoupled};
   if (g.bias_correction) {

@@ -18,11 +18,11 @@ enum class Rule {
   Lion,
   Adagrad,
   External,  // a client's optimizer updates the master shards itself
-  Lamb,      // of whole parameters (whole.h): no kernel has them, and an engine runs them as External
+  Lamb,      // for whole parameters (whole.h): there is no kernel, and an engine runs it as External
   Muon,
 };
 
-// Hyper-parameters of one param group; a rule reads those it knows. Names are torch's; defaults those of configurations
+// Hyper-parameters of one param group; a rule reads those that it knows. Names are torch's; defaults those of configurations
 // (docs/config.md), where AdamW decays nothing unless asked to.
 struct GroupOptions {
   double lr = 1e-3;
@@ -52,11 +52,11 @@ struct StateNames {
   int count = 0;
 };
 StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups);
-// What every element of them is before the first update.
+// The value of every element of a state before the first update.
 double initial_state(Rule rule, const GroupOptions& group);
 
 // A range of a shard that shares a group and a step count. Tensors are 1-D, contiguous, of equal
-// length, on one device. Which are there says where the master weights are (kernels/update.h):
+// length, on one device. The tensors that are there say where the master weights are (kernels/update.h):
 //   master                fp32, the compute weights too
 //   master, weight        fp32, and a 16-bit copy for compute, rounded to nearest
 //   weight, residual      split: together the exact fp32 master
@@ -65,14 +65,14 @@ struct UpdateSlice {
   at::Tensor master;                // fp32
   at::Tensor residual;              // int16, beside a bf16 weight
   at::Tensor weight;                // bf16 or fp16
-  bool adopts = false;              // beside an fp32 master: elements that are not its rounding are the master
+  bool adopts = false;              // beside an fp32 master: weights that are not the master's rounding are the master
   at::Tensor grad;                  // fp32, bf16 or fp16
   std::array<at::Tensor, 2> state;  // all fp32 or all bf16
   // How a weight that is its own master and bf16 states are rounded; Stochastic by the bits of `random`, whose `first`
   // is the global index of the slice's element 0.
   kernels::Rounding rounding = kernels::Rounding::Nearest;
   kernels::RandomKey random;
-  // The elements' indices are `run` from there on, then as many `stride` further on, and so on (the columns of a matrix). 0:
+  // The elements' indices are `run` from `first` on, then as many `stride` further on, and so on (the columns of a matrix). 0:
   // one run.
   int64_t run = 0, stride = 0;
 };
@@ -84,7 +84,7 @@ struct Update {
   UpdateSlice slice;
 };
 
-// One fused pass over each: g = grad * grad_scale, update weights and state. Slices have no element in common. Those on a
+// Makes one fused pass over each: g = grad * grad_scale, update weights and state. Slices have no element in common. Slices on a
 // device share launches, as far as they are of one form. Multi-threaded; the bits do not depend on the number of threads,
 // nor on how a shard is cut into slices. Nothing is changed where a slice does not fit.
 void update(Rule rule, const std::vector<Update>& updates, double grad_scale);

@@ -9,7 +9,7 @@
 namespace tessera::optim {
 namespace {
 
-// Collects what is wrong, so that one error names all of it.
+// Collects problems, so that one error names all of them.
 class Problems {
  public:
   void require(bool ok, const std::string& text) {

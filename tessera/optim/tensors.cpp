@@ -104,7 +104,7 @@ void update_tensors(Rule rule, const GroupOptions& group, const std::vector<Tens
   const int states = state_names(rule, {group}).count;
   for (size_t number = 0; number < tensors.size(); ++number)
     check(tensors[number], number, states);
-  std::vector<Update> together;  // copies are made for one at a time
+  std::vector<Update> together;  // copies are made for one tensor at a time
   for (const TensorUpdate& one : tensors) {
     Flats flats(one, states, rounding, seed);
     if (flats.has_copies()) {

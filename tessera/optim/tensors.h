@@ -10,17 +10,17 @@
 
 namespace tessera::optim {
 
-// A parameter that is its own master: read as fp32, updated in one pass, rounded to its dtype. All of one shape and
-// device, strided.
+// A parameter that is its own master: read as fp32, updated in one pass, rounded to its dtype. All tensors have one shape and
+// device and are strided.
 struct TensorUpdate {
   at::Tensor param;                 // fp32, bf16 or fp16
   at::Tensor grad;                  // fp32, bf16 or fp16
-  std::array<at::Tensor, 2> state;  // fp32; beside fp32 and bf16 parameters also bf16. Those that the rule has
-  int64_t step = 1;                 // of this parameter, from 1
+  std::array<at::Tensor, 2> state;  // the rule's states, fp32; beside fp32 and bf16 parameters also bf16
+  int64_t step = 1;                 // number of this parameter's update, from 1
   uint64_t first = 0;               // number of its first element, for the random bits
 };
 
-// Updates each. Value error before anything is changed if a tensor does not fit. Tensors whose elements lie in memory in
+// Updates each tensor. Value error before anything is changed if one does not fit. Tensors whose elements lie in memory in
 // the parameter's order are read and written where they are; others, and parameters with gaps between their elements,
 // pass through a copy. `seed`: of stochastic rounding.
 void update_tensors(Rule rule, const GroupOptions& group, const std::vector<TensorUpdate>& tensors,

@@ -1,4 +1,4 @@
-// The optimizers that a configuration names and this library runs: one table, of which both front ends have names, defaults and
+// The optimizers that a configuration names and this library runs: one table, from which both front ends have names, defaults and
 // bounds of their hyper-parameters.
 #pragma once
 
@@ -32,37 +32,37 @@ struct Type {
 struct OptimizerOptions {
   Rule rule = Rule::Adam;
   GroupOptions defaults;
-  std::optional<GroupOptions> others = {};  // Muon: of what is no matrix
-  const Type* type = nullptr;               // where a table has it
+  std::optional<GroupOptions> others = {};  // Muon: for parameters that are no matrices
+  const Type* type = nullptr;               // the row, where a table has one
 };
 
 const std::vector<Type>& types();
-// By name in any letter case; null for one that is not there.
+// Finds a type by name in any letter case; null for an unknown one.
 const Type* find_type(const std::string& name);
-// The first of that rule.
+// The first type of the rule.
 const Type& type_of(Rule rule);
 
-// Those of torch::optim that no rule is for, by their exact names: RMSprop, and Adam and AdamW for amsgrad. C++ programs have them by
-// Rule::External; Python takes torch.optim's.
+// Types of torch::optim that no rule is for, by their exact names: RMSprop, and Adam and AdamW for amsgrad. C++ programs have
+// them by Rule::External; Python takes torch.optim's.
 const Type* find_torch_type(const std::string& name);
 // All that a configuration can name in C++, for messages.
 std::string cpp_types();
-// How many values it keeps for each element beside the master; of Muon those of what is no matrix, the most.
+// How many values a type keeps for each element beside the master; for Muon the most, of parameters that are no matrices.
 int state_count(const OptimizerOptions& options);
 
-// A kernel updates any range of elements; false for Lamb and Muon, which need whole parameters, and for External.
+// Whether a kernel updates any range of elements; false for Lamb and Muon, which need whole parameters, and for External.
 bool has_kernel(Rule rule);
-// The names of those that have one, for messages: "Adam, AdamW, SGD, Lion, Adagrad".
+// The names of types with a kernel, for messages: "Adam, AdamW, SGD, Lion, Adagrad".
 std::string native_types();
-// One of them, in any letter case.
+// Whether `type` is one of these, in any letter case.
 bool is_native_type(const std::string& type);
 // Rule and defaults of a type of the table; value error that lists the types for another. "adam" gives AdamW's arithmetic unless
 // `adam_w_mode` is false (DeepSpeed's rule).
 OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = true);
 
-// Value error that names what is out of its bounds, with the type's name as its origin.
+// Throws a value error that names what is out of its bounds, with the type's name as its origin.
 void check(const Type& type, const GroupOptions& group);
-// Its fields as text, "lr 0.001, betas (0.9, 0.999), ...": for ranks to compare.
+// The group's fields as text, "lr 0.001, betas (0.9, 0.999), ...": for ranks to compare.
 std::string text_of(const Type& type, const GroupOptions& group);
 
 }  // namespace tessera::optim

@@ -32,13 +32,13 @@ class WholeParameters final : public Shards {
   }
 };
 
-// torch's in-place product with a number rounds the number to 16 bits first, where the tensor has them; of a tensor that stands for a
-// number it does not.
+// torch's in-place product with a number rounds the number to 16 bits first, where the tensor has them; a tensor that stands for
+// a number is not rounded.
 void scale(const at::Tensor& values, double factor) {
   values.mul_(at::native::wrapped_scalar_tensor(factor));
 }
 
-// Adam's moments, with this gradient in them.
+// Adds this gradient to Adam's moments.
 void add_moments(const WholeUpdate& u, const at::Tensor& grad) {
   u.state[0].lerp_(grad, 1 - u.group->beta1);
   scale(u.state[1], u.group->beta2);

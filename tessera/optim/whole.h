@@ -1,4 +1,4 @@
-// Lamb and Muon: the update of an element depends on the whole parameter. Those who call hold slices of parameters and say what of a
+// Lamb and Muon: the update of an element depends on the whole parameter. Callers hold slices of parameters and say what of a
 // parameter lies on other ranks (Shards).
 #pragma once
 
@@ -20,13 +20,13 @@ class Shards {
   virtual ~Shards() = default;
   // The parameter-shaped tensor that `part` is this rank's slice of, in fp32. Collective.
   virtual at::Tensor whole(int param, const at::Tensor& part) = 0;
-  // This rank's slice of it. Local.
+  // This rank's slice of a whole tensor. Local.
   virtual at::Tensor mine(int param, const at::Tensor& full) = 0;
   // The L2 norms of whole tensors, of parameters and this rank's slices. Collective.
   virtual std::vector<double> norms(const std::vector<std::pair<int, at::Tensor>>& parts) = 0;
 };
 using ShardsPtr = std::shared_ptr<Shards>;
-// Of parameters that are whole.
+// Shards of parameters that are whole.
 ShardsPtr whole_parameters();
 
 // The sum of squares of fp32 or 16-bit values, a number in fp64 on their device.
@@ -35,10 +35,10 @@ at::Tensor squares(const at::Tensor& values);
 // A parameter, or a rank's slice of one, which may be empty.
 struct WholeUpdate {
   const GroupOptions* group;
-  int param = -1;                        // its number for Shards
+  int param = -1;                        // the parameter's number for Shards
   at::Tensor values;                     // changed in place
-  at::Tensor grad;                       // of their shape and dtype
-  int64_t step = 1;                      // that this is, from 1
+  at::Tensor grad;                       // in the values' shape and dtype
+  int64_t step = 1;                      // number of this update, from 1
   std::array<at::Tensor, 2> state = {};  // state_names(rule, {*group}), shaped as the values
 };
 // Lamb (You et al., arXiv:1904.00962, algorithm 2): Adam's direction plus weight_decay * w, scaled for every parameter by
@@ -50,9 +50,9 @@ struct WholeUpdate {
 // Collective as `shards` is. Value error for a rule with a kernel.
 void update_whole(Rule rule, const std::vector<WholeUpdate>& updates, Shards& shards);
 
-// Muon's: a matrix of the same singular vectors whose singular values are near 1, in bf16.
+// Muon's iteration: a matrix of the same singular vectors whose singular values are near 1, in bf16.
 at::Tensor orthogonal(const at::Tensor& matrix, int64_t steps);
-// What Muon takes for a matrix of the model's inside: two dimensions or more, and neither "embed" nor "lm_head" in the name.
+// Whether Muon takes a parameter for a matrix inside the model: two dimensions or more, no "embed" or "lm_head" in the name.
 bool is_muon_matrix(const std::string& name, int64_t dims);
 
 }  // namespace tessera::optim

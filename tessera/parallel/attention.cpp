@@ -46,7 +46,7 @@ Sizes times(Sizes sizes, int64_t factor) {
   return sizes;
 }
 
-// Of [.., heads, width] every part's heads of every rank: [.., ranks, heads of a part, width].
+// Splits [.., heads, width] into every part's heads of every rank: [.., ranks, heads of a part, width].
 std::vector<at::Tensor> split(const at::Tensor& t, int64_t ranks, const Sizes& parts) {
   return t.unflatten(kHeadDim, {ranks, -1}).split_with_sizes(parts, kHeadDim + 1);
 }
@@ -60,7 +60,7 @@ Heads deal_heads(int64_t queries, int64_t keys, int ranks, const std::string& la
   if (queries < ranks)
     TESSERA_FAIL(::c10::ValueError, "[", label, "] sequence parallel attention: ", queries,
                  " query heads are too few for ", ranks, " ranks (sequence_parallel_size)");
-  // The least repetition that gives every rank a key/value head.
+  // Finds the least repetition that gives every rank a key/value head.
   Heads heads;
   while (keys * heads.repeat < ranks || queries % (keys * heads.repeat) != 0)
     ++heads.repeat;

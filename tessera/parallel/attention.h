@@ -20,12 +20,12 @@ struct SequenceCut {
   comm::GroupPtr group;
   int64_t sequence_dim = 0;
   Sizes lengths = {};  // the ranks' parts of the sequence; empty: equal ones
-  // Exchanges and local attentions by which the heads go, each part's exchanges under the attention of another. Fewer where a rank
+  // In how many parts the heads go, each part's exchanges under the attention of another part. Fewer where a rank
   // has fewer key/value heads; one where the ranks have unequally many heads.
   int parts = 1;
 };
 
-// The heads of one call: who has how many.
+// The heads of one call: how many each rank has.
 struct Heads {
   Sizes queries, keys;  // [rank]
   int64_t repeat = 1;   // of each key/value head, where there are fewer than ranks
@@ -37,10 +37,10 @@ struct Dealt {
   at::Tensor query, key, value;  // whole sequence, this rank's heads; strided views where that saves a copy
   Heads heads;
 };
-// Collective and differentiable, as all of functions.h. The number of key/value heads may be a part of the query's; a rank's
-// query heads are those of its key/value heads.
+// Exchanges: collective and differentiable, as all of functions.h. The number of key/value heads may be a part of the query's;
+// a rank's query heads are those of its key/value heads.
 Dealt to_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut);
-// The result of the local attention [.., heads of the rank, width], back in parts of the sequence.
+// Brings the result of the local attention, [.., heads of the rank, width], back in parts of the sequence.
 at::Tensor to_sequence(const at::Tensor& result, const Heads& heads, const SequenceCut& cut);
 
 // One call of to_heads(), of local attentions over parts of the heads and of to_sequence(). All exchanges of parts but the first
@@ -50,14 +50,14 @@ class HeadParts {
   // Starts to send.
   HeadParts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut);
   int size() const { return static_cast<int>(there_.size()); }
-  Dealt take(int part);  // in their order; `heads` are those of the part
+  Dealt take(int part);  // parts are taken in order; `heads` are those of the part
   void give(int part, const at::Tensor& result);
-  at::Tensor join();  // after the last one
+  at::Tensor join();  // to be called after the last part
 
  private:
   SequenceCut cut_;
   Heads heads_;
-  Sizes keys_;  // of a rank, by part
+  Sizes keys_;  // heads of a rank, by part
   std::vector<Exchanging> there_, back_;
 };
 

@@ -62,7 +62,7 @@ class Model {
     const int64_t blocks = m_.layers * t_.micro_batches, forwards = t_.recompute ? 2 : 1;
     const int64_t entries = t_.shared_inputs ? 2 : 3 + (m_.gated ? 2 : 1);
     if (t_.sequence_regions) {
-      // Forward in, backward of out, backward in once more for the weights' gradients.
+      // Gathers: forward in, backward of out, backward in once more for the weights' gradients.
       const int64_t again = t_.keep_gathered ? 0 : entries;
       send("tp", "all_gather", n, activations, blocks * (entries * forwards + 2 + again));
       send("tp", "reduce_scatter", n, activations, blocks * (2 * forwards + entries));
@@ -73,7 +73,7 @@ class Model {
     if (whole_ends) {
       send("tp", "all_gather", n, activations,
            2 * t_.micro_batches);               // after the last norm; before the first block, backward
-      const int64_t norms = 2 * m_.layers + 1;  // of their weights' gradients
+      const int64_t norms = 2 * m_.layers + 1;  // gradients of their weights
       send("tp", "all_reduce", n, m_.hidden * t_.activation_bytes, norms * t_.micro_batches);
     }
     if (m_.vocabulary == 0 || !t_.vocab_parallel) return;
@@ -88,13 +88,13 @@ class Model {
     send("tp", "all_reduce", n, 2 * tokens * 4, t_.micro_batches);  // sums
   }
 
-  // Query, key and value to heads, the result back; the same backwards.
+  // Exchanges bring query, key and value to heads, and the result back; the same backwards.
   void sequence_parallel() {
     const int64_t n = ranks(Axis::Sp), tp = ranks(Axis::Tp), tokens = t_.batch * t_.length / n;
     const int64_t blocks = m_.layers * t_.micro_batches, times = t_.recompute ? 3 : 2;
     const int64_t queries = m_.heads / tp, one = tokens * m_.head_dim * t_.activation_bytes;
     int64_t keys = m_.kv_heads / tp;
-    while (keys < n || queries % keys != 0)  // repeated, so that every rank has one
+    while (keys < n || queries % keys != 0)  // keys are repeated, so that every rank has one
       keys += m_.kv_heads / tp;
     send("sp", "all_to_all", n, one * (queries + 2 * keys), blocks * times);
     // A rank has its own heads of all tokens: those of the first rank, which has the most.

@@ -1,5 +1,5 @@
 // What a rank sends in one training step of a stack of transformer blocks: bytes and messages along each axis of the mesh, from the
-// sizes alone. Bytes as comm::OpStats counts them: the least that a rank must send. What depends on values is left out: agreeing on
+// sizes alone. Bytes are those of comm::OpStats: the least that a rank must send. Left out is what depends on values: agreeing on
 // norm, skips and overflow takes some bytes a step.
 #pragma once
 
@@ -39,7 +39,7 @@ struct Traffic {
 };
 
 struct Cost {
-  // "tp", "sp", "dp_shard x sp", "dp_replicate" -> "all_reduce", "all_gather", "reduce_scatter", "all_to_all" -> of one step.
+  // By axes "tp", "sp", "dp_shard x sp", "dp_replicate" and operation "all_reduce", "all_gather", "reduce_scatter", "all_to_all".
   std::map<std::string, std::map<std::string, Traffic>> axes;
   int64_t parameters = 0;  // of a rank of tp, before ZeRO cuts them
 

@@ -140,7 +140,7 @@ Decision& PlanBuilder::cut_experts(const Module& module, Partition partition, co
                       "(column) and down_proj (row), this is ",
                       partition_name(partition));
   const Sizes &wide = up->weight_sizes, &narrow = down->weight_sizes;
-  // [experts, 2 inner, hidden] and [experts, hidden, inner], or both the other way round.
+  // Weights are [experts, 2 inner, hidden] and [experts, hidden, inner], or both the other way round.
   const bool plain = wide[1] == 2 * narrow[2] && wide[2] == narrow[1];
   TESSERA_CHECK_VALUE(plain || (wide[2] == 2 * narrow[1] && wide[1] == narrow[2]), "parallel", module.path,
                       ": gate_up_proj of ", c10::IntArrayRef(wide), " and down_proj of ", c10::IntArrayRef(narrow),
@@ -182,13 +182,13 @@ void PlanBuilder::drop(const Module& module) {
 }
 
 void PlanBuilder::warn(const std::string& text) {
-  // One of a kind: what differs is the module's name.
+  // One warning of a kind is kept: others differ in the module's name.
   const auto kind = [](const std::string& t) { return t.substr(0, t.find(':')); };
   if (std::ranges::none_of(warnings_, [&](const std::string& other) { return kind(other) == kind(text); }))
     warnings_.push_back(text);
 }
 
-// Norms of single heads, between a column layer and its row layer: each rank sees its own heads only.
+// Marks norms of single heads, between a column layer and its row layer: each rank sees its own heads only.
 void PlanBuilder::share_norms() {
   static const std::set<std::string> kNames{"q_norm",   "k_norm",          "q_layernorm",   "k_layernorm", "query_norm",
                                             "key_norm", "query_layernorm", "key_layernorm", "q_ln",        "k_ln"};
@@ -207,7 +207,7 @@ void PlanBuilder::share_norms() {
   }
 }
 
-// Multi-head latent attention: the rotary part of the key is one for all heads, so each rank has a part of its gradient.
+// Multi-head latent attention: all heads share the rotary part of the key, so each rank has a part of its gradient.
 void PlanBuilder::share_keys() {
   for (const Module& m : modules_) {
     if (last_of(m.path) != "kv_a_proj_with_mqa" || decided(m) != nullptr) continue;
@@ -283,7 +283,7 @@ std::map<std::string, std::map<std::string, Sizes>> PlanBuilder::widths() const 
     const int64_t total = sum_of(sizes);
     for (const auto& [name, value] : m.attributes) {
       Sizes local;
-      // Query heads of a key: the same on every rank, unless all share one.
+      // The number of query heads of a key is the same on every rank, unless all share one.
       if (name == "num_key_value_groups" && column->tail.empty()) continue;
       for (const int64_t size : sizes)
         if (value * size % total == 0) local.push_back(value * size / total);

@@ -1,4 +1,4 @@
-// What rules and heuristics share in making decisions. Internal to plans and who carries them out.
+// What rules and heuristics share in making decisions. Internal to plans and to what carries them out.
 #pragma once
 
 #include <map>
@@ -12,10 +12,10 @@
 namespace tessera::parallel {
 
 std::string lower(std::string text);
-std::string last_of(const std::string& path);    // component
+std::string last_of(const std::string& path);    // the path's last component
 std::string parent_of(const std::string& path);  // "" of a root
 bool is_inside(const std::string& path, const std::string& ancestor);
-// Components like "attn", "self_attention": the outermost path of them around `path`; "" where there is none.
+// Finds components like "attn", "self_attention": the outermost path of them around `path`; "" where there is none.
 std::string attention_around(const std::string& path);
 
 // The modules with their places, and the plan in the making.
@@ -28,10 +28,10 @@ class PlanBuilder {
   const PlanOptions& options() const { return options_; }
   const Module* find(const std::string& path, const std::string& param = "weight") const;
   bool is_head(const std::string& path) const;
-  // The element of a list of blocks that `path` lies in or is; "" where it lies in none.
+  // The element of a list of blocks that `path` lies in or is; "" where there is none.
   std::string block_of(const std::string& path) const;
 
-  // Key/value heads of an attention module that say how all its layers are dealt out, where its weights tell better than the
+  // Key/value heads of an attention module, by which all its layers are dealt out, where its weights tell better than the
   // configuration.
   void set_heads(const std::string& attention, int64_t heads) { heads_[attention] = heads; }
   int64_t heads_of(const std::string& path) const;
@@ -42,15 +42,15 @@ class PlanBuilder {
   Decision& cut(const Module& module, Partition partition, int64_t dim, const std::string& rule, Sizes subs = {},
                 std::vector<SizeRule> rules = {});
   Decision& cut_experts(const Module& module, Partition partition, const std::string& rule);
-  Decision& add(const Module& module, const std::string& rule);  // whole, with something to do
+  Decision& add(const Module& module, const std::string& rule);  // the module stays whole; there is something to do
   const Decision* decided(const Module& module) const;
   void drop(const Module& module);
   void warn(const std::string& text);
-  // A rule says that a module stays whole.
+  // Notes that a rule says that a module stays whole.
   void note_skipped() { skips_ = true; }
-  // A layer that holds several projections is cut as one by a rule.
+  // Notes a layer of several projections that a rule cuts as one.
   void note_fused(const std::string& rule, const std::string& path) { fused_[rule].push_back(path); }
-  // What every source of decisions needs: norms and keys that heads share, vocabulary, ties, widths.
+  // Ends the plan with what every source of decisions needs: norms and keys that heads share, vocabulary, ties, widths.
   Plan finish();
 
  private:
@@ -78,7 +78,7 @@ class PlanBuilder {
   bool skips_ = false;
 };
 
-// What the rules say. heuristics.cpp: what names and order say.
+// Decide by what the rules say; heuristics.cpp: by what names and order say.
 void follow_rules(PlanBuilder& builder);
 void follow_heuristics(PlanBuilder& builder);
 

@@ -15,7 +15,7 @@
 
 namespace tessera::parallel {
 
-// An exchange that two nodes of the graph share, and the one of their backward. No tensor with a graph is in it.
+// An exchange that two nodes of the graph share, and the exchange of their backward. No tensor with a graph is in it.
 struct InFlight {
   Exchange exchange;
   std::optional<Transfer<std::vector<at::Tensor>>> transfer;
@@ -102,7 +102,7 @@ InFlightPtr turned(const Exchange& exchange) {
   return back;
 }
 
-// Their result is the token: an empty tensor that makes the second half's node follow the first one's.
+// Starts an exchange. The result is the token: an empty tensor that makes the second half's node follow the first one's.
 at::Tensor start(at::TensorList tensors, InFlight& flight) {
   flight.transfer.emplace(start_exchange(tensors.vec(), flight.exchange));
   return at::empty({0}, tensors[0].options());
@@ -209,7 +209,7 @@ at::Tensor take_slice(const at::Tensor& whole, const shard::Cut& cut) {
   return parts.size() == 1 ? parts[0].clone(at::MemoryFormat::Contiguous) : at::cat(parts, cut.dim);
 }
 
-// Others have zeros there, so the greatest byte is that of whoever has the element, in every dtype.
+// Other ranks have zeros there, so the greatest byte is that of whoever has the element, in every dtype.
 at::Tensor join_slices(const at::Tensor& slice, const shard::Cut& cut, const comm::GroupPtr& group, comm::Label label) {
   const c10::AutoGradMode no_grad(false);
   at::Tensor whole = at::zeros(cut.sizes, slice.options().requires_grad(false));

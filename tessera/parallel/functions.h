@@ -1,5 +1,5 @@
-// Collectives of tensor and sequence parallelism as autograd functions. Each has a partner: what one does forward the other
-// does backward (Megatron-LM, arXiv 1909.08053, section 3; sequence regions: arXiv 2205.05198, section 4.2).
+// Collectives of tensor and sequence parallelism as autograd functions. Each has a partner: what a function does forward its
+// partner does backward (Megatron-LM, arXiv 1909.08053, section 3; sequence regions: arXiv 2205.05198, section 4.2).
 //
 //                        forward            backward
 //   copy_to_ranks        identity           all-reduce            before column-parallel layers
@@ -9,9 +9,9 @@
 //   gather_for_use       all-gather of dim  reduce-scatter        enters a region of which each rank uses all
 //   scatter_sum          reduce-scatter     all-gather of dim     leaves it
 //
-// All are collective over `group`, in forward and in backward; where gradients are not needed only in forward. The backward is
-// made of the partners, so it can be differentiated again. Value errors name `label`. `sizes`: the ranks' sizes along `dim`,
-// which may differ; empty: equal ones. Bytes sent are the least possible for uneven sizes, too. A group of one rank: the identity.
+// All functions are collective over `group`, in forward and in backward; where gradients are not needed only in forward. The
+// backward is made of the partners, so it can be differentiated again. Value errors name `label`. `sizes`: the ranks' sizes along
+// `dim`, which may differ; empty: equal ones. Bytes sent are the least for uneven sizes, too. A group of one rank: the identity.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,7 +41,7 @@ at::Tensor scatter_sum(const at::Tensor& x, const comm::GroupPtr& group, int64_t
 // sizes of tensor i along scatter_dim (heads, which may be uneven); `gather_sizes`: along gather_dim (of the sequence). Same
 // dtype and device for all. One copy into the send buffer; none out of the receive buffer where gather_dim is the outermost and
 // scatter_dim an inner one, and the tensors differ in scatter_dim only: the results are then strided views of that buffer. None
-// in, one out, for one tensor the other way.
+// in, one out, for one tensor whose dims are the other way round.
 std::vector<at::Tensor> exchange(const std::vector<at::Tensor>& tensors, const comm::GroupPtr& group,
                                  int64_t scatter_dim, int64_t gather_dim, const std::vector<Sizes>& scatter_sizes = {},
                                  const Sizes& gather_sizes = {}, comm::Label label = {});
@@ -58,15 +58,15 @@ class Exchanging {
   std::vector<at::Tensor> wait();  // once
 
  private:
-  std::vector<at::Tensor> own_;  // of a group of one rank: the result
+  std::vector<at::Tensor> own_;  // the result in a group of one rank
   at::Tensor token_;             // ties the halves together in the graph
   std::shared_ptr<InFlight> flight_;
 };
 
 // ---- of values, without autograd
-// This rank's slice of a whole, in memory of its own. Local.
+// This rank's slice of a whole, in new memory. Local.
 at::Tensor take_slice(const at::Tensor& whole, const shard::Cut& cut);
-// The whole of which `slice` is this rank's, on every rank. What several ranks have must be the same there. Collective.
+// The whole of which `slice` is this rank's, on every rank. Elements that several ranks have must be the same there. Collective.
 at::Tensor join_slices(const at::Tensor& slice, const shard::Cut& cut, const comm::GroupPtr& group,
                        comm::Label label = {});
 

@@ -21,12 +21,12 @@ T& held(torch::autograd::AutogradContext* ctx) {
   return static_cast<Held<T>&>(*ctx->saved_data["held"].toCapsule()).value;
 }
 
-// [..., n] as [rows, n], also where there is nothing in it.
+// x as [rows, n], from [..., n], also where it has no elements.
 inline at::Tensor as_rows(const at::Tensor& x) {
   return x.dim() > 1 ? x.flatten(0, -2) : x.unsqueeze(0);
 }
 
-// Autograd notes what is done with x.
+// Whether autograd notes what is done with x.
 inline bool records(const at::Tensor& x) {
   return c10::GradMode::is_enabled() && x.requires_grad();
 }

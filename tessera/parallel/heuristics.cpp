@@ -35,7 +35,7 @@ bool contains(const std::string& text, const char* part) {
   return text.find(part) != std::string::npos;
 }
 
-// `path` ends with these components.
+// Whether `path` ends with these components.
 bool ends_with(const std::string& path, const std::string& ending) {
   return path == ending || path.ends_with("." + ending);
 }
@@ -66,7 +66,7 @@ bool fused_qkv(const std::string& path) {
 // ---- fused query, key and value
 
 enum class FusedOrder : uint8_t {
-  Heads,   // head by head, each with its query (or queries of a group), key and value
+  Heads,   // each head's query (or queries of a group), key and value, head by head
   Blocks,  // all queries, all keys, all values
   Codegen  // four of [queries, values, keys]
 };
@@ -74,7 +74,7 @@ struct Fused {
   const char* class_name;
   FusedOrder layout;
 };
-// By the class of the block or the attention; the longest name that is part of it counts.
+// Orders by the class of the block or the attention; the longest name that is part of it counts.
 constexpr std::array<Fused, 17> kFused{{{"CodeGenBlock", FusedOrder::Codegen},
                                         {"BloomBlock", FusedOrder::Heads},
                                         {"GLMBlock", FusedOrder::Blocks},
@@ -132,7 +132,7 @@ Subs subs_of_qkv(PlanBuilder& builder, const Module& m, FusedOrder layout, int64
   TESSERA_CHECK_VALUE(rest > 0 && rest % (2 * head_dim) == 0, "parallel", m.path, ": ", outputs, " outputs are not ",
                       heads, " query heads of ", head_dim, " elements with their keys and values");
   const int64_t kv_heads = rest / (2 * head_dim);
-  if (kv_heads == 1 && heads > 1) {  // in every layout after the queries
+  if (kv_heads == 1 && heads > 1) {  // the one head comes after the queries in every layout
     builder.set_heads(attention, heads);
     return {{heads * head_dim, rest}, {{.heads = heads}, {}}, part_sizes(rest, builder.options().size)};
   }
@@ -141,7 +141,7 @@ Subs subs_of_qkv(PlanBuilder& builder, const Module& m, FusedOrder layout, int64
     TESSERA_CHECK_VALUE(heads % kCodegenBlocks == 0 && kv_heads == heads, "parallel", m.path, ": ", heads,
                         " heads are not ", kCodegenBlocks, " blocks of query, value and key");
     const int64_t many = heads / kCodegenBlocks;
-    // Its code reshapes into the four blocks, which it cannot do with no heads.
+    // The model's code reshapes into the four blocks, which fails without heads.
     TESSERA_CHECK_VALUE(many >= builder.options().size, "parallel", m.path, ": ", heads, " heads are ", kCodegenBlocks,
                         " blocks of ", many, ", each of which needs a head for each of ", builder.options().size,
                         " ranks; use at most ", many, " (tensor_parallel.autotp_size)");
@@ -177,7 +177,7 @@ std::vector<Item> items_of(const PlanBuilder& builder, const std::vector<const M
   return items;
 }
 
-// Where the partner of a layer is to be looked for: its attention, or the nearest module around it with a row layer.
+// Where to look for the partner of a layer: in its attention, or the nearest module around it with a row layer.
 std::string partnership(const std::vector<Item>& items, const Module& m, const std::string& block) {
   const std::string attention = attention_around(parent_of(m.path));
   if (!attention.empty() && is_inside(attention, block)) return attention;
@@ -196,7 +196,7 @@ void cut_block(PlanBuilder& builder, const std::string& block, const std::vector
     return rows;
   };
   if (rows_in(block).empty()) return;
-  // Fused layers first: they tell how the heads of their attention lie.
+  // Fused layers come first: they tell how the heads of their attention lie.
   std::vector<std::string> codegen;
   for (const Item& item : items) {
     const Module& m = *item.module;
@@ -240,7 +240,7 @@ void cut_block(PlanBuilder& builder, const std::string& block, const std::vector
       builder.cut(m, Partition::Column, outputs, "heuristics: column layer");
   }
   for (const Module* m : modules) {
-    // Of T5: a number for each head.
+    // T5's bias has a number for each head.
     if (m->kind == Module::Kind::Embedding && last_of(m->path) == "relative_attention_bias")
       builder.cut(*m, Partition::Column, 1, "heuristics: bias of each head");
     if (m->kind == Module::Kind::Experts)

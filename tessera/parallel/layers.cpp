@@ -12,14 +12,14 @@ namespace tessera::parallel {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What the backwards of the layers behind one input share. Held by their nodes, so it holds no tensor with a graph.
+// What the backwards of the layers behind one input share. Their nodes hold it, so it holds no tensor with a graph.
 struct Entry {
   Along along;
   bool sequence = false, overlap = true;
-  int layers = 0;  // that will want a gradient here
+  int layers = 0;  // layers that will want a gradient here
 
-  // Of the running backward:
-  int arrived = 0;  // layers that have given theirs
+  // State of the backward that is running:
+  int arrived = 0;  // layers that have given their gradient
   at::Tensor sum;
   std::optional<Transfer<at::Tensor>> flight;
   at::Tensor gathered;  // the input, once more
@@ -42,7 +42,7 @@ struct Entered {
 
 namespace {
 
-// Undefined: off.
+// The dtype of autocast; undefined where it is off.
 at::ScalarType autocast_dtype(const at::Tensor& t) {
   const auto device = t.device().type();
   const bool on = at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
@@ -84,7 +84,7 @@ struct EnterFunction : torch::autograd::Function<EnterFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list& gradients) {
     Entry& entry = *held<EntryPtr>(ctx);
     at::Tensor gradient = std::move(gradients[0]);
-    if (gradient.defined() && records(gradient)) {  // they were not added up, so that they can be differentiated
+    if (gradient.defined() && records(gradient)) {  // gradients were not added up, so that they can be differentiated
       return {entry.sequence
                   ? scatter_sum(gradient, entry.along.group, entry.along.dim, entry.along.sizes, entry.along.label)
                   : reduce_from_ranks(gradient, entry.along.group, entry.along.label),
@@ -114,7 +114,7 @@ std::shared_ptr<Entered> enter(const at::Tensor& x, const Region& region) {
   return entered;
 }
 
-// `input`: what the backward needs of it: the whole, or this rank's part, to be gathered again.
+// `input`: what the backward needs of the input: the whole, or this rank's part, to be gathered again.
 struct ColumnCall {
   EntryPtr entry;
   bool gather_again;
@@ -181,7 +181,7 @@ struct RowFunction : torch::autograd::Function<RowFunction> {
     const variable_list saved = ctx->get_saved_variables();
     if (region.sequence_dim >= 0)
       gradient = gather_for_use(gradient, region.group, region.sequence_dim, region.sequence_sizes, region.label);
-    else  // each rank makes its own use of it: seen by a second derivative
+    else  // each rank makes its own use of the gradient: a second derivative sees it
       gradient = copy_to_ranks(gradient, region.group, region.label);
     variable_list result(4);
     if (ctx->needs_input_grad(0)) result[0] = gradient.matmul(saved[1]);

@@ -71,7 +71,7 @@ const Decision* Plan::find(const std::string& path, const std::string& param) co
 
 namespace {
 
-// "LlamaDecoderLayer" -> "llama", of the first block, where there is no configuration.
+// The model type by the class of the first block, where there is no configuration: "LlamaDecoderLayer" -> "llama".
 std::string model_type_of(const PlanBuilder& builder) {
   if (!builder.facts().model_type.empty()) return lower(builder.facts().model_type);
   for (const Module& m : builder.modules()) {
@@ -93,7 +93,7 @@ bool is_linear(const Module& m) {
   return m.kind == Module::Kind::Linear || m.kind == Module::Kind::Conv1D;
 }
 
-// A module that a rule other than skip took.
+// Decides about a module that a rule other than skip took.
 void cut_by_rule(PlanBuilder& builder, const Module& m, const Rule& rule, const std::string& name,
                  const std::string& why) {
   TESSERA_CHECK_BUILT(!rule.gather_output || !rule.shape, "parallel", name,
@@ -137,12 +137,12 @@ void cut_by_rule(PlanBuilder& builder, const Module& m, const Rule& rule, const 
   decision->vocabulary = rule.partition == Partition::Column && builder.is_head(m.path);
 }
 
-// Names of layers that hold several projections; models in which they lie head by head.
+// Names of layers that hold several projections; models in which these lie head by head.
 constexpr std::array kSeveral{"qkv", "query_key_value", "c_attn", "w_pack", "gate_up", "up_gate"};
 constexpr std::array kHeadByHead{"bloom",     "gpt_neox", "gpt_neox_japanese", "falcon",
                                  "persimmon", "fuyu",     "gpt_bigcode"};
 
-// A layer whose name says that it holds several projections, and that a rule of the user's takes for one.
+// Whether a rule of the user's takes a layer for one whose name says that it holds several projections.
 bool cut_as_one(const Decision& d, const Rule& rule) {
   if (d.partition != Partition::Column || d.gather_output || rule.shape || !rule.source.starts_with("tensor_parallel."))
     return false;
@@ -241,7 +241,7 @@ std::string what(const Decision& d) {
   return text + (d.gather_output ? ", gathered" : "");
 }
 
-// Lines of the same text but the numbers in their paths are one, in the order of their first.
+// Merges lines that differ in the numbers of their paths only, in the order of the first.
 class Lines {
  public:
   void add(const std::string& path, const std::string& text) {

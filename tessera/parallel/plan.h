@@ -31,16 +31,16 @@ struct Module {
   Kind kind = Kind::Other;
   Sizes weight_sizes;           // empty: no weight
   int64_t bias = 0;             // elements; 0: none
-  int64_t weight_identity = 0;  // one tensor, one number: ties; 0: of its own
+  int64_t weight_identity = 0;  // one number for one tensor: ties; 0: of its own
   std::string param = "weight";
   std::map<std::string, int64_t> attributes;  // integers of the names in width_names()
 };
 
-// What the model's configuration says; 0 and "" where it does not.
+// What the model's configuration says; 0 and "" where it does not say.
 struct ModelFacts {
   std::string model_type = {};
   int64_t heads = 0, kv_heads = 0, head_dim = 0, hidden = 0, vocabulary = 0;
-  // Of parts of the model that have a configuration of their own (a vision tower), by the path of their module.
+  // Facts of parts of the model that have a configuration of their own (a vision tower), by the path of their module.
   std::map<std::string, ModelFacts> parts = {};
   const ModelFacts& of(const std::string& path) const;  // those of the innermost part around `path`
 };
@@ -59,7 +59,7 @@ struct Rule {
   bool sum_gradient = false;  // Skip: whole, gradients summed over the group
 };
 
-// The first whose pattern matches; null without any. Also of parameters that are no module's weight: Skip leaves these whole.
+// The first rule whose pattern matches; null without any. Matches parameters of no module's, too: Skip leaves these.
 const Rule* first_match(const std::vector<Rule>& rules, const std::string& name);
 
 struct PlanOptions {
@@ -78,18 +78,18 @@ struct Decision {
   std::string path, param = "weight";
   Partition partition = Partition::Skip;
   int64_t dim = 0;             // of the weight
-  int64_t total = 0;           // its size along dim
+  int64_t total = 0;           // the weight's size along dim
   std::vector<Ranges> ranges;  // [rank], of that dim, joined in order; the bias of a column layer is cut alike
   bool gather_output = false;
   bool sum_gradient = false;
-  // Skip: outputs that every rank uses for heads of its own (the shared key of multi-head latent attention): a front end lets
+  // Skip: outputs that every rank uses for its own heads (the shared key of multi-head latent attention): a front end lets
   // this part of the output, and no other, pass copy_to_ranks.
   shard::Range own_use;
   // Column: the last outputs are for every rank's heads (the one key and value of multi-query attention). Each rank has a part of
   // them, of these sizes; a front end gathers them (gather_for_use). Empty: none.
   Sizes tail;
   bool vocabulary = false;  // rows are the vocabulary: embedding or head
-  std::string rule;         // source and pattern that took it
+  std::string rule;         // source and pattern of the rule that took it
 
   Sizes sizes() const;      // [rank]
   Sizes own_sizes() const;  // [rank], without the tail
@@ -104,13 +104,13 @@ struct Plan {
   std::map<std::string, std::map<std::string, Sizes>> widths;
 
   const Decision* find(const std::string& path, const std::string& param = "weight") const;
-  // A table: paths with numbers collapsed to *, how, sizes by rank, rule.
+  // The plan as a table: paths with numbers collapsed to *, how, sizes by rank, rule.
   std::string text() const;
 };
 
-// Value errors name the module, numbers and the key: heads that cannot be dealt out, a shape that does not fit, nothing that matches,
-// strict mode; models that heuristics refuse (deberta, flaubert, fsmt, gpt2, led, longformer, xlm, xlnet, ...) with the reason.
-// Not-implemented error: gather_output of a rule with a shape.
+// Makes a plan. Value errors name module, numbers and key: heads that cannot be dealt out, a shape that does not fit, nothing
+// that matches, strict mode; models that heuristics refuse (deberta, flaubert, fsmt, gpt2, led, longformer, xlm, xlnet, ...) with
+// the reason. Not-implemented error: gather_output of a rule with a shape.
 Plan make_plan(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options);
 
 // Names of integer attributes that describe the width of an attention module.
@@ -120,14 +120,14 @@ const std::vector<std::string>& width_names();
 using Predicate = std::function<bool(const std::string&)>;
 // Makes a rule's predicate from its regular expression, which is matched from the start.
 using Matcher = std::function<Predicate(const std::string& pattern)>;
-// std::regex (ECMAScript); value error, which names `where`, for a pattern that it cannot read.
+// Matches by std::regex (ECMAScript); value error, which names `where`, for a pattern that std::regex cannot read.
 Matcher standard_matcher(const std::string& where = "partition rule");
 
-// The presets as rules, in any case of letters; value error with the names for another one. Sizes of packed weights follow
+// The presets as rules, in any case of letters; value error with the names for an unknown one. Sizes of packed weights follow
 // `facts` where they are known (Phi-3 and ChatGLM with fewer key/value heads).
 std::vector<Rule> preset_rules(const std::string& name, const ModelFacts& facts, const Matcher& matcher);
 std::vector<std::string> preset_names();
-// A Llama with query, key and value in one qkv_proj.
+// Rules of a Llama with query, key and value in one qkv_proj.
 std::vector<Rule> llama_gqa_rules(int64_t heads, int64_t kv_heads, int64_t head_dim, const Matcher& matcher);
 
 }  // namespace tessera::parallel

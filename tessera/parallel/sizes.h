@@ -14,17 +14,17 @@ int64_t sum_of(const Sizes& sizes);
 using Ranges = std::vector<shard::Range>;
 
 // `heads` > 0: only whole heads (key/value heads, where several query heads share one) are dealt out, total / heads elements
-// each. `grain`: else the parts are multiples of it but for the last one.
+// each. `grain`: otherwise all parts but the last are multiples of it.
 struct SizeRule {
   int64_t heads = 0;
   int64_t grain = 1;
 };
 
-// By heads where these are known and divide `total`, unless `name` is one of an MLP, an expert or a head over the vocabulary.
+// The rule is by heads where these are known and divide `total`, unless `name` is of an MLP, an expert or a vocabulary head.
 SizeRule rule_for(const std::string& name, int64_t total, int64_t kv_heads, int64_t grain = 1);
 
-// `total` elements for `parts` ranks: nearly even, earlier ranks first, what the grain leaves over to the last one. Ranks beyond
-// the number of heads get nothing. Value error where `heads` does not divide `total`, or a number is not positive.
+// Deals `total` elements to `parts` ranks: nearly even, earlier ranks first, what the grain leaves over to the last one. Ranks
+// beyond the number of heads get nothing. Value error where `heads` does not divide `total`, or a number is not positive.
 Sizes part_sizes(int64_t total, int parts, SizeRule rule = {});
 
 // The range of each rank where parts of `sizes` lie one after the other.
@@ -45,9 +45,9 @@ struct SubParams {
   int64_t unit = 1;  // elements along dim that stay together: cuts lie at multiples
   Sizes view;        // the shape with every entry known
 };
-// Value errors name `where`.
+// Resolves a shape. Value errors name `where`.
 SubParams resolve(const PackedShape& shape, const Sizes& weight_sizes, const std::string& where);
-// What of a shape can be wrong without a weight: the same value errors, early.
+// Checks a shape without a weight: the same value errors, early.
 void check_shape(const PackedShape& shape, const std::string& where);
 
 // Every sub-parameter is cut by itself and a rank's pieces are joined in order: [q_r | k_r | v_r]. For each rank the ranges of

@@ -50,7 +50,7 @@ struct TileAround {
   bool drew = true;
 };
 
-// Autocast as then. Without its cache: a weight that it cast for one tile would belong to that tile's graph.
+// The autocast of the forward, without its cache: a weight that it cast for one tile would belong to that tile's graph.
 class TileRegion {
  public:
   explicit TileRegion(const TileAround& around) : cached_(at::autocast::is_autocast_cache_enabled()) {
@@ -83,7 +83,7 @@ class TileRegion {
   std::vector<Before> before_;
 };
 
-// The same random numbers again, where some were drawn.
+// Draws the same random numbers again, where some were drawn.
 class TileDraws {
  public:
   explicit TileDraws(const TileAround& around) : generators_(around.device) {
@@ -138,9 +138,9 @@ struct TileJoin {
   at::Tensor joined;
 };
 
-// A tile with what its backward needs.
+// A tile with what the tile's backward needs.
 struct TileGraph {
-  TileTensors leaves;  // its tensors that require gradients
+  TileTensors leaves;  // the tile's tensors that require gradients
   at::Tensor output;
 };
 
@@ -153,7 +153,7 @@ struct TilePlan {
       if (tiles.tensors[k].requires_grad()) wanted.push_back(k);
   }
 
-  // As leaves of a graph of their own.
+  // The tensors of a tile, as leaves of a new graph.
   TileTensors pieces(size_t number) const {
     const auto& [begin, length] = ranges[number];
     TileTensors result;
@@ -177,7 +177,7 @@ struct TilePlan {
     const at::NoGradGuard no_grad;
     return tiles.f(pieces(number));
   }
-  // As graph(0), and notes the parameters.
+  // Makes graph(0), and notes the parameters.
   TileGraph first();
   TileTensors tensors_and_params() const {
     TileTensors all = tiles.tensors;
@@ -228,7 +228,7 @@ TileGraph TilePlan::first() {
   return made;
 }
 
-// Of the tensors of a plan and of its parameters.
+// Gradients of the tensors of a plan and of its parameters.
 class TileGradients {
  public:
   explicit TileGradients(const TilePlan& plan) : plan_(plan) {
@@ -242,7 +242,7 @@ class TileGradients {
       params_.emplace_back(param);
   }
 
-  // The backward of one tile. Not `use`: it takes part in what ranks do together, its gradients are dropped.
+  // Adds the backward of one tile. Not `use`: it takes part in what ranks do together, and its gradients are dropped.
   void add(size_t number, const TileGraph& tile, const at::Tensor& incoming, bool use) {
     TileTensors targets = tile.leaves;
     targets.insert(targets.end(), plan_.params.begin(), plan_.params.end());
@@ -261,7 +261,7 @@ class TileGradients {
     for (size_t i = 0; i < params_.size(); ++i)
       params_[i].add(found[plan_.wanted.size() + i]);
   }
-  // One for each tensor and then for each parameter.
+  // A gradient for each tensor and then for each parameter.
   TileTensors values() const {
     TileTensors all(plan_.tiles.tensors.size());
     for (const auto& [k, each] : joined_)
@@ -294,7 +294,7 @@ std::pair<at::Tensor, std::vector<int64_t>> combined_tiles(const TilePlan& plan,
     return {total.to(first.scalar_type()), {}};
   }
   std::vector<int64_t> sizes;
-  if (first.size(join) != plan.ranges[0].second) {  // not a tile of the same sequence
+  if (first.size(join) != plan.ranges[0].second) {  // the tile is not of the same sequence
     TileTensors outputs;
     for (size_t number = 0; number < plan.ranges.size(); ++number) {
       outputs.push_back(output(number));
@@ -409,7 +409,7 @@ struct HandedOver : torch::autograd::Function<HandedOver> {
   }
 };
 
-// What each tile's loss counts for: 1 in a sum, its share of the tokens (those that are `valid`) in a mean.
+// The weight of each tile's loss: 1 in a sum, the tile's share of the tokens (those that are `valid`) in a mean.
 std::vector<double> tile_factors(const std::vector<TileRange>& ranges, TileReduction reduction,
                                  const at::Tensor& valid) {
   if (reduction == TileReduction::Sum) return std::vector<double>(ranges.size(), 1.0);

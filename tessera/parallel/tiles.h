@@ -16,19 +16,19 @@
 
 namespace tessera::parallel {
 
-// A tensor of the tensors of a tile, by the tile's own elements alone.
+// Makes a tensor of the tensors of a tile, by the tile's own elements alone.
 using TileFunction = std::function<at::Tensor(const std::vector<at::Tensor>& pieces)>;
 
 struct Tiled {
   TileFunction f;
   std::vector<at::Tensor> tensors;
-  std::vector<bool> cut;  // which of them are given a tile at a time, the others whole
-  int64_t dim = 1;        // that is cut; of all the same length
+  std::vector<bool> cut;  // which tensors are given a tile at a time, the others whole
+  int64_t dim = 1;        // the dim that is cut; all have the same length along it
   int64_t count = 1;      // tiles; fewer where the length is less
 };
-// f of all tiles, as one node of autograd: outputs with dimensions are joined along `join`, scalars summed, each times what `weights`
-// has for its tile (a tile of weight 0 counts as nothing, even if it is NaN). Trained tensors and the parameters that f reads get
-// their gradients. Value error for a count < 1, and for an f that reads what was computed outside of it and requires gradients.
+// Runs f on all tiles, as one node of autograd: outputs with dimensions are joined along `join`, scalars summed, each times what
+// `weights` has for its tile (a tile of weight 0 counts as nothing, even if it is NaN). Trained tensors and the parameters that f
+// reads get their gradients. Value error for a count < 1, or an f that reads what is computed outside and requires gradients.
 at::Tensor tiled(const Tiled& tiles, int64_t join, const std::function<std::vector<double>()>& weights = {});
 // The weighted sum of scalars, whose gradients are computed with it in one pass over the tiles.
 at::Tensor tiled_with_gradients(const Tiled& tiles, const std::vector<double>& weights);
@@ -39,10 +39,10 @@ std::vector<std::pair<int64_t, int64_t>> tile_ranges(int64_t length, int64_t cou
 at::Tensor tiled_mlp(const std::function<at::Tensor(const at::Tensor& x)>& layer, const at::Tensor& x, int64_t tiles);
 
 enum class TileReduction : uint8_t { Mean, Sum };
-// The logits of a sequence and their loss: all logits are never there at once. loss(x, y, mask) returns a scalar of a tile of x
-// [batch, sequence, ...], y [batch, sequence, ...] and, where there is one, mask [batch, sequence]. Mean: it returns a mean over its
-// tokens (those whose label is not -100 and whose mask is not 0), and the result is the mean over all; Sum: the sum of what it
-// returns. Gradients are computed with the loss, but in fp16, where the loss scale is not known yet: then the backward runs the
+// Computes logits of a sequence and their loss: all logits are never there at once. loss(x, y, mask) returns a scalar of a tile:
+// x [batch, sequence, ...], y [batch, sequence, ...] and, where there is one, mask [batch, sequence]. Mean: a mean over a tile's
+// tokens (those whose label is not -100 and whose mask is not 0), and the result is the mean over all; Sum: it is their sum.
+// Gradients are computed with the loss, but in fp16, where the loss scale is not known yet: then the backward runs the
 // tiles again. Value error for sizes that do not fit and a loss that is no scalar.
 using TileLoss = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& y, const at::Tensor& mask)>;
 at::Tensor tiled_loss(const TileLoss& loss, const at::Tensor& x, const at::Tensor& y, int64_t tiles,

@@ -17,7 +17,7 @@ bool even(const Sizes& sizes) {
   return std::ranges::all_of(sizes, [&](int64_t size) { return size == sizes.front(); });
 }
 
-// Slices along `dim` are contiguous one after the other.
+// Whether slices along `dim` are contiguous one after the other.
 bool outermost(at::IntArrayRef sizes, int64_t dim) {
   return std::all_of(sizes.begin(), sizes.begin() + dim, [](int64_t size) { return size == 1; });
 }
@@ -83,7 +83,7 @@ at::Tensor parts_in_order(const at::Tensor& x, int64_t dim, const Sizes& sizes) 
   return result;
 }
 
-// The other way.
+// Joins parts_in_order() again.
 at::Tensor joined(const at::Tensor& parts, at::IntArrayRef whole, int64_t dim, const Sizes& sizes) {
   if (outermost(whole, dim)) return parts.view(whole);
   at::Tensor result = at::empty(whole, parts.options());
@@ -144,7 +144,7 @@ Transfer<at::Tensor> start_gather(const at::Tensor& x, const Along& along) {
   if (even(sizes)) {
     pending = group.all_gather(parts, sent, along.label);
   } else {
-    // To each rank its copy: ranks with less to send send less.
+    // Each rank gets its copy: ranks with less to send send less.
     sent = sent.view({1, -1}).expand({group.size(), -1}).contiguous().view({-1});
     const int64_t one = product(with(x.sizes(), dim, 1));
     pending = group.all_to_all(parts, sent, scaled(sizes, one), Sizes(group.size(), x.numel()), along.label);
@@ -226,7 +226,7 @@ Blocks blocks_of(const std::vector<at::Tensor>& tensors, const Exchange& x) {
     blocks.after.push_back(with(with(t.sizes(), blocks.scatter_dim, blocks.scatter[i][group.rank()]), blocks.gather_dim,
                                 sum_of(blocks.gather[i])));
   }
-  // The same on all ranks: it looks at dims of one size everywhere.
+  // Dims are compared whose size is the same everywhere, so all ranks decide alike.
   blocks.joint = blocks.scatter_dim > blocks.gather_dim && outermost(blocks.before[0], blocks.gather_dim);
   for (size_t i = 1; i < count; ++i)
     blocks.joint = blocks.joint && blocks.gather[i] == blocks.gather[0] &&

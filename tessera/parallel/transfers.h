@@ -21,7 +21,7 @@ struct Along {
   std::string label;  // in errors
 };
 
-// A result that may be on its way. Tensors it needs live as long as it does.
+// A result that may be on its way. Tensors that the operation needs live as long as this.
 template <class T>
 class Transfer {
  public:
@@ -39,16 +39,16 @@ class Transfer {
   comm::Pending pending_;
 };
 
-// Nobody else can see the elements of `x`: a gradient on its way, which a sum may overwrite.
+// Whether nobody else can see the elements of `x`: a gradient on its way, which a sum may overwrite.
 bool is_only_holder(const at::Tensor& x);
 
-// The sum over the ranks. `in_place`: into x, which must be contiguous.
+// Starts the sum over the ranks. `in_place`: into x, which must be contiguous.
 Transfer<at::Tensor> start_sum(const at::Tensor& x, const Along& along, bool in_place = false);
-// The ranks' parts joined.
+// Starts to join the ranks' parts.
 Transfer<at::Tensor> start_gather(const at::Tensor& x, const Along& along);
-// This rank's part of the sum.
+// Starts a sum of which this rank gets its part.
 Transfer<at::Tensor> start_scatter_sum(const at::Tensor& x, const Along& along);
-// This rank's part, contiguous, in memory of its own. Local.
+// This rank's part, contiguous, in new memory. Local.
 at::Tensor own_part(const at::Tensor& x, const Along& along);
 
 // See functions.h. scatter[i], gather[i]: the ranks' sizes of tensor i along the two dims; empty: equal ones. The results may be

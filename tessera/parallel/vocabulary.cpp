@@ -15,7 +15,7 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// Where the CPU can look at values for nothing; a device would have to be waited for.
+// Checks indices where the CPU can look at values for nothing; a device would have to be waited for.
 void check_indices(const at::Tensor& indices, int64_t vocabulary, int64_t ignored, const std::string& label) {
   TESSERA_CHECK_VALUE(!indices.is_floating_point() && !indices.is_complex(), "parallel", label,
                       ": indices are integers, not ", indices.scalar_type());
@@ -42,7 +42,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   static at::Tensor rows_of(const at::Tensor& weight, const at::Tensor& indices, const at::Tensor& elsewhere,
                             const Region& region) {
     const Along along{region.group, region.sequence_dim, region.sequence_sizes, region.label};
-    // A rank without rows: what it looks up is zero anyway.
+    // On a rank without rows what is looked up is zero anyway.
     const at::Tensor rows = weight.size(0) > 0 ? at::embedding(weight, indices).masked_fill_(elsewhere, 0)
                                                : at::zeros(with_width(indices, weight.size(1)), weight.options());
     return (region.sequence_dim >= 0 ? start_scatter_sum(rows, along) : start_sum(rows, along, /*in_place=*/true))
@@ -60,7 +60,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     const Region& region = call.region;
     if (region.sequence_dim >= 0)
       gradient = gather_for_use(gradient, region.group, region.sequence_dim, region.sequence_sizes, region.label);
-    else  // each rank makes its own use of it: seen by a second derivative
+    else  // each rank makes its own use of the gradient: a second derivative sees it
       gradient = copy_to_ranks(gradient, region.group, region.label);
     if (call.rows == 0) return {at::zeros({0, gradient.size(-1)}, gradient.options()), {}, {}, {}};
     gradient = gradient.masked_fill(saved[1], 0);
@@ -80,7 +80,7 @@ at::Tensor vocab_embedding(const at::Tensor& indices, const at::Tensor& weight, 
   if (region.group->size() == 1) return at::embedding(weight, indices, padding_idx);
   const int64_t rows = weight.size(0);
   const at::Tensor elsewhere = ((indices < begin) | (indices >= begin + rows)).unsqueeze(-1);
-  // What no rank holds stays out of range, for the device to find.
+  // Indices that no rank holds stay out of range, for the device to find.
   const at::Tensor held_by_others = elsewhere.squeeze(-1) & (indices >= 0) & (indices < vocabulary);
   const at::Tensor mine = (indices - begin).masked_fill(held_by_others, 0);
   const int64_t padding = padding_idx >= begin && padding_idx < begin + rows ? padding_idx - begin : -1;
@@ -91,7 +91,7 @@ at::Tensor vocab_embedding(const at::Tensor& indices, const at::Tensor& weight, 
 
 namespace {
 
-// Rows of at most so many elements at a time stay in the caches; a device takes all at once.
+// Rows of so many elements in all at a time stay in the caches; a device takes all at once.
 int64_t rows_at_once(const at::Tensor& logits) {
   constexpr int64_t kElements = 1 << 16;
   return logits.is_cpu() ? std::max<int64_t>(kElements / std::max<int64_t>(logits.size(1), 1), 1)
@@ -113,7 +113,7 @@ struct EntropyCall {
   Sizes sizes;        // of the caller's logits
 };
 
-// Of each row [tokens]: where its target lies here (0 where elsewhere), whether it does, whether it counts.
+// For each row [tokens]: the column of its target here (0 where elsewhere), whether the target is here, whether the row counts.
 struct Targets {
   at::Tensor column, here, counts;
 };
@@ -218,7 +218,7 @@ at::Tensor mean_over_sequence(const at::Tensor& loss, const at::Tensor& labels, 
                               int64_t ignore_index) {
   const at::Tensor count = (labels != ignore_index).sum().to(loss.options().dtype(at::kFloat).requires_grad(false));
   const at::Tensor part = at::where(count > 0, loss.to(at::kFloat) * count, at::zeros_like(count));
-  if (part.requires_grad())  // of the mean of the ranks' gradients, each makes up 1 / ranks
+  if (part.requires_grad())  // a rank's gradient is 1 / ranks of the ranks' mean
     part.register_hook([ranks = group->size()](const at::Tensor& gradient) { return gradient * ranks; });
   const std::vector<at::Tensor> sums =
       reduce_from_ranks(at::stack({part, count}), group, "mean_over_sequence").unbind();

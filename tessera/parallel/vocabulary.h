@@ -14,9 +14,9 @@ at::Tensor vocab_embedding(const at::Tensor& indices, const at::Tensor& weight, 
                            int64_t padding_idx, const Region& region);
 
 // Cross entropy of logits whose last dim (the vocabulary) is cut: never gathered; one all-reduce of the maxima, one of the sums.
-// logits [..., vocabulary of this rank], target [...] in the whole's numbers. Per-token losses [...], fp32 inside and out; 0 where
+// logits [..., vocabulary of this rank], target [...] in the whole's numbers. Token losses [...], fp32 inside and out; 0 where
 // target == ignore_index. `give_away`: the backward writes the gradient over the logits, which nobody may look at afterwards, and
-// runs once; without it there is one tensor more of their size. Not-implemented error for a second derivative.
+// runs once; without it there is one tensor more of the logits' size. Not-implemented error for a second derivative.
 at::Tensor vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t begin, int64_t vocabulary,
                                const comm::GroupPtr& group, int64_t ignore_index = -100, bool give_away = false);
 
@@ -26,8 +26,8 @@ at::Tensor sequence_cross_entropy(const at::Tensor& logits, const at::Tensor& ta
                                   int64_t ignore_index = -100, const Sizes& sizes = {});
 
 // The mean over all tokens of a sequence that ranks share, on every rank of the group, fp32: `loss` is this rank's mean over its
-// tokens, those whose label is not `ignore_index` (of any value where there is none). Gradients of it, averaged over the ranks, are
-// those of one rank with the whole sequence: backward() is called on every rank. Collective in forward only.
+// tokens, those whose label is not `ignore_index` (of any value where there is none). The result's gradients, averaged over the
+// ranks, are those of one rank with the whole sequence: backward() is called on every rank. Collective in forward only.
 at::Tensor mean_over_sequence(const at::Tensor& loss, const at::Tensor& labels, const comm::GroupPtr& group,
                               int64_t ignore_index = -100);
 

@@ -14,7 +14,7 @@ using List = c10::IntArrayRef;  // for errors
 
 enum class Lies { Batch, Sequence, Both };
 
-// By dim: what lies along it.
+// What lies along a dim, by dim.
 std::map<int, Lies> cut_dims(const Layout& layout, const Dims& dims, const Sizes& shape, const std::string& where) {
   std::map<int, Lies> cut;
   const int count = static_cast<int>(shape.size());

@@ -1,5 +1,5 @@
-// What the ranks of one side of a link hold of a tensor, and which part goes from which rank to which: pure arithmetic, of the
-// links of both front ends.
+// Boxes: what the ranks of one side of a link hold of a tensor, and which part goes from which rank to which: pure arithmetic, of
+// the links of both front ends.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace tessera::pipeline {
 
 using Sizes = std::vector<int64_t>;
-// A range (begin, end) of each dim of the whole tensor, the one that a single rank would have.
+// A range (begin, end) of each dim of the whole tensor, which a single rank would have.
 using Box = std::vector<std::pair<int64_t, int64_t>>;
 
 // The ranks of one side: `batch` of them have other samples, `sequence` share the sequence of a sample, `replicas` have the
@@ -30,8 +30,8 @@ struct Layout {
   int holder(int part, int taker) const { return part * replicas + taker % replicas; }
 };
 
-// Along which dim of every tensor the ranks' batches lie, and along which a sequence is cut. They may be the same one, for
-// packed tokens: then each batch has its own stretch of it. Tensors without dims are never cut.
+// The dim of every tensor along which the ranks' batches lie, and the one along which a sequence is cut. They may be one dim, for
+// packed tokens: then each batch has its own stretch of the dim. Tensors without dims are never cut.
 struct Dims {
   int batch = 0;
   std::optional<int> sequence;
@@ -41,7 +41,7 @@ struct WholeTensor {
   Sizes sizes;
   std::vector<Box> held;  // by part
 };
-// `shapes`: what each part of `layout` has. Sizes need not be equal; value error, beginning with `where`, if they do not fit
+// `shapes`: those of the parts of `layout`. Sizes need not be equal; value error, beginning with `where`, if they do not fit
 // together.
 WholeTensor whole_of(const Layout& layout, const Dims& dims, const std::vector<Sizes>& shapes,
                      const std::string& where);

@@ -6,7 +6,7 @@
 
 namespace tessera::pipeline {
 
-// The error with which autograd says so.
+// Whether autograd says so by this error.
 inline bool is_of_freed_graph(const std::exception& error) {
   return std::string_view(error.what()).find("through the graph a second time") != std::string_view::npos;
 }

@@ -140,7 +140,7 @@ void LinkSender::backward(const Sample& sample) {
 }
 
 Tensors LinkSender::gradients_of(const Sent& sent, const Sample& sample) {
-  Tensors found(sent.held.size());  // of those with a graph
+  Tensors found(sent.held.size());  // of tensors with a graph
   for (const int giver : givers()) {
     const LinkMessage message = gradient(giver, sent.number, sample);
     const int from = ranks_.target.part(giver);
@@ -152,7 +152,7 @@ Tensors LinkSender::gradients_of(const Sent& sent, const Sample& sample) {
       if (const auto box = route(sent.wanted[i], from, mine)) join(found[i], *piece++, *box, mine);
     }
   }
-  // Engines average over their ranks: as one process with one model would.
+  // Engines average over their ranks: the factor makes it the average of one process with one model.
   const double factor = static_cast<double>(ranks_.source.parts()) / ranks_.target.parts();
   for (size_t i = 0; i < found.size(); ++i) {
     if (!found[i].defined()) continue;
@@ -200,7 +200,7 @@ std::pair<Message, LinkReceiver::Received> LinkReceiver::take_in(const Sample& s
   Received received{number_++, {}, {}, {}};
   ++since_;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].defined())  // nobody has anything of it
+    if (!tensors[i].defined())  // nobody has anything of the tensor
       tensors[i] =
           at::empty(sizes_of(table.wanted[i][part_]), at::TensorOptions(incoming[0].dtypes[i]).device(engine_.device));
     if (!incoming[0].trained[i]) continue;

@@ -1,5 +1,5 @@
-// A differentiable hand-over between two engines on ranks of their own: outputs go forward, gradients come back. What goes from
-// which rank to which follows from both layouts (boxes.h); averages and loss scales are as docs/hybrid.md says.
+// A differentiable hand-over between two engines on ranks of their own: outputs go forward, gradients come back. Which rank sends
+// what to which follows from both layouts (boxes.h); averages and loss scales are as docs/hybrid.md says.
 #pragma once
 
 #include <map>
@@ -16,7 +16,7 @@ namespace tessera::pipeline {
 class LinkSender;
 class LinkReceiver;
 
-// For ranks that are of both sides: what receive() would return of send(outputs), inside one graph, so that loss.backward()
+// For ranks that are on both sides: what receive() would return of send(outputs), inside one graph, so that loss.backward()
 // goes through both engines. The ends serve nothing else; they have no step(). Collective over both sides, in the backward too.
 Tensors hand_over(LinkSender& sender, LinkReceiver& receiver, const Tensors& outputs, const Sample& sample,
                   const std::optional<Sizes>& samples = {});
@@ -27,20 +27,20 @@ class LinkSender : public LinkEnd {
   // Value error where ranks of a side share a sequence and no dim of it is known.
   LinkSender(LinkRanks ranks, LinkEngine engine);
 
-  // Tensors with a graph arrive as leaves that require gradients; sizes may change from call to call, and the tensors after it.
+  // Tensors with a graph arrive as leaves that require gradients; sizes may change between calls, and tensors after a call.
   // `samples`: how many rows of the batch dim each sample of this rank's batch has (none: one), where batches are dealt out to
-  // another number of ranks. `note` arrives as it is; that of the first rank counts. Waits for those ranks of the source that
+  // another number of ranks. `note` arrives as it is; the first rank's counts. Waits for the ranks of the source that
   // share a batch or have others to come to the same call, and where no tensor has a graph for the target to be 8 such
   // messages behind at most; else for nobody.
   void send(const Tensors& outputs, const Sample& sample, const std::optional<Sizes>& samples = {},
             const std::string& note = {});
-  // This rank waits for the gradient of a sample and runs the backward of its outputs with it; samples come in any order.
+  // Waits for the gradient of a sample and runs the backward of its outputs with it; samples come in any order.
   void backward(const Sample& sample);
-  // For a front end that runs the backward itself: outputs, times the loss scale, and their gradients, of those that have one.
+  // For a front end that runs the backward itself: outputs, times the loss scale, and their gradients, where there is one.
   std::pair<Tensors, Tensors> gradients(const Sample& sample);
-  // Of a backward that threw: UsageError where another one has freed the graph.
+  // After a backward that threw: UsageError where another one has freed the graph.
   void check_not_freed(const Sample& sample, const std::exception& error) const;
-  // Once a step, on all ranks of both sides: UsageError where the numbers of messages differ, or a gradient is still out.
+  // To be called once a step, on all ranks of both sides: UsageError where numbers of messages differ, or a gradient is out.
   void step();
 
  private:
@@ -49,16 +49,16 @@ class LinkSender : public LinkEnd {
     int64_t number;
     Tensors trained;
     std::vector<at::Device> devices;
-    std::vector<std::vector<Box>> held, wanted;  // of the trained ones: by part of the source, of the target
+    std::vector<std::vector<Box>> held, wanted;  // boxes of the trained tensors: by part of the source, of the target
   };
   std::vector<Header> exchange(const Header& mine);
   Sent announce(const Tensors& outputs, const Sample& sample, const std::optional<Sizes>& samples,
                 const std::string& note);
-  // Of its trained tensors; undefined: zero.
+  // Gradients of the sample's trained tensors; undefined: zero.
   Tensors gradients_of(const Sent& sent, const Sample& sample);
   LinkMessage gradient(int giver, int64_t number, const Sample& sample);
 
-  std::map<Sample, Sent> open_;                           // their gradients are to come
+  std::map<Sample, Sent> open_;                           // samples whose gradients are to come
   std::map<std::pair<int, int64_t>, LinkMessage> early_;  // gradients that nobody has asked for: giver, number
 };
 
@@ -69,7 +69,7 @@ class LinkReceiver : public LinkEnd {
 
   // Waits for the next message, which must be of `sample`, and returns this rank's part of what was sent.
   Tensors receive(const Sample& sample) { return receive_message(sample).tensors; }
-  Message receive_message(const Sample& sample);  // with its note
+  Message receive_message(const Sample& sample);  // the message with its note
   // Sends the gradients of what receive(sample) returned: those in .grad(), or one for each tensor that requires some;
   // undefined: zero. Waits for nobody.
   void give_back(const Sample& sample, const std::optional<Tensors>& gradients = {});
@@ -79,7 +79,7 @@ class LinkReceiver : public LinkEnd {
   friend struct HandOver;
   struct Received {
     int64_t number;
-    Tensors leaves;  // that require gradients
+    Tensors leaves;  // tensors that require gradients
     std::vector<std::vector<Box>> held, wanted;
   };
   std::pair<Message, Received> take_in(const Sample& sample);
@@ -88,7 +88,7 @@ class LinkReceiver : public LinkEnd {
   std::map<Sample, Received> open_;
 };
 
-// An engine of either front end, which lives as long as the ends do; null: none.
+// What a link asks of an engine of either front end, which lives as long as the ends do; null: none.
 template <class EnginePtr>
 LinkEngine link_engine(const EnginePtr& engine) {
   if (engine == nullptr) return {};

@@ -97,7 +97,7 @@ LinkEnd::LinkMessage LinkEnd::take(int giver, const std::string& what) {
     try {
       wire.acknowledge();
     } catch (const c10::DistBackendError&) {
-      // The giver has gone since: it does not wait for it.
+      // The giver has gone since: it does not wait for the acknowledgement.
     }
     return {numbers_of(tensors.at(0)), {tensors.begin() + 1, tensors.end()}, std::move(note)};
   });
@@ -124,7 +124,7 @@ void LinkEnd::end_step(const std::vector<std::string>& left, const char* call) {
   }
   for (const int taker : takers())
     keep_behind(taker, 0);
-  // Who leaves next takes along no acknowledgement or sizes that another one waits for.
+  // A rank that leaves next takes along no acknowledgement or sizes that another one waits for.
   for (const auto& [place, wire] : wires_)
     waiting(name_of(!sends_, place), "word of what was taken", [&wire = *wire] { wire.settle(); });
   for (const auto& [place, wire] : beside_)
@@ -146,7 +146,7 @@ void LinkEnd::abort(const std::string& reason) {
     try {
       wire->send_failure(c10::str(me_, " failed: ", reason));
     } catch (const c10::DistBackendError&) {
-      // It is lost: nobody waits there.
+      // The rank is lost: nobody waits there.
     }
   }
 }
@@ -156,7 +156,7 @@ void LinkEnd::close() {
     try {
       body();
     } catch (const c10::DistBackendError&) {
-      // It is lost, or has given up: nobody takes what is left.
+      // The rank is lost, or has given up: nobody takes what is left.
     }
   };
   for (const auto& [place, wire] : wires_)

@@ -22,20 +22,20 @@ namespace tessera::pipeline {
 // A link, as one of its ranks sees it.
 struct LinkRanks {
   Layout source = {}, target = {};
-  int source_rank = 0, target_rank = 0;  // of the p2p: the first one of each side
-  int place = 0;                         // of this rank in its side
-  int rank = 0;                          // of this rank among those of the p2p
+  int source_rank = 0, target_rank = 0;  // the first one of each side in the p2p
+  int place = 0;                         // this rank's place in its side
+  int rank = 0;                          // this rank's number in the p2p
   comm::PointToPointPtr p2p = {};        // null where there is one rank
-  int tag = 0;                           // this one and the two behind it are the link's
+  int tag = 0;                           // this tag and the two behind it are the link's
   Dims dims = {};
   std::array<std::string, 2> sides{"source", "target"};  // in errors, as "rank 0 of source"
 };
 
 // What a link asks of the engine behind an end; none of it: a link without an engine.
 struct LinkEngine {
-  std::function<at::Tensor(const at::Tensor&)> scale = {};  // of outputs, for a backward
-  std::function<double()> gradient_scale = {};              // what gradients of its inputs are multiplied by
-  at::Device device = at::kCPU;                             // of what is received
+  std::function<at::Tensor(const at::Tensor&)> scale = {};  // scales outputs, for a backward
+  std::function<double()> gradient_scale = {};              // what gradients of the engine's inputs carry
+  at::Device device = at::kCPU;                             // where what is received belongs
 };
 
 // A micro-batch by a number or name of the user's own, as a text.
@@ -66,9 +66,9 @@ class LinkEnd {
 
   LinkEnd(LinkRanks ranks, LinkEngine engine, bool sends);
   ~LinkEnd() = default;
-  // The other end of this very process.
+  // Pairs this end with the other one of this very process.
   void pair_with(const LinkEnd& other);
-  // UsageError where it is gone.
+  // The other end; UsageError where it is gone.
   template <class End>
   static End& there(const std::weak_ptr<LinkEnd>& end);
   bool is_own(int place) const;  // a place on the other side is this rank, too
@@ -80,10 +80,10 @@ class LinkEnd {
   void put(int taker, const LinkMessage& message);
   // Waits until a taker has so many messages to take, at most.
   void keep_behind(int taker, int64_t most);
-  // The next message of a giver, which is to be `what`; read(): of tensors, UsageError where the giver has ended the step.
+  // The next message of a giver, which is to be `what`; read(): one of tensors, UsageError where the giver has ended the step.
   LinkMessage take(int giver, const std::string& what);
   LinkMessage read(int giver, const std::string& what);
-  // body() of a message of that rank; DistBackendError that names both where it is lost or could not go on.
+  // Runs body() for a message of that rank; DistBackendError that names both where the rank is lost or could not go on.
   template <class F>
   auto waiting(const std::string& peer, const std::string& what, const F& body) const;
   void end_step(const std::vector<std::string>& left, const char* call);
@@ -91,9 +91,9 @@ class LinkEnd {
   const LinkRanks ranks_;
   const LinkEngine engine_;
   const bool sends_;
-  const int part_;        // of this rank in its side
+  const int part_;        // this rank's part in its side
   const std::string me_;  // in errors
-  int64_t number_ = 0;    // of the next message
+  int64_t number_ = 0;    // the next message's number
   int64_t since_ = 0;     // messages since the last step()
   int64_t step_ = 0;
   std::map<int, std::unique_ptr<Wire>> beside_;                 // to other ranks of this side, by place

@@ -1,7 +1,7 @@
 // What ranks of a link say of their tensors, and the boxes that follow from it: for link*.cpp.
 //
-// A header is the first tensor of every message; its first number says what it is. Of tensors: kind, number of the message, the
-// sample's length and characters, and then what the direction has: of outputs, samples and forms; of gradients, which are there.
+// A header is the first tensor of every message; its first number is its kind. A header of tensors goes on with the message's
+// number, the sample's length and characters, and what the direction has: outputs have samples and forms; gradients, which exist.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,14 +15,14 @@
 
 namespace tessera::pipeline {
 
-// Of kEndOfStep: kind, step, messages in it.
+// What a header is of; kEndOfStep: kind, step, messages in it.
 enum LinkKind : int64_t { kOfTensors, kEndOfStep };
 
 std::vector<int64_t> numbers_of(const at::Tensor& header);
 
 std::vector<int64_t> header_of(int64_t number, const Sample& sample);
 Sample sample_of(const std::vector<int64_t>& header);
-// Where what the direction has begins.
+// The place in a header where what the direction has begins.
 size_t body_of(const std::vector<int64_t>& header);
 
 // What a rank of the source says of its outputs.
@@ -44,7 +44,7 @@ LinkTable table_of(const std::vector<Outputs>& parts, const LinkRanks& ranks, co
 Sizes sizes_of(const Box& box);
 // `box` of a tensor that holds `outer`.
 at::Tensor inside(at::Tensor tensor, const Box& box, const Box& outer);
-// Puts a piece into `whole`, which holds `outer`; where it is all of it, without a copy.
+// Puts a piece into `whole`, which holds `outer`; without a copy where the piece is all of it.
 void join(at::Tensor& whole, const at::Tensor& piece, const Box& box, const Box& outer);
 
 // Copies of parts of tensors for send(), one for all who get the same.

@@ -153,8 +153,8 @@ void Run::backward(Cell cell) {
     found.push_back(leaf.grad());
 }
 
-// Of a part that is not the last: what the next one has found. It carries the loss scale, which is the same on all stages;
-// scale() multiplies by it, so that it is divided out before, in fp32.
+// The backward of a part that is not the last, from the gradients of the next. They carry the loss scale, which is the same on
+// all stages; scale() multiplies by it, so that it is divided out before, in fp32.
 void Run::backward_of(const Tensors& outputs, const Tensors& gradients) {
   const bool scales = stage_.scaler().needed();
   Tensors roots, given;

@@ -15,7 +15,7 @@ namespace tessera::pipeline {
 
 // The wires of a stage, by chunk; null where a chunk has no neighbour.
 struct Wires {
-  std::vector<std::unique_ptr<Wire>> before, behind;  // to the part before, to the one behind: its activations go there
+  std::vector<std::unique_ptr<Wire>> before, behind;  // to the part before, and to the one behind, where activations go
 
   // Tags 2b and 2b + 1 are of the boundary b between two parts of the model.
   Wires(const Ranks& ranks, int chunks, at::Device device);
@@ -45,13 +45,13 @@ class Run {
   void forward(Cell cell);
   void backward(Cell cell);
   void backward_of(const Tensors& outputs, const Tensors& gradients);
-  // Of a message over the boundary behind `part`.
+  // The number of a message over the boundary behind `part`.
   int64_t number(int part, int micro) const { return int64_t{part} * shape_.micro_batches + micro; }
 
   Stage& stage_;
   Wires& wires_;
   const Shape shape_;
-  const int number_;  // of the stage
+  const int number_;  // this stage's
   const bool trains_;
   int backwards_left_;
   std::map<Cell, Message> inputs_, made_, gradients_;

@@ -8,7 +8,7 @@
 namespace tessera::pipeline {
 namespace {
 
-// Rounds of `stages` micro-batches, each round through one chunk after the other, so that no stage waits long.
+// Forwards in rounds of `stages` micro-batches, each round through one chunk after the other, so that no stage waits long.
 Table forwards(const Shape& shape) {
   Table table;
   for (int begin = 0; begin < shape.micro_batches; begin += shape.stages)
@@ -18,7 +18,7 @@ Table forwards(const Shape& shape) {
   return table;
 }
 
-// The same, the last chunk first. Micro-batches ascend: gradients add up as without a pipeline.
+// Backwards in such rounds, the last chunk first. Micro-batches ascend: gradients add up as without a pipeline.
 Table backwards(const Shape& shape) {
   Table table = forwards(shape);
   for (Action& action : table)
@@ -26,7 +26,7 @@ Table backwards(const Shape& shape) {
   return table;
 }
 
-// `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
+// Alternates: `warm_up` forwards, then a forward and a backward in turn, then the backwards that are left.
 Table alternating(const Shape& shape, int warm_up) {
   const Table ahead = forwards(shape), back = backwards(shape);
   Table table(ahead.begin(), ahead.begin() + warm_up);
@@ -39,7 +39,7 @@ Table alternating(const Shape& shape, int warm_up) {
   return table;
 }
 
-// Forwards before the first backward: the way to the end of the pipeline and back, and all chunks but the last.
+// How many forwards precede the first backward: the way to the end of the pipeline and back, and all chunks but the last.
 int warm_up(const Shape& shape, int stage) {
   const int ahead = 2 * (shape.stages - stage - 1) + (shape.chunks - 1) * shape.stages;
   return std::min(ahead, shape.micro_batches * shape.chunks);

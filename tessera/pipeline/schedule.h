@@ -1,7 +1,7 @@
 // Schedules: for every stage the order in which it receives, computes and sends, as a table of actions.
 //
 // A pipeline of `stages` ranks whose model is cut into `stages * chunks` parts: part p is chunk p / stages of stage
-// p % stages. Every micro-batch goes forward through all parts and backward through them; a schedule is the order of that
+// p % stages. Every micro-batch goes forward through all parts and backward through them; a schedule is the order of these passes
 // on one stage. Tables of different stages fit together: what one sends comes in the order in which the other receives it,
 // so that sends which nobody waits for cannot deadlock. Both front ends interpret these tables.
 #pragma once
@@ -29,7 +29,7 @@ struct Action {
 };
 using Table = std::vector<Action>;
 
-// Of a pipeline.
+// The shape of a pipeline.
 struct Shape {
   int stages = 1, micro_batches = 1, chunks = 1;
 
@@ -39,12 +39,12 @@ struct Shape {
   bool operator==(const Shape&) const = default;
 };
 
-// "1f1b", "gpipe", "interleaved".
+// The names of schedules: "1f1b", "gpipe", "interleaved".
 const std::vector<std::string>& schedules();
 // The table of one stage for one optimizer step. With several chunks "1f1b" is "interleaved". Value error for what the
 // schedule cannot do.
 Table training(const std::string& name, const Shape& shape, int stage);
-// The table of one stage for an evaluation. Of a boundary between two parts kAhead messages are under way at most: a sender waits
+// The table of one stage for an evaluation. At most kAhead messages over one boundary are under way: a sender waits
 // until the receiver has taken those before. Two keep both busy; tables of all stages come to their ends with it.
 inline constexpr int kAhead = 2;
 Table forward_only(const Shape& shape, int stage);

@@ -69,7 +69,7 @@ bool common_boundary(const Rows& rows) {
 
 double common_norm(const Engines& engines, const AllRanks& all) {
   double own = 0;
-  // Each: others of its ranks may hold no engine that failed.
+  // Every engine is asked: other ranks of it may hold no engine that failed.
   const auto problem = first_error(engines, [&](Stepping& engine) { own += engine.square(all.alone()); });
   const Rows rows = all.rows({own, problem ? 1.0 : 0.0}, "the norm of several engines");
   if (problem) std::rethrow_exception(problem);

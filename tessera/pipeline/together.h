@@ -16,12 +16,12 @@ class Stepping {
   virtual bool at_boundary() = 0;
   // Throws what keeps this rank from the step. Local.
   virtual void check(bool at_boundary) = 0;
-  // check() was made of all engines, and this rank goes on: what it has found, of any of them, is what the exchanges of the norm
+  // check() was made of all engines, and this rank goes on: faults that it has found, in any engine, are what the exchanges of
   // and the step announce to the engine's other ranks.
   virtual void checked() {}
-  // This rank's part of the square of the norm, or the whole. Collective over the engine's ranks.
+  // This rank's part of the square of the norm, or the whole square. Collective over the engine's ranks.
   virtual double square(bool whole) = 0;
-  // True when weights were updated.
+  // Steps; true when weights were updated.
   virtual bool step(std::optional<double> norm) = 0;
 };
 

@@ -29,7 +29,7 @@ using Tensors = std::vector<at::Tensor>;
 
 struct Message {
   Tensors tensors;
-  std::string note = {};  // of the front end, which alone reads it: how values of its language hold the tensors
+  std::string note = {};  // the front end's, which alone reads it: how values of its language hold the tensors
 };
 
 // Another rank could not go on; the text is its error, as that rank announces it.
@@ -37,7 +37,7 @@ class StageFailed final : public c10::DistBackendError {
   using c10::DistBackendError::DistBackendError;
 };
 
-// The other end of a wire.
+// The rank at the other end of a wire.
 struct Peer {
   int rank = 0;      // the peer's number among those of the point-to-point
   std::string name;  // in errors, as "stage 1 (rank 2)"
@@ -58,28 +58,28 @@ class Wire {
 
   // Tensors of any dtype and layout; undefined ones arrive as such. `number` tells messages apart. Waits for nobody.
   void send(const Message& message, int64_t number);
-  // In place of the next message: this side cannot go on.
+  // Sends a failure in place of the next message: this side cannot go on.
   void send_failure(const std::string& text);
   // Nothing where the other side is lost: nobody waits there.
   void try_to_send_failure(const std::string& text);
 
-  // The next message: leaves that require a gradient where the sender's do. UsageError when it has another number; StageFailed
-  // when the other side could not go on; DistBackendError when it is lost, which names it.
+  // Returns the next message: leaves that require a gradient where the sender's do. UsageError when it has another number;
+  // StageFailed when the other side could not go on; DistBackendError, which names the other side, when it is lost.
   Message receive(int64_t number);
 
-  // Where nothing else goes this way: acknowledges what has been taken.
+  // Acknowledges what has been taken, where nothing else goes this way.
   void acknowledge();
-  // Where nothing else comes this way: until so many messages are under way, at most. Errors as of receive().
+  // Waits, where nothing else comes this way, until at most so many messages are under way. Errors as of receive().
   void await_taken(int64_t most);
-  // The same of messages of tensors, where others may come this way: they are kept for receive(). Ends for good only where the
+  // Does so for messages of tensors, where others may come this way: they are kept for receive(). Ends for good only where the
   // other side acknowledges every message.
   void drain(int64_t most);
-  // Until all that was sent is taken, acknowledged or not.
+  // Waits until all that was sent is taken, acknowledged or not.
   void settle();
 
   // Messages that the other side has not acknowledged.
   int64_t under_way() const { return static_cast<int64_t>(under_way_.size()); }
-  int64_t forms() const { return forms_; }  // messages that had to say what form they have
+  int64_t forms() const { return forms_; }  // messages that had to say their form
 
  private:
   using Header = std::vector<int64_t>;
@@ -108,7 +108,7 @@ class Wire {
   Form sent_form_, taken_form_;
   struct Sent {
     int64_t what;
-    std::vector<int64_t> tensors;  // their numbers for settle()
+    std::vector<int64_t> tensors;  // numbers of the tensors for settle()
   };
   std::deque<Sent> under_way_;
   std::deque<std::pair<Header, Message>> early_;  // came while drain() waited

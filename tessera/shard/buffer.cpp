@@ -51,7 +51,7 @@ Buffer Buffer::without_memory(int64_t size, const at::TensorOptions& options) {
 
 void Buffer::make() {
   TESSERA_ASSERT(defined());
-  // What is made in inference_mode could not be written to outside of it.
+  // A tensor made in inference_mode could not be written to outside of it.
   const c10::InferenceMode no_inference(false);
   if (!has_memory()) tensor_ = at::empty({size_}, options_);
 }

@@ -26,7 +26,7 @@ namespace tessera::shard {
 
 enum class Residence : uint8_t { Device, Host, Nvme };
 
-// Elements of a buffer that does not live on the device that are moved at a time: some milliseconds of work, and a multiple
+// Elements that are moved at a time of a buffer that does not live on the device: some milliseconds of work, and a multiple
 // of what transfers of any dtype want.
 inline constexpr int64_t kTile = 1 << 22;
 // `range` cut at multiples of kTile.
@@ -38,12 +38,12 @@ class PendingView {
   using Events = std::vector<std::shared_ptr<c10::Event>>;
   explicit PendingView(at::Tensor values, std::function<void()> arrive = {})
       : values_(std::move(values)), arrive_(std::move(arrive)) {}
-  // In host memory, where streams bring them until `events`.
+  // Values in host memory, where streams bring them until `events`.
   PendingView(at::Tensor values, Events events) : values_(std::move(values)), events_(std::move(events)) {}
-  // Returns when they are there; throws what went wrong on the way.
+  // Returns the values once they are there; throws what went wrong on the way.
   const at::Tensor& wait();
-  // The same for what the current stream of `device` is given from here on: the host does not wait for another stream where the
-  // memory is page-locked.
+  // Returns them for what the current stream of `device` is given from here on: the host does not wait for another stream where
+  // the memory is page-locked.
   const at::Tensor& wait_on(c10::Device device);
 
  private:
@@ -57,13 +57,13 @@ class Home {
  public:
   virtual ~Home() = default;
   virtual Residence residence() const = 0;
-  // In host memory: values are those of the last store() of every element, zeros before. Neither waits for the way there or
-  // back. What fetch() gave may be stored itself, and is not changed afterwards; store() takes values of any device.
+  // fetch() gives values in host memory: those of the last store() of every element, zeros before. Neither waits for the way
+  // there or back. What fetch() gave may be stored itself, and is not changed afterwards; store() takes values of any device.
   virtual PendingView fetch(Range range) = 0;
   virtual void store(Range range, const at::Tensor& values) = 0;
-  // Memory of the host for values of `range` that are to be stored; what it holds before is not known.
+  // Memory of the host for values of `range` that are to be stored; its contents before are undefined.
   virtual PendingView to_fill(Range range) { return fetch(range); }
-  // A stream writes to what fetch(range) gave, until `event`: true where nothing else is to be done, and fetch() waits for it;
+  // A stream writes to what fetch(range) gave, until `event`: true where nothing else is to be done, and fetch() waits for that;
   // false where `range` is to be stored then.
   virtual bool arrives(Range range, const std::shared_ptr<c10::Event>& event);
   // Returns when what was stored is there; throws what went wrong on the way.
@@ -76,7 +76,7 @@ class Buffer {
   Buffer() = default;  // none: not defined()
   // `size` zeros, on the device of `options`, in its dtype; in `home` where there is one.
   Buffer(int64_t size, const at::TensorOptions& options, HomePtr home = nullptr);
-  // `values`, 1-D, themselves.
+  // A buffer of `values` themselves, 1-D.
   explicit Buffer(const at::Tensor& values);
   // `size` elements on the device of `options` that have no memory until make().
   static Buffer without_memory(int64_t size, const at::TensorOptions& options);
@@ -86,32 +86,32 @@ class Buffer {
   int64_t size() const { return size_; }
   at::ScalarType dtype() const { return options_.dtype().toScalarType(); }
   const at::TensorOptions& options() const { return options_; }
-  // Of its memory, wherever that is.
+  // Bytes of the buffer's memory, wherever that is.
   int64_t bytes() const { return has_memory() ? size_ * static_cast<int64_t>(options_.dtype().itemsize()) : 0; }
   bool has_memory() const { return home_ != nullptr || tensor_.defined(); }
-  // Memory whose contents are undefined; nothing happens where there is some. Unchanged when it throws.
+  // Makes memory with undefined contents; does nothing where there is some. Unchanged when it throws.
   void make();
   Residence residence() const { return home_ ? home_->residence() : Residence::Device; }
   bool is_here() const { return home_ == nullptr; }  // on the device
 
-  // The whole of it, for work in place. Only where it lives on the device.
+  // The whole buffer, for work in place. Only where the buffer lives on the device.
   const at::Tensor& tensor() const;
   at::Tensor view(Range range) const { return tensor().narrow(0, range.begin, range.size()); }
-  // 1-D; on the device where it lives there, else in host memory.
+  // The elements of `range`, 1-D; on the device where the buffer lives there, else in host memory.
   PendingView fetch(Range range) const;
   PendingView to_fill(Range range) const { return home_ ? home_->to_fill(range) : fetch(range); }  // see Home
   void store(Range range, const at::Tensor& values) const;
-  bool arrives(Range range, const std::shared_ptr<c10::Event>& event) const;  // see Home; only where it lives elsewhere
+  bool arrives(Range range, const std::shared_ptr<c10::Event>& event) const;  // see Home; not for one on the device
   void flush() const;
-  // On the device: a view where it lives there, else a copy.
+  // The elements of `range` on the device: a view where the buffer lives there, else a copy.
   at::Tensor read(Range range) const;
-  // Of values of any dtype and device, 1-D; by tiles where it lives elsewhere. What goes wrong on the way is thrown by a
-  // later call, at last by flush().
+  // Takes values of any dtype and device, 1-D; by tiles where the buffer lives elsewhere. What goes wrong on the way a
+  // later call throws, at last flush().
   void write(Range range, const at::Tensor& values) const;
   void fill(Range range, double value) const;
 
-  // From the device to `home` for a while, with its values, and back. Nothing happens where it lives elsewhere anyway, has no
-  // memory, or is back. Unchanged when it throws. Its memory is free once nobody holds a view of it.
+  // Move the buffer from the device to `home` for a while, with its values, and back. Nothing happens where it lives elsewhere
+  // anyway, has no memory, or is back. An error leaves the buffer as it was; its old memory is free once nobody holds a view.
   void send_to(HomePtr home);
   void bring_back();
   bool is_sent() const { return sent_; }

@@ -29,7 +29,7 @@ void allow_access(Storage& storage) {
   }
 }
 
-// The same again, with the text that the storage has.
+// Forbids accesses again, with the text that the storage has.
 inline void forbid_access(c10::StorageImpl& storage) {
   storage.release_data_and_set_meta_custom_data_ptr_error_msg_(
       std::move(storage.get_extra_meta().custom_data_ptr_error_msg_));

@@ -15,11 +15,11 @@ namespace tessera::shard {
 struct Cut {
   struct Stretch {
     int64_t begin;   // elements of the parameter from here on
-    int64_t number;  // are those of the whole from here on
+    int64_t number;  // they are elements of the whole from here on
   };
   std::vector<int64_t> sizes;      // of the whole
   int64_t dim = 0;                 // along which it is cut
-  std::vector<Range> ranges;       // of that dim, joined in this order
+  std::vector<Range> ranges;       // slices of that dim, joined in this order
   std::vector<Stretch> stretches;  // ascending; the first begins at 0
 
   int64_t numel() const;  // of the whole
@@ -30,8 +30,8 @@ using CutPtr = std::shared_ptr<const Cut>;
 // (query, key and value in one). Value error for a dim or a slice that is not there.
 CutPtr cut_along(const std::vector<int64_t>& sizes, int64_t dim, const std::vector<Range>& ranges);
 
-// Calls f(piece, number) for the stretches of `range` of a parameter, in order: elements `piece` of it are those of the
-// whole from `number` on. Without a cut the parameter is the whole.
+// Calls f(piece, number) for the stretches of `range` of a parameter, in order: elements `piece` of the parameter are those of
+// the whole from `number` on. Without a cut the parameter is the whole.
 template <class F>
 void for_stretches(const CutPtr& cut, Range range, F&& f) {
   if (cut == nullptr) {

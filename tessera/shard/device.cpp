@@ -33,7 +33,7 @@ Loaded load(c10::DeviceType type) {
   return {why_not.empty() ? table : nullptr, std::move(why_not)};
 }
 
-// Loaded once and never let go, as libraries are.
+// The table of a type is loaded once and never let go, as libraries are.
 const Loaded& loaded(c10::DeviceType type) {
   static std::array<std::once_flag, kTypes> once;
   static std::array<Loaded, kTypes> tables;

@@ -12,9 +12,9 @@ namespace tessera::shard {
 // Loads what is needed, once a process. Not-implemented error for a type without a library of kernels, with one made for
 // another version, or without a device that can be used.
 const kernels::DeviceTable& device_kernels(c10::DeviceType type);
-// The same error for a device that models cannot be on; the CPU is well.
+// Throws the same error for a device that models cannot be on; the CPU passes.
 void check_device(c10::Device device);
-// What is given to the current stream of `device` is recorded into a graph, for replays, and not done now.
+// Whether work given to the current stream of `device` is recorded into a graph, for replays, and not done now.
 bool is_captured(c10::Device device);
 
 // Calls f(table, stream) with `device` as the current one and the stream that torch's operators would use now.

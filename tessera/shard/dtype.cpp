@@ -39,7 +39,7 @@ void check_pair(const at::Tensor& dst, const at::Tensor& src) {
                  dst.device() == src.device());
 }
 
-// The kernel and its stochastic twin of a table.
+// Runs the kernel of a table, or its stochastic twin.
 template <bool add>
 void scaled(Memory dst, Memory src, double scale, int64_t n, const Random& random) {
   TESSERA_ASSERT(dst.device == src.device);
@@ -148,7 +148,7 @@ void join_master(const at::Tensor& to, const at::Tensor& weight, const at::Tenso
 
 void fill_zero(const at::Tensor& dst) {
   if (!dst.is_cpu()) {
-    at::AutoDispatchBelowADInplaceOrView below;  // as a memset: no version counts it
+    at::AutoDispatchBelowADInplaceOrView below;  // a memset: no version counts it
     dst.zero_();
   } else if (dst.numel() > 0) {
     std::memset(dst.data_ptr(), 0, dst.nbytes());

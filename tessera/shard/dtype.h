@@ -13,7 +13,7 @@ namespace tessera::shard {
 // Not-implemented error for a dtype without kernels.
 kernels::DType kernel_dtype(at::ScalarType dtype);
 
-// Of stochastic rounding into a 16-bit destination, whose element 0 has global index `first`; unset: rounding to nearest.
+// Key of stochastic rounding into a 16-bit destination, whose element 0 has global index `first`; unset: rounding to nearest.
 using Random = std::optional<kernels::RandomKey>;
 
 // dst = scale * src and dst += scale * src over contiguous tensors of equal length (kernels/elementwise.h).
@@ -31,7 +31,7 @@ struct Memory {
 };
 void scaled_copy(Memory dst, Memory src, double scale, int64_t n, const Random& random = {});
 void scaled_add(Memory dst, Memory src, double scale, int64_t n, const Random& random = {});
-// Element `offset` of a contiguous tensor and what follows.
+// The memory from element `offset` of a contiguous tensor on.
 Memory memory_of(const at::Tensor& tensor, int64_t offset = 0);
 void fill_zero(const at::Tensor& dst);
 

@@ -27,12 +27,12 @@ struct NamedShard {
   int param = -1;    // in the engine's list
   Quantity quantity = Quantity::Weight;
   Form form;                          // sizes of the whole parameter, and strides: the order of its elements
-  Range range;                        // of its elements in that order; empty for a parameter without elements only
-  at::ScalarType dtype = at::kFloat;  // it is held in; Float for a split master, which is exact in it
-  int replica = 0;                    // of those that hold the same elements
-  int replicas = 1;                   // how many they are
+  Range range;                        // the elements in that order; empty for a parameter without elements only
+  at::ScalarType dtype = at::kFloat;  // the elements' dtype here; Float for a split master, which is exact in it
+  int replica = 0;                    // number among those that hold the same elements
+  int replicas = 1;                   // how many hold the same elements
   bool trained = true;                // has an optimizer group
-  CutPtr cut{};                       // which elements of a whole the parameter is; null: all. The range counts its own
+  CutPtr cut{};                       // which elements of a whole the parameter is; null: all. The range is within it
 };
 
 }  // namespace tessera::shard

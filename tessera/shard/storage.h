@@ -17,7 +17,7 @@
 
 namespace tessera::shard {
 
-// Of a storage that others may keep alive.
+// A reference to a storage that others may keep alive.
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 // Shape of a parameter and the order of its elements in a flat buffer, which stay what they were when it was first bound:
@@ -35,9 +35,9 @@ struct Form {
 //   dispatcher shows it each operator that takes this parameter (nn/cut_layers.h). Both lie in the TensorImpl, whose key
 //   set_data() replaces: who gives a parameter other data does it by this function.
 inline constexpr c10::DispatchKey kOwnKey = c10::DispatchKey::DeferredInit;
-// param.set_data(value); the key and the meta stay.
+// Calls param.set_data(value); the key and the meta stay.
 void set_data(at::Tensor& param, const at::Tensor& value);
-// The same; from here on `param` has the key, and `meta`.
+// Does the same; from here on `param` has the key, and `meta`.
 void set_keyed_data(at::Tensor& param, const at::Tensor& value, c10::intrusive_ptr<c10::BackendMeta> meta);
 
 // Makes `param` live at flat[range] as `form`, with the dtype of `flat`, without touching the bytes there. Keeps the
@@ -58,7 +58,7 @@ at::Tensor flatten_like_param(const at::Tensor& tensor, const Form& form);
 //   own flag makes every access to the data throw `message`. So an alias that autograd saved (W.t(), a view) becomes
 //   readable again with the parameter itself, and nothing is copied out of the bucket.
 
-// Gives `param` a StorageImpl of its own with the dtype of `flat_options` and no data. Returns it; it lives as long as
+// Gives `param` a StorageImpl of its own with the dtype of `flat_options` and no data. Returns that; it lives as long as
 // the parameter, unless the user replaces it (p.data = t).
 c10::StorageImpl* make_released(at::Tensor& param, const Form& form, const at::TensorOptions& flat_options,
                                 const std::string& message);
@@ -67,7 +67,7 @@ void point(c10::StorageImpl& storage, void* data);
 // Points the storage of `param` at flat[range.begin], which it keeps alive from here on. Aliases follow.
 void rebind(const at::Tensor& param, const at::Tensor& flat, Range range);
 void release(c10::StorageImpl& storage, const std::string& message);
-// With the message that it was last released with.
+// Releases the storage with the message that it was last released with.
 void release_again(c10::StorageImpl& storage);
 // The storage a parameter has now.
 c10::StorageImpl* storage_of(const at::Tensor& param);
@@ -79,7 +79,7 @@ WeakStorage weak_storage_of(const at::Tensor& param);
 //   parameter with other data comes back to its place in the unit, a storage that somebody still holds there moves to memory
 //   of its own, with its values; all that share the storage follow. Addresses that somebody took (NumPy) stay valid.
 
-// The storage of a parameter that has other data now, where it still lives: it has memory of its own from here on.
+// Moves the storage of a parameter that has other data now, where the storage still lives, to memory of its own.
 void move_out(const WeakStorage& storage);
 
 }  // namespace tessera::shard

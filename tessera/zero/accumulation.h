@@ -1,5 +1,5 @@
 // Accumulation: the gradients that an optimizer step has gathered so far, between two backwards, as one rank holds them.
-// For checkpoints: given back as it was, the run goes on with the same bits.
+// A checkpoint saves it: given back as it was, it lets the run go on with the same bits.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@ namespace tessera::zero {
 
 struct HeldGradient {
   ParamId param = -1;
-  // True: this rank's part of the sum over the shard group. False: what this rank alone has added, all elements.
+  // True: `values` are this rank's part of the sum over the shard group. False: all elements, as this rank alone has added them.
   bool reduced = false;
   shard::Range range;  // of the parameter's elements, in the order of its memory
-  at::Tensor values;   // theirs, 1-D: a view, of the host where they live there
+  at::Tensor values;   // the range's elements, 1-D: a view, in host memory where the gradients live there
 };
 
-// What goes with the gradients of one parameter on one rank.
+// Counts and flags that go with the gradients of one parameter on one rank.
 struct GradientCounts {
   ParamId param = -1;
   bool has_grad = false, filled = false;
@@ -29,7 +29,7 @@ class Accumulation {
  public:
   struct State {
     bool unreduced = false, flushed = false, scaled = false;
-    bool replicas_agree = false;  // sums are over all replicas, else within this one's
+    bool replicas_agree = false;  // sums are over all replicas, else within this rank's one
     std::vector<GradientCounts> counts;
   };
 
@@ -38,13 +38,13 @@ class Accumulation {
   bool begun() const { return driver_.has_gradients(); }
   State state() const;
   std::vector<HeldGradient> held() const;
-  // Elements of a parameter that held() has where this engine reduces after every backward (`reduced`), or before.
+  // reduces(): every backward reduces. range_of(): a parameter's elements in held(), of a sum (`reduced`) or a contribution.
   bool reduces() const;
   shard::Range range_of(ParamId param, bool reduced) const;
-  // A gradient over all ranks is the mean of what the ranks have added, times this.
+  // A gradient over all ranks is the mean of what the ranks have added, times this factor.
   double contributions(ParamId param) const { return driver_.reducer().contributions(*units_[param].unit); }
 
-  // Local, in this order. begin() drops what is there; put() gets reduced gradients first.
+  // Local, called in this order. begin() drops the gradients that are there; put() gets reduced gradients first.
   void begin(const State& state);
   void put(const HeldGradient& gradient);
   void end(const State& state);

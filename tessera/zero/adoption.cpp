@@ -16,7 +16,7 @@ void adopt_param(const Place& place, bool compare) {
   const c10::AutoGradMode no_grad(false);
   Param& p = *place.param;
   Unit& unit = *place.unit;
-  // Written to in regions only, which take the values along; or away, without data.
+  // Sharded parameters are written to in regions only, which take the values along; sent ones have no data.
   if (unit.flat().sharded() || unit.flat().has_private_copy(place.item) || unit.flat().is_sent()) return;
   if (is_bound(p, unit)) {
     const bool written = p.writes.any(p.tensor);

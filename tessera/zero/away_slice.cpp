@@ -15,9 +15,9 @@ namespace tessera::zero {
 namespace {
 
 constexpr size_t kReads = 3;   // tiles of a slice that are on their way at once
-constexpr size_t kCopies = 1;  // of them, to the device
+constexpr size_t kCopies = 1;  // tiles of these that are copied to the device
 
-// Throws nothing itself: what goes wrong is for the gather, where all ranks take part.
+// Starts a read and throws nothing: what goes wrong is for the gather, where all ranks take part.
 shard::PendingView fetch(const shard::Buffer& slice, shard::Range tile) {
   try {
     return slice.fetch(tile);
@@ -47,7 +47,7 @@ void AwaySlice::end_reads() {
   copied_.reset();
 }
 
-// With a cast on the device, by way of words_, where dtypes differ: torch would cast on the host, into memory that is not
+// A cast is made on the device, by way of words_: torch would cast on the host, into memory that is not
 // page-locked.
 void AwaySlice::bring(const shard::Buffer& slice, shard::Range range, const at::Tensor& space) {
   const std::vector<shard::Range> tiles = shard::tiles_of({0, slice.size()});
@@ -81,13 +81,13 @@ void AwaySlice::end_copies() {
 comm::Pending AwaySlice::gather(comm::Group& group, const shard::Buffer& slice, shard::Range range,
                                 const at::Tensor& space, const std::string& label) {
   failure_.clear();
-  // Before anything is on its way, as all memory that a gather needs.
+  // This memory is made before anything is on its way, as is all that a gather needs.
   const bool may_fail = slice.residence() == shard::Residence::Nvme && group.size() > 1;
   const at::Tensor failed =
       may_fail ? at::zeros({1}, at::TensorOptions(at::kDouble).device(space.device())) : at::Tensor();
   try {
     bring(slice, range, space);
-  } catch (const std::exception& error) {  // memory that runs out, too
+  } catch (const std::exception& error) {  // also for memory that runs out
     ahead_.clear();
     end_copies();
     if (!may_fail) throw;

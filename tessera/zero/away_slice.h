@@ -24,33 +24,33 @@ namespace tessera::zero {
 
 class AwaySlice {
  public:
-  // `order`: of the space that is gathered into. It must outlive this.
+  // `order`: of the space that is gathered into; must outlive this object.
   AwaySlice(std::string unit, shard::StreamOrder& order) : unit_(std::move(unit)), order_(order) {}
 
-  // Of a slice on a disk: up to `elements` from its first on are on their way to the next gather. How many they are.
+  // Starts reads of a slice on a disk for the next gather, up to `elements` from its first on. Returns how many are on their way.
   int64_t read_ahead(const shard::Buffer& slice, int64_t elements);
-  // Writes nothing where nothing was read: an update may run on beside it.
+  // Forgets what was read ahead. Writes nothing where nothing was read: an update may run on beside this call.
   void forget_ahead() {
     if (!ahead_.empty()) ahead_.clear();
   }
-  // The slice may be written to: nothing was read ahead that is old then, and no copy to the device reads host memory.
+  // Makes the slice writable: forgets what was read ahead and would be old, and waits for copies from host memory to the device.
   void end_reads();
 
-  // `slice` at its place `range` of `space`, and all ranks' slices at theirs: on the current stream, or beside it. `casts`:
+  // Bring `slice` to its place `range` of `space`, and all ranks' slices to theirs: on the current stream, or beside it. `casts`:
   // `space` has another dtype. Collective.
   comm::Pending gather(comm::Group& group, const shard::Buffer& slice, shard::Range range, const at::Tensor& space,
                        const std::string& label);
   comm::Pending gather_beside(comm::Group& group, const shard::Buffer& slice, shard::Range range,
                               const at::Tensor& space, bool casts, const std::string& label);
-  // Once the collective is over: what was copied is there for the current stream, and tiles may be lent again.
+  // To be called once the collective is over: the current stream sees what was copied, and tiles may be lent again.
   void arrive(at::Device device);
-  // IoError where a rank's read has failed, on all ranks.
+  // Throws IoError, on all ranks, where a rank's read has failed.
   void check();
-  // In place of both, where nobody wants the values.
+  // Takes the place of arrive() and check() where nobody wants the values.
   void drop(at::Device device);
-  // What is left of a gather goes.
+  // Drops what is left of a gather.
   void end_gather();
-  // For good: what is on its way ends on the current stream, without a wait.
+  // Ends this object's use: copies on their way end on the current stream, without a wait.
   void abandon();
   c10::Event* copied() const { return copied_.get(); }
 
@@ -60,13 +60,13 @@ class AwaySlice {
 
   const std::string unit_;
   shard::StreamOrder& order_;
-  std::deque<shard::PendingView> ahead_;  // its first tiles, on their way
+  std::deque<shard::PendingView> ahead_;  // the slice's first tiles, on their way
   shard::SideStream side_;
   std::shared_ptr<c10::Event> copied_;                                      // to the device
-  std::deque<std::pair<at::Tensor, std::shared_ptr<c10::Event>>> copying_;  // tiles that cannot be lent again before
+  std::deque<std::pair<at::Tensor, std::shared_ptr<c10::Event>>> copying_;  // tiles and events that end their loans
   at::Tensor words_;                                                        // on the device, where they are cast
   std::string failure_;                                                     // of this rank's last read
-  at::Tensor failed_;                                                       // 1 + the rank of one that failed, or 0
+  at::Tensor failed_;                                                       // 1 + the rank whose read failed, or 0
   comm::Pending read_check_;
 };
 

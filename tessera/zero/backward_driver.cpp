@@ -14,7 +14,7 @@
 namespace tessera::zero {
 
 namespace {
-// The same for the same bits, in whatever order they are added up.
+// A checksum: the same for the same bits, in whatever order they are added up.
 int64_t words_of(const at::Tensor& flat) {
   const at::Tensor bits = flat.to(at::kFloat).view(at::kInt);
   return at::sum(bits, at::kLong).item<int64_t>();
@@ -173,7 +173,7 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
     reducer_->accumulate(*place.unit, *place.param, arrived,
                          step.gradient_scale * (step.loss_scale / backward.loss_scale), alone);
   }
-  // Also where this graph task brought nothing: before_accumulate took away what earlier ones left.
+  // The view is shown also where this graph task brought nothing: before_accumulate took away what earlier ones left.
   if (place.unit->grads_are_visible() && place.param->grad.has()) grad = place.unit->visible(*place.param);
   units_.unsharder().gradient_arrived(place.number, place.item);
   if (!backward.in_forward) reducer_->fired(*place.unit, *place.param, may_reduce(step));
@@ -181,7 +181,7 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
   units_.fail_alone(error);
 }
 
-// Note [Joining] in joining.h: the sum of all that came, in p.grad, where the user may drop it.
+// The sum of all that came for a parameter that waits (Note [Joining] in joining.h), in p.grad, where the user may drop it.
 at::Tensor BackwardDriver::waiting_sum(ParamId id, const at::Tensor& grad, const BackwardInfo& backward) {
   at::Tensor sum = std::exchange(so_far_[id], at::Tensor());
   if (grad.defined()) {
@@ -195,7 +195,7 @@ at::Tensor BackwardDriver::waiting_sum(ParamId id, const at::Tensor& grad, const
   return sum;
 }
 
-// With a sink: what it cannot take back.
+// Throws where a sink could not take back what this backward adds.
 void BackwardDriver::check_once(const BackwardInfo& backward) const {
   TESSERA_CHECK(!flushed_, "engine.backward",
                 "the last backward has updated the model already (tessera.update_in_backward): call step() after each; "
@@ -269,8 +269,8 @@ void BackwardDriver::reduce_replicas() {
   reducer_->finish_replicas();
 }
 
-// Stage 0: a parameter without a gradient on this rank has one when other ranks do. They need not announce it: a place that is
-// not zero after the reduction says so, and where it is zero (their gradients were) p.grad None means the same.
+// Stage 0: a parameter without a gradient on this rank has one when other ranks do. No rank need announce it: a place that is
+// not zero after the reduction says so, and where it is zero (all gradients were) p.grad None means the same.
 void BackwardDriver::show_remote_grads() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
@@ -300,7 +300,7 @@ void BackwardDriver::ensure_reduced() {
   adopt_grads();
 }
 
-// Stage 0: what a user put there may be a view of what is about to be written to (a.grad, b.grad = b.grad, a.grad).
+// Stage 0: a gradient that a user put there may be a view of what is about to be written to (a.grad, b.grad = b.grad, a.grad).
 void BackwardDriver::part_visible_grads() {
   const c10::AutoGradMode no_grad(false);
   for (const ParamId id : units_.trained_ids()) {
@@ -369,7 +369,7 @@ void BackwardDriver::put_gradient(const Place& place, const at::Tensor& flat) {
   if (!mine.empty()) buffer.write(there, flat.narrow(0, mine.begin, mine.size()));
 }
 
-// Where no backward ran all of the unit is zeros, else what it is is there.
+// Where no backward ran the whole unit becomes zeros, else its gradients stay what they are.
 void BackwardDriver::have_gradient(const Place& place) {
   Param& p = *place.param;
   if (place.unit->progress().state() == GradState::Empty) settle_empty_units();
@@ -388,7 +388,7 @@ std::vector<std::string> BackwardDriver::given_lines() const {
   return lines;
 }
 
-// Stage 0: p.grad is the user's. What stands there now is the gradient, or this rank's part of it.
+// Stage 0: p.grad is the user's. The tensor there now is the gradient, or this rank's part of it.
 void BackwardDriver::adopt_visible_grads() {
   part_visible_grads();
   for (const ParamId id : units_.trained_ids())
@@ -509,7 +509,7 @@ void BackwardDriver::tasks_ended() {
     units_.phases().end(Phase::Backward);
     units_.unsharder().end_backward();
   } catch (const std::exception&) {
-    // As above; and this may run while another exception passes.
+    // A peer is lost, as above; and this may run while another exception passes.
   }
 }
 

@@ -25,8 +25,8 @@ struct StepState {
   bool boundary = true;       // this micro-batch ends it
   bool hold = false;          // no_sync or coalesce: accumulate locally
   double gradient_scale = 1;  // of the running backward's gradients: 1/gradient_accumulation_steps
-  // What accumulated gradients are multiplied by. Those of a backward with another loss scale (that of another engine in a
-  // joint loss, or 1 where the engine's outputs were bypassed) are brought to it.
+  // What accumulated gradients are multiplied by. Gradients of a backward with another loss scale (that of another engine in a
+  // joint loss, or 1 where the engine's outputs were bypassed) are brought to this one.
   double loss_scale = 1;
 };
 
@@ -39,64 +39,64 @@ class BackwardDriver final : private HookSink {
   Reducer& reducer() { return *reducer_; }
   const Reducer& reducer() const { return *reducer_; }
 
-  // Before a forward: what the user did to parameters since the last one. Takes in data that was replaced and hooks
+  // Before a forward: takes in what the user did to parameters since the last one, namely data that was replaced, and hooks
   // parameters that began to require gradients. Local.
   void follow_params();
-  // The second of these, of those that wait to be trained. What they have in p.grad from before is not of this update: it
+  // Hooks parameters that wait to be trained. What they have in p.grad from before is not of this update: it
   // is dropped, or, where the update has begun, a state error. Local.
   void follow_waiting();
 
   // Everything accumulated so far is reduced on return. Collective where something is left to reduce.
   void ensure_reduced();
-  // State error where a gradient came past the hooks: to be asked before the former. Local.
+  // Throws a state error where a gradient came past the hooks; to be called before ensure_reduced(). Local.
   void check_all_watched();
   // Reduces now, whatever the policy. Collective.
   void reduce_now();
-  // Along the replicas of hybrid sharding only. Collective.
+  // Reduces along the replicas of hybrid sharding only. Collective.
   void reduce_replicas();
   void drop_gradients();
-  // Those of a unit that is updated: their memory goes. Local.
+  // Frees the gradients of a unit that is updated. Local.
   void used_up(Unit& unit);
   // Frozen parameters that require a gradient now and have a group to join; not those that another engine watches. Local.
   std::vector<ParamId> waiting() const;
-  // These are trained now: what waited of their gradients counts, and is reduced where that of the others was. Collective.
+  // The parameters `ids` are trained now: their gradients so far count, and are reduced where the others' were. Collective.
   void take_joined(const std::vector<ParamId>& ids);
-  // A user sets the gradient of the parameter: there is one from here on. Where no backward ran what they do not set is zero.
+  // A user sets the gradient of the parameter, which has one from here on. Where no backward ran, elements not set are zero.
   void have_gradient(const Place& place);
-  // What a user has put into p.grad since the last backward counts, and at stage 0 what they took away does not. Local.
+  // Takes over what a user has put into p.grad since the last backward and, at stage 0, forgets what they took away. Local.
   void adopt_grads();
-  // The same, where that of this parameter is another one.
+  // Does the same where the gradient of this parameter is another tensor than ours.
   void adopt_grad(const Place& place);
-  // Stage 0: units of which they took all give their memory back.
+  // Stage 0: frees the gradients of units of which the user took all away.
   void forget_dropped();
-  // Those that adopt_given_grads() took since the last update, as lines that must be the same on all ranks.
+  // Gradients that adopt_given_grads() took since the last update, as lines that must be the same on all ranks.
   std::vector<std::string> given_lines() const;
 
   bool has_gradients() const { return unreduced_ || flushed_; }
   // A backward ended without a reduction: the same on all ranks.
   bool unreduced() const { return unreduced_; }
-  // Contributions of this rank that no collective has seen (no_sync, stages 0 and 1 before the boundary).
+  // Whether the gradient is this rank's contribution, which no collective has seen (no_sync, stages 0 and 1 before the boundary).
   static bool reads_local_gradient(const Place& place);
   bool flushed() const { return flushed_; }  // reduced since the last step
   // A loss scale came since the last step.
   bool scaled() const { return scaled_; }
-  // Gradients were put where they are (accumulation.h).
+  // Takes up the state of gradients that Accumulation has put back.
   void resume(bool unreduced, bool flushed, bool scaled, bool replicas_agree);
-  // Backwards of the user's that ended, since the beginning.
+  // The user's backwards that ended, since the beginning.
   int64_t backwards() const { return backwards_; }
-  // A forward of the engine's, with gradients, began: the backward after it is that of another micro-batch.
+  // The engine began a forward with gradients: the backward after it belongs to another micro-batch.
   void forward_begun() { forward_came_ = true; }
   // The micro-batches so far are counted.
   void step_counted() { of_forwards_.since_step = of_backwards_.since_step = 0; }
-  // Of those since the last update or drop_gradients(): that another one followed without a step() between, outside of no_sync
+  // Micro-batches since the last update or drop_gradients() that another followed without a step() between, outside of no_sync
   // and coalesce. Several backwards of one forward (several losses) are one; where all of an update went past the engine
   // (its module was called), each backward is one.
   int64_t unstepped() const { return forwards_count_ ? of_forwards_.unstepped : of_backwards_.unstepped; }
 
-  // Sums over ranks go there from here on, and no buffer keeps them. `sink` must outlive the driver.
+  // From here on `sink` takes the sums over ranks, and no buffer keeps them. It must outlive the driver.
   void send_sums_to(SumSink* sink);
 
-  // Nothing comes any more. Local, never waits.
+  // Removes the hooks: no gradient comes any more. Local, never waits.
   void remove();
 
  private:

@@ -37,7 +37,7 @@ at::Tensor BucketPool::acquire(int64_t numel, const at::TensorOptions& options) 
   return bucket.narrow(0, 0, numel);
 }
 
-// The one that the new bucket can stand in for.
+// Drops the free bucket that the new one can stand in for.
 void BucketPool::drop_nearly_fitting(int64_t numel, const at::TensorOptions& options) {
   const auto found = std::ranges::find_if(free_, [&](const Free& free) {
     return serves(numel, free.bucket.numel()) && free.bucket.dtype() == options.dtype();
@@ -45,7 +45,7 @@ void BucketPool::drop_nearly_fitting(int64_t numel, const at::TensorOptions& opt
   if (found != free_.end()) drop(found);
 }
 
-// To the allocator, which knows nothing of an event.
+// Gives a bucket back to the allocator, which knows nothing of an event.
 void BucketPool::drop(std::vector<Free>::iterator which) {
   which->order.keep(which->bucket, which->used.get());
   bytes_ -= static_cast<int64_t>(which->bucket.nbytes());

@@ -24,13 +24,13 @@ class BucketPool {
   // A 1-D tensor of `numel` elements, contents undefined. Only buckets of the same dtype and at most
   // twice the size are lent again.
   at::Tensor acquire(int64_t numel, const at::TensorOptions& options);
-  // Takes back what acquire() gave; nothing may use it any more, but for what comes before `used`.
+  // Takes back what acquire() gave; nothing may use it any more but work that comes before the event `used`.
   void release(const at::Tensor& bucket, std::shared_ptr<c10::Event> used = nullptr);
 
-  // Those that are not lent go.
+  // Frees the buckets that are not lent.
   void free_kept();
 
-  // Free and lent.
+  // Bytes of all buckets, free and lent.
   int64_t bytes() const { return bytes_; }
   // The most that bytes() ever was.
   int64_t peak_bytes() const { return peak_bytes_; }

@@ -12,7 +12,7 @@ namespace tessera::zero {
 namespace {
 constexpr unsigned kRankShift = 48;  // local contributions: random bits of rank r are those of elements from r << 48
 constexpr unsigned kStepShift = 16;  // additions of one step are numbered from step << 16,
-constexpr uint64_t kSums = 1 << 15;  // those of sums from here on
+constexpr uint64_t kSums = 1 << 15;  // sums are numbered from here on
 }  // namespace
 
 Contributions::Contributions(const Options& options, const Averaging& averaging, GradBuckets& buckets)
@@ -54,7 +54,7 @@ void Contributions::release(Unit& unit) {
   if (unit.progress().pooled()) buckets_.contributions.release(memory);
 }
 
-// Where contributions to `param` add up: `row` itself where that is defined, which then is the first of them.
+// Where contributions to `param` add up: `row` itself where that is defined, which then is the first contribution.
 shard::Memory Contributions::slot(Unit& unit, const Param& param, const at::Tensor& row) {
   if (!unit.in_pieces()) return shard::memory_of(unit.partial(), param.range.begin);
   Run& run = unit.run_of(param);
@@ -77,7 +77,7 @@ void Contributions::add(Unit& unit, Param& param, const at::Tensor& grad, double
   at::Tensor source = grad;
   if (grad.strides() != param.form.strides) source = shard::flatten_like_param(grad, param.form);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
-  at::Tensor row;  // that may be kept as it is
+  at::Tensor row;  // the gradient in a row, where it may be kept as it is
   if (unit.in_pieces() && unit.run_of(param).alone && !param.grad.filled() && (ours || !source.is_alias_of(grad)) &&
       source.dtype() == unit.grad_options().dtype())
     row = source.dim() == 1 ? source : shard::flatten_like_param(source, param.form);
@@ -118,7 +118,7 @@ void Contributions::add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& 
     shard::scaled_add(to, from);
     return;
   }
-  const uint64_t number = kSums + unit.progress().count_sum();  // what ranks added before differs: it must not count
+  const uint64_t number = kSums + unit.progress().count_sum();  // ranks' additions differ in number: they do not count
   for (const Param& p : unit.params()) {
     const shard::Range r = unit.owned_slice(p);
     if (r.empty()) continue;

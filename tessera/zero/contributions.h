@@ -33,15 +33,15 @@ class Contributions {
   void add(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours);
   // This rank's contribution to `param` is `values` (1-D), as add() had left it.
   void put(Unit& unit, Param& param, const at::Tensor& values);
-  // Forgets that to `param` since the last step.
+  // Forgets the contribution to `param` since the last step.
   void clear(Unit& unit, Param& param);
-  // Those of `unit` lose their memory.
+  // Frees the contributions to `unit`.
   void release(Unit& unit);
   // Slots of `unit` without a contribution become zero.
   static void zero_unfilled(Unit& unit);
   // 1 for each parameter to which this rank contributed, else 0.
   static at::Tensor filled(const Unit& unit);
-  // Adds a sum over ranks to that of backwards before it.
+  // Adds a sum over ranks, `from`, to that of earlier backwards, `to`.
   void add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& from);
 
  private:

@@ -42,7 +42,7 @@ void EarlyParams::agree(const RankGuard& disks) const {
   if (home_) disks.agree(ranks_).check("[zero] parameters could not be brought to where they shall live: ");
 }
 
-// Those that still are partitioned, or would be with more ranks.
+// The parameters that still are partitioned, or would be with more ranks.
 std::vector<EarlyParams::Entry*> EarlyParams::held(const std::vector<int>& numbers) {
   std::vector<Entry*> found;
   for (const int number : numbers) {
@@ -51,7 +51,7 @@ std::vector<EarlyParams::Entry*> EarlyParams::held(const std::vector<int>& numbe
   return found;
 }
 
-// A parent's `child.weight.data = values` while the model is built: these are the values now. On all ranks alike.
+// Takes a parent's `child.weight.data = values` while the model is built as the values from now on. All ranks do the same.
 void EarlyParams::take_replaced(Entry& entry) {
   if (!entry.flat->sharded() || !entry.flat->is_replaced(0)) return;
   const c10::AutoGradMode no_grad(false);

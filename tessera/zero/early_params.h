@@ -21,12 +21,12 @@ class EarlyParams {
   EarlyParams(const EarlyParams&) = delete;
   EarlyParams& operator=(const EarlyParams&) = delete;
 
-  // Partitions `tensor`, whose values of rank 0, rounded to `dtype`, hold; returns its number. With one rank and no home it
+  // Partitions `tensor`, with rank 0's values rounded to `dtype`; returns the parameter's number. With one rank and no home it
   // stays whole. Collective. IoError, on all ranks, where a rank's slice cannot be brought to its home. Value error unless it is a floating-point leaf with data on a device that this build serves.
   int add(std::string name, at::Tensor tensor, at::ScalarType dtype);
 
-  // Between the two the parameters are whole. Collective. State error for one that is whole already, and for in-place
-  // edits with Writes::None (reported after all are partitioned again). Restored parameters pass through.
+  // Between gather() and release() the parameters are whole. Collective. State error for a parameter that is whole already, and
+  // for in-place edits with Writes::None (reported after all are partitioned again). Restored parameters pass through.
   void gather(const std::vector<int>& numbers);
   void release(const std::vector<int>& numbers, Writes writes, int writer);
   bool is_gathered(int number) const;
@@ -34,7 +34,7 @@ class EarlyParams {
   ParamPartition partition_of(int number) const;
   at::Tensor held_values(int number) const;  // see Regions
 
-  // Makes the tensor whole for good, in memory of its own. Collective. Doing it again does nothing.
+  // Makes the tensor whole for good, in memory of its own. Collective. Another call does nothing.
   void restore(int number);
   // Forgets tensors that only this object still holds (parameters that were replaced while the model was built). Local.
   void prune();

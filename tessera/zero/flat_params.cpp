@@ -71,7 +71,7 @@ ParamPartition FlatParams::partition_of(int index) const {
   return {state_, sharded_, {mine.begin - range.begin, mine.end - range.begin}};
 }
 
-// In the coordinates of the buffer.
+// Elements `part` of item `index`, in the coordinates of the buffer.
 shard::Range FlatParams::there(int index, shard::Range part) const {
   if (part.empty()) return {};
   const int64_t begin = items()[index].range.begin + part.begin - (sharded_ ? slice_.begin : 0);

@@ -54,7 +54,7 @@ class FlatParams {
   bool sharded() const { return sharded_; }
   at::ScalarType dtype() const { return buffer_.dtype(); }
   const at::TensorOptions& options() const { return buffer_.options(); }  // of gathered values
-  // Of this rank's own, wherever they live, and in memory that all shard ranks have.
+  // Bytes of this rank's own values, wherever they live; 0 where they lie in memory that all shard ranks have.
   int64_t bytes() const { return shares() ? 0 : buffer_.bytes(); }
   shard::Residence residence() const { return buffer_.residence(); }
   int64_t local_size() const { return buffer_.size(); }
@@ -63,7 +63,7 @@ class FlatParams {
 
   // This rank's slice of the flat space.
   shard::Range slice() const { return slice_; }
-  // Its values: for reading, and to be written.
+  // The slice's values: for reading, and to be written.
   shard::Buffer slice_values() const;
   shard::Buffer slice_to_write();
   // Returns when what was written is where it lives; throws what went wrong on the way.
@@ -75,24 +75,24 @@ class FlatParams {
   void gather_in(at::ScalarType dtype) { gathered_.travel_in(dtype); }
   bool gathers_rounded() const { return gathered_.travels_rounded(); }
   at::ScalarType gather_dtype() const { return gathered_.travels_in(); }
-  // Of a slice on a disk: up to `elements` from its first on are on their way to the next gather afterwards. How many they are;
-  // 0 elsewhere. Local.
+  // Starts reads of a slice on a disk for the next gather, up to `elements` from its first on. Returns how many are on their way,
+  // 0 where the slice is not on a disk. Local.
   int64_t read_ahead(int64_t elements);
-  // Writes nothing where nothing was read: an update may run on beside it.
+  // Forgets what was read ahead. Writes nothing where nothing was read: an update may run on beside this call.
   void forget_ahead() { gathered_.away().forget_ahead(); }
   // Sharded -> Gathering: collective. `bucket`: at least layout().size() elements of dtype(). `staging`: as many of
   // gather_dtype(), for rounded values, or undefined. Undone when it throws. Shared parameters: local; without a bucket
   // the parameters will point into the shared space; a staging buffer may have any size.
   void begin_gather(comm::Group& group, at::Tensor bucket, at::Tensor staging = {});
-  // Ready with rounded values -> with exact ones, in place. Collective (shared parameters: local).
+  // Ready with rounded values -> Ready with exact ones, in place. Collective (shared parameters: local).
   void make_exact(comm::Group& group);
-  // Shared and Ready in the shared space -> in `bucket`, with a copy of the values.
+  // make_private(): shared parameters that are Ready in the shared space come to `bucket`, with a copy of the values.
   bool is_in_space() const { return shares() && gathered_.bucket().is_same(space_.memory()); }
   void make_private(const at::Tensor& bucket);
   bool is_rounded() const { return gathered_.is_rounded(); }
   // The staging buffer of the last gather, once it is over; undefined without one.
   at::Tensor take_staging() { return gathered_.take_staging(); }
-  // Undefined where the parameters were in the shared space; so for release().
+  // The bucket of the last gather; undefined where the parameters were in the shared space, as it is for release().
   at::Tensor take_bucket();
   // Gathering -> Ready. When it throws (a lost peer, a disk, a replaced parameter) the state is Sharded; take_bucket() and
   // take_staging() give the buffers back.
@@ -100,17 +100,17 @@ class FlatParams {
   // Ready or Gathering -> Sharded; returns the bucket. Nothing may read the parameters any more. `edited` gets the name
   // of a parameter that was written to since it was gathered and not kept by keep_write.
   at::Tensor release(std::string* edited = nullptr);
-  // Ready already, and used again, maybe under another stream.
+  // Parameters that are Ready already are used again, maybe under another stream.
   void use() { gathered_.use(); }
-  // Ready: where the user gave item `index` other data (p.data = ...), its values come to where the item lies, and it lies
-  // there again; who holds what was there keeps it (Note [Memory that somebody else holds]). State error for another shape
+  // Ready: where the user gave item `index` other data (p.data = ...), the new values come to the item's place, and the item lies
+  // there again; who holds the memory there keeps it (Note [Memory that somebody else holds]). State error for another shape
   // or dtype.
   void take_replaced(int index);
   // Item `index` was written to on purpose: this rank's slice follows.
   void keep_write(int index);
   // Forgets that item `index` was written to.
   void mark(int index) { params_.mark(index); }
-  // Of a sharded space: the user gave the parameter other data (p.data = ...), or its own in another order.
+  // Whether the user gave a parameter of a sharded space other data (p.data = ...), or its own data in another order.
   bool is_replaced(int item) const { return params_.is_replaced(item); }
   bool was_written(int item) const { return params_.was_written(item); }
   // Nobody else holds the parameter's tensor.
@@ -120,29 +120,29 @@ class FlatParams {
   // Elements `part` of the flattened item, which this rank holds, 1-D: a view where they live on the device, else a copy.
   at::Tensor read(int index, shard::Range part) const;
   void write(int index, shard::Range part, const at::Tensor& values);
-  // What item `index` shows: its elements in the order of the flat space, and with the parameter's shape. Only while Ready.
+  // Elements of item `index`: in the order of the flat space, and with the parameter's shape. Only while Ready.
   at::Tensor values(int index) const;
   at::Tensor view(int index) const;
 
   // Shared parameters that are whole always: item `index` is a private copy from here on, until end_private_copy(), which forgets
-  // it. keep_write() between the two makes this rank's slice of it hold.
+  // it. keep_write() between the two writes the copy to this rank's slice.
   void make_private_copy(int index);
   void end_private_copy(int index);
   bool has_private_copy(int index) const { return space_.copy_of(index).defined(); }
 
-  // What lives on the device goes to `home` for a while, and comes back. Whole parameters have no data meanwhile and say what
-  // to call. Neither gathered nor shared ones. Local.
+  // Values on the device go to `home` for a while, and come back. Whole parameters have no data meanwhile, and an access says
+  // what to call. Not for gathered or shared parameters. Local.
   void send_to(const shard::HomePtr& home);
   void bring_back();
   bool is_sent() const { return buffer_.is_sent(); }
 
-  // While they are gathered: all items in memory of their own, where they stay. leave() follows once they are not.
+  // While the parameters are gathered: copies all items to memory of their own, for leave(), which follows once they are not.
   at::Tensor copy_all() const { return whole().clone(); }
-  // For good: the items live in `all`, which copy_all() gave, and this holds nothing any more. Local.
+  // For good: the items live in `all`, which copy_all() gave, and this object holds nothing any more. Local.
   void leave(const at::Tensor& all);
   // For good: parameters of one rank that live elsewhere are on the device again. Only abandon() may follow. Local.
   void make_whole();
-  // For good: parameters without data say `message`; shared ones that are whole get memory of their own. Local.
+  // For good: an access to parameters without data says `message`; shared ones that are whole get memory of their own. Local.
   void abandon(const std::string& message);
 
  private:
@@ -156,7 +156,7 @@ class FlatParams {
   bool sharded_ = false;
   ParamState state_ = ParamState::Ready;
   shard::Buffer buffer_;    // the whole space, or this rank's slice where sharded
-  SharedSpace space_;       // buffer_ is part of it
+  SharedSpace space_;       // memory of all ranks, which buffer_ is part of
   GatheredSpace gathered_;  // where sharded
 };
 

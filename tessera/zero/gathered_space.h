@@ -24,7 +24,7 @@ struct OwnSlice {
 
 class GatheredSpace {
  public:
-  // Of elements of `dtype`, on `device`.
+  // The gathered space has elements of `dtype`, on `device`.
   GatheredSpace(const std::string& unit, at::ScalarType dtype, at::Device device)
       : unit_(unit), dtype_(dtype), travels_in_(dtype), device_(device), away_(unit, order_) {}
 
@@ -37,24 +37,24 @@ class GatheredSpace {
   bool is_rounded() const { return rounded_; }
   AwaySlice& away() { return away_; }
 
-  // On the way: all ranks' slices, to `bucket`, by way of `staging` where that is defined. Collective.
+  // Starts a gather of all ranks' slices to `bucket`, by way of `staging` where that is defined. Collective.
   void begin(comm::Group& group, OwnSlice slice, at::Tensor bucket, at::Tensor staging);
-  // Of shared parameters: the space itself, or a copy of it in `bucket`. Local.
+  // Gathers shared parameters: the bucket is the space itself, or `bucket` with a copy of it. Local.
   void begin(const SharedSpace& space, const at::Tensor& bucket, at::Tensor staging);
-  // It is there, for the current stream. Throws what has failed on any rank.
+  // Ends a gather: the values are there for the current stream. Throws what has failed on any rank.
   void finish();
-  // Rounded values -> exact ones, in place. Collective (shared parameters: local).
+  // Replaces rounded values by exact ones, in place. Collective (shared parameters: local).
   void make_exact(comm::Group& group, OwnSlice slice, const SharedSpace& space);
-  // Shared parameters in the space itself -> in `bucket`, with a copy of the values.
+  // Moves shared parameters out of the shared space into `bucket`, with a copy of the values.
   void make_private(const SharedSpace& space, const at::Tensor& bucket);
-  // In place of finish(), where nobody wants the values: nothing is on its way any more.
+  // Takes the place of finish() where nobody wants the values: nothing is on its way any more.
   void drop();
-  // The current stream uses it, and is to be done with it before the memory is another's.
+  // The current stream uses the bucket, and is to be done with it before the memory is another's.
   void use() { order_.read(device_); }
   void end_use() { order_.write(device_); }
   at::Tensor take_bucket();
   at::Tensor take_staging() { return std::move(staging_); }
-  // For good: what is in flight ends on the current stream, without a wait. `slice`: its memory is kept as long.
+  // Ends this object's use: what is in flight ends on the current stream, without a wait. The slice's memory is kept as long.
   void abandon(const shard::Buffer& slice);
 
  private:
@@ -64,7 +64,7 @@ class GatheredSpace {
   const at::Device device_;
   at::Tensor bucket_, staging_;
   bool rounded_ = false;      // the bucket's values were cast on the way
-  bool in_staging_ = false;   // and are yet to be cast back from there
+  bool in_staging_ = false;   // the bucket's values are yet to be cast back from staging
   shard::StreamOrder order_;  // of the bucket
   comm::Pending pending_;
   AwaySlice away_;  // where the slice is not here

@@ -47,7 +47,7 @@ void GradProgress::move_to(Turn next) {
   turn_ = next;
 }
 
-// What holds between any two changes.
+// Asserts what holds between any two changes.
 void GradProgress::check() const {
   using enum GradState;
   const bool travels = state_ == Reducing || accumulates();

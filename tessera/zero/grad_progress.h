@@ -10,7 +10,7 @@ namespace tessera::zero {
 enum class GradState : uint8_t {
   Empty,         // nothing; persistent buffers hold old values that will be overwritten
   Accumulating,  // local contributions of this rank
-  // As Accumulating, but they came after the unit's launch in their backward (from a nested one, or a use outside of the
+  // Accumulating, but contributions came after the unit's launch in their backward (from a nested one, or a use outside of the
   // modules that own the parameter): the next reduction takes them in.
   Late,
   Reducing,  // a collective is on its way; contributions that come meanwhile lead to Accumulating
@@ -28,14 +28,14 @@ enum class Turn : uint8_t {
 // The gradient of one parameter, on this rank.
 class ParamGrad {
  public:
-  bool has() const { return has_; }                  // it saw one since the last step
-  bool filled() const { return filled_; }            // while its unit accumulates: the contributions hold one
-  uint64_t additions() const { return additions_; }  // to it since the last step, as far as rounded stochastically
+  bool has() const { return has_; }                  // the parameter saw a gradient since the last step
+  bool filled() const { return filled_; }            // while its unit accumulates: the contributions hold a gradient
+  uint64_t additions() const { return additions_; }  // stochastically rounded additions to it since the last step
 
   void come() { has_ = filled_ = true; }
   void fill() { filled_ = true; }
   void empty_slot() { filled_ = false; }
-  void show(bool has) { has_ = has; }  // some rank has one, or the user says so
+  void show(bool has) { has_ = has; }  // some rank has a gradient, or the user says so
   void drop() { has_ = filled_ = false; }
   void end() { drop(), additions_ = 0; }
   uint64_t count_addition() { return additions_++; }
@@ -44,7 +44,7 @@ class ParamGrad {
  private:
   friend class GradProgress;
   bool has_ = false, filled_ = false;
-  uint64_t additions_ = 0, fired_in_ = 0;  // number of the last backward in which its hook ran
+  uint64_t additions_ = 0, fired_in_ = 0;  // fired_in_: number of the last backward in which its hook ran
 };
 
 class GradProgress {
@@ -56,11 +56,11 @@ class GradProgress {
   bool has_sum() const { return has_sum_; }
   int in_flight() const { return in_flight_; }  // reductions on their way; the unit may accumulate meanwhile
   bool pooled() const { return pooled_; }       // contributions lie in a bucket of a pool
-  uint64_t sums() const { return sums_; }  // added to the sum since the last step, as far as rounded stochastically
+  uint64_t sums() const { return sums_; }  // additions to the sum since the last step that are rounded stochastically
   // The hooks of all parameters that require gradients ran in the running backward.
   bool complete() const { return fired_ >= expected_; }
 
-  // A new outermost backward, in which the hooks of `expected` parameters are to run.
+  // Begins a new outermost backward, in which the hooks of `expected` parameters are to run.
   void begin_backward(int expected);
   // The hook of `param` ran; contributions that came past the unit's launch are late.
   void fire(ParamGrad& param);
@@ -69,7 +69,7 @@ class GradProgress {
 
   // Contributions have memory from here on.
   void accumulate(bool pooled);
-  // They are given away: to a reduction that is on its way, or, of one rank, they are the sum.
+  // The contributions are given away: launch() to a reduction on its way; launch_alone(), on one rank, makes them the sum.
   void launch();
   void launch_alone();
   // A reduction of this unit is over, whatever has become of it.
@@ -77,9 +77,9 @@ class GradProgress {
   void sum_arrived();
   uint64_t count_sum() { return sums_++; }
   void restore_sums(uint64_t sums);  // nothing where there are no gradients
-  // Without contributions there are sums: zeros, or what the user or a checkpoint has.
+  // Sums are there without contributions: zeros, or what the user or a checkpoint has.
   void put_sums();
-  // No gradients any more.
+  // Forgets all gradients.
   void end();
 
  private:
@@ -92,7 +92,7 @@ class GradProgress {
   bool has_sum_ = false, pooled_ = false;
   int in_flight_ = 0;
   int fired_ = 0, expected_ = 0;
-  uint64_t backward_ = 0;  // its number
+  uint64_t backward_ = 0;  // the backward's number
   uint64_t sums_ = 0;
 };
 

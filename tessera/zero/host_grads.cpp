@@ -12,7 +12,7 @@ namespace tessera::zero {
 namespace {
 constexpr size_t kLeaving = 1;  // buckets that are copied while the next one fills
 
-// f() on `stream`, once `before`, which may be null, is over there.
+// Runs f() on `stream`, once `before`, which may be null, is over there.
 std::shared_ptr<c10::Event> after(const std::shared_ptr<c10::Event>& before, shard::SideStream& stream,
                                   c10::Device device, const std::function<void()>& f) {
   return stream.run(device, [&] {
@@ -32,7 +32,7 @@ void HostGrads::take_memory(const shard::HostSlabsPtr& slabs) {
 
 shard::PendingView HostGrads::fetch(shard::Range range) {
   squares_.reset();
-  // A view of torch's, which counts what is written to it: squares() looks at that.
+  // This view is torch's, which counts what is written to it: squares() looks at that.
   const at::Tensor there = values_.narrow(0, range.begin, range.size());
   return copied_ ? shard::PendingView(there, {copied_}) : shard::PendingView(there);
 }

@@ -30,18 +30,18 @@ namespace tessera::zero {
 
 class HostGrads final : public shard::Home {
  public:
-  // `of_device`: of the gradients there. They have memory once take_memory() was called.
+  // `of_device`: options of the gradients on the device. There is no memory before take_memory() was called.
   HostGrads(int64_t size, const at::TensorOptions& of_device);
   int64_t bytes() const { return size_ * static_cast<int64_t>(options_.dtype().itemsize()); }
-  // Zeros. `slabs`: page-locked memory, which copies beside other work need; null: ordinary memory.
+  // Makes the memory, of zeros. `slabs`: page-locked memory, which copies beside other work need; null: ordinary memory.
   void take_memory(const shard::HostSlabsPtr& slabs);
 
   shard::Residence residence() const override { return shard::Residence::Host; }
   shard::PendingView fetch(shard::Range range) override;
   void store(shard::Range range, const at::Tensor& values) override;
 
-  // The sum of squares of what is here, on the device, where that was made as they left and nobody has asked for them since, who
-  // might have written to them; else undefined.
+  // The sum of squares of these gradients, on the device, where they were squared as they left and nobody, who might have written
+  // to them, has asked for them since; else undefined.
   at::Tensor squares() const { return values_.defined() && values_._version() == version_ ? squares_ : at::Tensor(); }
 
  private:
@@ -50,22 +50,22 @@ class HostGrads final : public shard::Home {
   at::TensorOptions options_;
   at::Tensor values_;
   at::Tensor squares_;
-  int64_t version_ = 0;                 // of the values then
+  int64_t version_ = 0;                 // the values' version when squares_ was made
   std::shared_ptr<c10::Event> copied_;  // in either direction
 };
 
-// Between a device and host memory, both ways at once, beside what the device computes; copies of the same gradients are in the order
-// of the calls. Never waits, but in finish().
+// Copies between a device and host memory, both ways at once, beside what the device computes; copies of the same gradients are
+// in the order of the calls. No call but finish() waits.
 class GradCopies {
  public:
   ~GradCopies() { abandon(); }
   // `release` is called once `from` may be written to by what comes after the event.
   using Release = std::function<void(std::shared_ptr<c10::Event>)>;
   void leave(const at::Tensor& from, HostGrads& to, Release release);
-  // `to` holds them once the event was passed to shard::come_after().
+  // `to` holds the gradients once the event was passed to shard::come_after().
   std::shared_ptr<c10::Event> come_back(HostGrads& from, const at::Tensor& to);
-  void finish();            // everything is released
-  void abandon() noexcept;  // the same; what fails is forgotten
+  void finish();            // waits until everything is released
+  void abandon() noexcept;  // does the same; what fails is forgotten
 
  private:
   struct Leaving {

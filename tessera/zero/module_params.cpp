@@ -138,7 +138,7 @@ bool ModuleParams::is_bound(int index, const at::Tensor& flat, shard::Range rang
   return shard::is_bound(items_[index].tensor, flat, range, items_[index].form);
 }
 
-// Its storage is another one then, which becomes one of ours.
+// The tensor's storage is replaced by a new one of ours.
 void ModuleParams::take_back(int index, const at::Tensor& flat, shard::Range range, bool pointed) {
   Item& item = items_[index];
   TESSERA_CHECK(item.tensor.sizes() == item.form.sizes && item.tensor.scalar_type() == flat.scalar_type(), "zero",

@@ -32,42 +32,42 @@ class ModuleParams {
   void copy_to(const at::Tensor& to, shard::Range held, int64_t origin) const;
 
   // ---- all of them
-  // Each has a new storage: in `flat`, or without data (Note [Released parameters]).
+  // Give each tensor a new storage: in `flat`, or without data (Note [Released parameters]).
   void bind(const at::Tensor& flat);
   void make_released(const at::TensorOptions& options);
-  // Those that follow: to their places in `flat`, which they do not keep alive, and away from there.
+  // Point the tensors that follow to their places in `flat`, which they do not keep alive, or away from there.
   void point(const at::Tensor& flat);
   void release();
-  // Those that lie in `old` say `message` after their name, and have no data.
+  // Releases the tensors that lie in `old`: they have no data, and an access says `message` after the name.
   void release_from(const at::Tensor& old, const std::string& message);
-  // Those that follow come to `flat`, which they keep alive from here on; or those alone that lie in `old`.
+  // Move the tensors that follow, or those that lie in `old`, to `flat`, which they keep alive from here on.
   void rebind(const at::Tensor& flat);
   void rebind_from(const at::Tensor& old, const at::Tensor& flat);
-  // For good: they live in `flat`, or without data say `message`, and follow no more.
+  // End this object's use: the tensors live in `flat`, or without data say `message`, and follow no more.
   void leave(const at::Tensor& flat);
   void abandon(const std::string& message);
   void forget() { items_.clear(), storages_.clear(), writes_.clear(); }
-  // State error that names the first with other data.
+  // Throws a state error that names the first tensor with other data.
   void check_none_replaced() const;
-  // The name of one that was written to since mark(); empty: none was.
+  // The name of a tensor that was written to since mark(); empty: none was.
   std::string written() const;
 
   // ---- one of them
   bool is_replaced(int index) const;
   bool is_bound(int index, const at::Tensor& flat, shard::Range range) const;
-  // The values that it shows come to `place`, a view with its shape of flat[range]; it lies there again, `pointed` or bound. State
+  // Copies the values that the tensor shows to its place, flat[range], where it lies again, `pointed` or bound. State
   // error for another shape or dtype. Who holds what was there keeps it (Note [Memory that somebody else holds]).
   void take_back(int index, const at::Tensor& flat, shard::Range range, bool pointed);
-  // Its storage is a new one, which follows from here on.
+  // Notes the tensor's new storage, which follows from here on.
   void note_storage(int index) { storages_[index] = shard::weak_storage_of(items_[index].tensor); }
   at::Tensor& tensor(int index) { return items_[index].tensor; }
   void mark(int index) { writes_[index].forget(items_[index].tensor); }
   bool was_written(int index) const { return writes_[index].any(items_[index].tensor); }
-  // Nobody else holds the tensor.
+  // Whether nobody else holds the tensor.
   bool is_alone(int index) const { return items_[index].tensor.use_count() == (writes_[index].holds() ? 2 : 1); }
 
  private:
-  // The item has the storage that we gave it.
+  // Whether the item has the storage that we gave it.
   bool follows(size_t index) const {
     return shard::storage_of(items_[index].tensor) == storages_[index]._unsafe_get_target();
   }

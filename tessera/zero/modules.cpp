@@ -72,7 +72,7 @@ void Modules::use_elsewhere(ParamId param) {
   units_.unsharder().extend_scope(scope, place.number, Hooks::inside_task());
 }
 
-// Those of partitioned ones their gathers wait for.
+// Gathers of partitioned parameters wait for updates themselves.
 void Modules::await_updates(const std::vector<ParamId>& params) {
   if (!units_.lane().on()) return;
   for (const ParamId id : params)

@@ -15,19 +15,19 @@ class Modules {
   // Registers a module whose forward and backward read `params`; its number, or -1 where nothing is partitioned and no update
   // runs on (update_lane.h), so that nothing is to be called.
   int add(const std::vector<ParamId>& params);
-  // Gathers, and waits for the last update of what it reads. Collective. True: tell note_inputs() and leave() the tensors; false: they are not needed.
+  // Gathers, and waits for the last update of what the module reads. Collective. True: note_inputs() and leave() need tensors.
   bool enter(int module);
   void note_inputs(const std::vector<at::Tensor>& inputs);
-  // `hides`: its output may hold tensors that are not among `outputs`.
+  // `hides`: the module's output may hold tensors that are not among `outputs`.
   void leave(int module, const std::vector<at::Tensor>& outputs, bool hides = false);
-  void abort(int module);  // its forward threw
+  void abort(int module);  // the module's forward threw
   bool inside() const { return units_.unsharder().inside_scope(); }
-  // A partitioned parameter is read by the module that is running, or by `module`, which does not own it: from now on
-  // it is gathered with that module's. Of another one use_elsewhere() waits for the last update. Collective when such a module is
-  // running.
+  // A partitioned parameter is read by the module that is running, or by `module`, neither of which owns it: from now on
+  // it is gathered with that module's. For any other parameter use_elsewhere() waits for the last update. Collective when such a
+  // module is running.
   void use_elsewhere(ParamId param);
   void register_external(int module, ParamId param);
-  // Parameters lie in other units now. No forward is under way.
+  // Parameters lie in other units now. To be called while no forward is under way.
   void follow_units();
   // Ends calls whose end was never reported, before a new outermost forward.
   void end_stray();

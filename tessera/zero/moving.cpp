@@ -83,7 +83,7 @@ bool Moving::leave(const std::vector<StateKind>& kinds, const HomeMaker& home) {
   units_.unsharder().settle_before_update();
   adopt_params(units_, /*compare=*/true);
   const auto has = [&](StateKind kind) { return std::ranges::find(kinds, kind) != kinds.end(); };
-  units_.set_away(true);  // also when this throws: some may be
+  units_.set_away(true);  // also when this throws: some states may be
   for (const auto& unit : units_.all())
     for (const StateKind kind : kinds)
       leave(*unit, kind, home);
@@ -125,7 +125,7 @@ void Moving::come_back() {
   units_.return_host_memory();
 }
 
-// Those that can, also when there is an error.
+// Brings back all weights that can come, also when there is an error.
 void Moving::weights_come_back() {
   std::exception_ptr failure;
   const auto bring = [&](FlatParams& flat) {

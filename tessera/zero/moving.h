@@ -1,4 +1,4 @@
-// Moving: what an engine has on the device goes elsewhere for a while, and comes back, so that other engines have the room.
+// Moving: sends what an engine has on the device elsewhere for a while, and brings it back, so that other engines have the room.
 #pragma once
 
 #include <vector>
@@ -9,10 +9,10 @@ namespace tessera::zero {
 
 enum class StateKind : uint8_t {
   OptimizerStates,
-  Masters,    // of their own, with residuals; where a weight is its own master there are none
+  Masters,    // separate ones, with residuals; where a weight is its own master there are none
   Weights,    // parameters that the engine holds
   Gradients,  // reduced or accumulated
-  Buckets,    // that are kept for gathers and reductions: freed, and made again when needed
+  Buckets,    // the memory kept for gathers and reductions: freed, and made again when needed
 };
 
 inline std::vector<StateKind> all_state_kinds() {
@@ -24,12 +24,12 @@ class Moving {
  public:
   Moving(Units& units, BackwardDriver& driver);
 
-  // What of `kinds` lives on the device goes to what `home` makes for it; null: it stays. Parameters have no data
-  // meanwhile and say what to call; Units::check_here() throws. True when something is away. Local. State error inside a
+  // Moves what of `kinds` lives on the device to what `home` makes for it; null: it stays. Parameters have no data meanwhile,
+  // and an access says what to call; Units::check_here() throws. Returns true when something is away. Local. State error inside a
   // forward or a region, and for gradients of this rank alone that lie in buffers of their own (no_sync); value error for
-  // shared parameters. What went so far when it throws is away: come_back() ends that.
+  // shared parameters. What went before an error is away: come_back() ends that.
   bool leave(const std::vector<StateKind>& kinds, const HomeMaker& home);
-  // Local. Nothing happens where nothing is away.
+  // Bring back all, or weights alone. Local. Nothing happens where nothing is away.
   void come_back();
   void weights_come_back();
 

@@ -23,11 +23,11 @@ using ReaderLock = std::function<std::shared_ptr<void>()>;
 // Stage 3. Sizes in elements.
 struct GatherOptions {
   bool prefetch = true;                     // the next unit is gathered early
-  int64_t max_live = 1'000'000'000;         // no early gather and no keeping beyond this
+  int64_t max_live = 1'000'000'000;         // no early gather and no keeping beyond this many elements
   int64_t reuse_distance = 0;               // keep a unit whose next use is this near; 0: only if it is the very next
   int64_t persistence_threshold = 100'000;  // parameters up to this size stay whole on every rank
-  int64_t model_persistence = std::numeric_limits<int64_t>::max();  // of which no more than this in all
-  // Of slices that live on a disk: so many units, and so much of them, are read before their gathers begin.
+  int64_t model_persistence = std::numeric_limits<int64_t>::max();  // at most so many elements stay whole in all
+  // Slices that live on a disk: so many units, and so many elements, are read before their gathers begin.
   int ahead_units = 5;
   int64_t ahead = 500'000'000;
 };
@@ -35,22 +35,22 @@ struct GatherOptions {
 struct Options {
   int stage = 0;  // row of shard/placement.h
   amp::PrecisionPolicy precision;
-  bool cast = true;                          // floating parameters become of its dtype; false: they are as they came
+  bool cast = true;                          // floating parameters take the policy's dtype; false: they keep theirs
   int64_t reduce_bucket_size = 500'000'000;  // elements; larger units are split at parameter boundaries
   int64_t min_unit_elements = 1 << 20;       // smaller neighbouring units are merged (one collective each)
   bool overlap = true;                       // start a unit's reduction while the backward goes on
-  // What the sum of all ranks' gradients is multiplied by; unset: their mean, 1 / Ranks::size().
+  // Factor of the sum of all ranks' gradients; unset: 1 / Ranks::size(), which makes it their mean.
   std::optional<double> gradient_factor;
   GatherOptions gather;
   uint64_t seed = 0;  // of stochastic rounding
   HomeMaker home;     // of masters and optimizer states
-  // Shares of the elements, by units: of what `home` would take, what lives there, the rest staying on the device; and of that
-  // again, what the device updates whatever its dtype (Note [Where an update is] in tile.h).
+  // Shares of the elements, by units. ratio: of what `home` would take, the share that lives there, the rest staying on the
+  // device; device_share: of that again, what the device updates whatever its dtype (Note [Where an update is] in tile.h).
   double ratio = 1, device_share = 0;
-  // Of this rank's slices of partitioned parameters, which then are partitioned on one rank, too.
+  // Home of this rank's slices of partitioned parameters, which then are partitioned on one rank, too.
   HomeMaker weight_home;
   bool pin_memory = true;  // of what goes between the device and a host that updates states which live elsewhere
-  // What gradients travel in where a parameter does not say (ParamSpec::comm); unset: their own dtype.
+  // Dtype that gradients travel in where a parameter does not say (ParamSpec::comm); unset: their own.
   std::optional<at::ScalarType> communication;
   // Ranks of one host keep one copy of the compute parameters (Note [Shared parameters]). Nothing happens where they are
   // not sharded: one rank, or stage 0.
@@ -60,8 +60,8 @@ struct Options {
   bool reduce_at_step = false;  // unmanaged accumulation: reduce once, inside step(); set by the engine
   // Note [Update in the backward] in update_in_backward.h.
   bool update_in_backward = false;
-  double unit_clipping = 0;  // then: largest L2 norm of a unit's gradient; 0: none
-  // Or: of all gradients, scaled by what that of the step before asks for (Note [Clipping by the step before] there).
+  double unit_clipping = 0;  // with update_in_backward: largest L2 norm of a unit's gradient; 0: none
+  // With update_in_backward: largest norm of all gradients, scaled by the last step's norm (Note [Clipping by the step before]).
   double previous_clipping = 0;
   // Note [Updates that run on] in update_lane.h.
   bool update_runs_on = false;

@@ -24,19 +24,19 @@ struct ParamSpec {
   // Collective, called once before its unit is built: gives a tensor that was partitioned before (early_params.h) its
   // values, equal on all ranks. Empty: the tensor has values; rank 0's hold.
   std::function<void()> restore = {};
-  // What its gradient and, where partitioned, its gathered values travel in; unset: Options::communication, and the
+  // Dtype that the gradient and, where partitioned, gathered values travel in; unset: Options::communication, and the
   // parameter's own dtype. Float, Half or BFloat16.
   std::optional<at::ScalarType> comm = {};
-  // The axes along which it differs, as `name` on other ranks is another slice or another expert: nothing of it is
+  // The axes along which the parameter differs, as `name` on other ranks is another slice or another expert: nothing of it is
   // exchanged along them. All ranks say the same.
   comm::Axes varies = {};
-  // Which elements of a whole it is; null: all. Random bits follow the numbers of the whole, so that results do not depend
-  // on the cut; it must be contiguous then.
+  // Which elements of a whole the parameter is; null: all. Random bits follow the numbers of the whole, so that results do not
+  // depend on the cut; the tensor must be contiguous then.
   shard::CutPtr cut = {};
-  int joins = -1;  // without a group: that which it joins when it requires a gradient (joining.h); -1: none
+  int joins = -1;  // without a group: the one that it joins when it requires a gradient (joining.h); -1: none
 };
 
-// Value error where it is complex: no precision trains that.
+// Throws a value error for a complex parameter: no precision trains that.
 void check_real(const ParamSpec& param);
 
 }  // namespace tessera::zero

@@ -16,14 +16,14 @@ struct PlanItem {
   int64_t numel = 0;
   int group = 0;          // optimizer group
   int kind = 0;           // 0, 1, ...: parameters of different kinds (partitioned, resident, frozen) never share a unit
-  std::string travels{};  // nor those that travel in different dtypes; a note for names, empty for the usual ones
+  std::string travels{};  // parameters that travel in different dtypes share none; a note for names, often empty
 };
 
 struct PlannedUnit {
   std::string name;
   int kind = 0;
   std::string travels;
-  bool root = false;       // of kRootUnit
+  bool root = false;       // kRootUnit, or a part of it
   std::vector<int> items;  // indices, in layout order: by optimizer group, then in the order given
 };
 
@@ -32,7 +32,7 @@ struct PlannedUnit {
 // Ordering by group makes one fused update per group and unit, however the groups interleave in the model.
 std::vector<PlannedUnit> plan_units(const std::vector<PlanItem>& items, int64_t min_elements, int64_t max_elements);
 
-// Takes units one after the other, so that of the elements seen so far no more than a share were taken.
+// Takes units one after the other, so that no more than a share of the elements seen so far were taken.
 struct ShareTaken {
   int64_t taken = 0, seen = 0;
   bool take(int64_t size, double share);

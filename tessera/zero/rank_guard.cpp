@@ -29,7 +29,7 @@ void Failure::check(const std::string& what) const {
   TESSERA_FAIL(IoError, what, text);
 }
 
-// A failing rank's place and, in the last bit, whether its memory failed: the largest number is that of one rank.
+// Ranks reduce the failing rank's place with, in the last bit, whether its memory failed: the largest number is one rank's.
 Failure RankGuard::agree(const Ranks& ranks) const {
   at::Tensor failed = at::zeros({1}, at::kDouble);
   if (!mine_.text.empty()) failed.fill_(2 * (ranks.place() + 1) + (mine_.of_memory ? 1 : 0));

@@ -9,7 +9,7 @@
 
 namespace tessera::zero {
 
-// Master and states of `unit` are where its gradients are; its weights are, too.
+// Whether the master and states of `unit` are where its gradients are; for lives_on_device() its weights are, too.
 bool states_on_device(const Unit& unit);
 bool lives_on_device(const Unit& unit);
 
@@ -18,23 +18,23 @@ class AgreedOutOfMemory final : public c10::OutOfMemoryError {
   using c10::OutOfMemoryError::OutOfMemoryError;
 };
 
-// Where only this rank has `error`: the groups of `ranks` end with it, so that the others do not wait for this one.
+// Ends the groups of `ranks` with `error`, which only this rank has, so that the others do not wait for this one.
 void end_groups(const c10::OutOfMemoryError& error, const Ranks& ranks);
 
-// What ranks agreed on.
+// How work went, as all ranks agreed.
 struct Failure {
-  std::string text{};      // this rank's, else that another one has one; empty: none
-  bool of_memory = false;  // the device's; the same on all ranks
-  // Throws it behind `what`: as AgreedOutOfMemory, else as an IoError.
+  std::string text{};      // this rank's error, else that another rank has one; empty: none
+  bool of_memory = false;  // the device's memory ran out; the same on all ranks
+  // Throws the failure behind `what`: as AgreedOutOfMemory, else as an IoError.
   void check(const std::string& what) const;
 };
 
-// The collectives between pieces of such work are made all the same; at the end all ranks agree on how it went.
+// Runs the pieces of such work, between which collectives are made all the same; at the end all ranks agree on how it went.
 class RankGuard {
  public:
-  // `agrees`: agree() will be called, so what fails is kept until then. Else it is thrown at once.
+  // `agrees`: agree() will be called, so an error is kept until then. Else it is thrown at once.
   explicit RankGuard(bool agrees) : agrees_(agrees) {}
-  // It agrees, but on the device's memory only; all other errors are thrown.
+  // A guard that agrees, but on the device's memory only; all other errors are thrown.
   static RankGuard for_memory() {
     RankGuard guard(true);
     guard.all_ = false;
@@ -42,12 +42,12 @@ class RankGuard {
   }
   bool agrees() const { return agrees_; }
   bool went_well() const { return mine_.text.empty(); }  // so far, on this rank
-  // Nothing happens after a failure.
+  // Runs `work`, unless something failed before.
   template <class F>
   void run(const F& work) {
     if (went_well()) run_always(work);
   }
-  // Keeps the first failure, of memory too; not errors of the caller's, which all ranks have.
+  // Runs `work` also after a failure. Keeps the first failure, of memory too; not errors of the caller's, which all ranks have.
   template <class F>
   void run_always(const F& work) {
     if (!agrees_) return work();
@@ -65,7 +65,7 @@ class RankGuard {
       keep(error.what());
     }
   }
-  // Collective.
+  // Agrees with `ranks` on how the work went. Collective.
   Failure agree(const Ranks& ranks) const;
 
  private:

@@ -30,8 +30,8 @@ Ranks Ranks::siblings() const {
   return own;
 }
 
-// First every replica agrees within itself, then the replicas with that of the root, then the slices of the model with the
-// first: right for any root, since what the others sent themselves is overwritten.
+// First every replica agrees within itself, then the replicas with the root's, then the slices of the model with the
+// first: right for any root, since what other ranks sent is overwritten.
 void Ranks::broadcast(const at::Tensor& tensor, int root, comm::Label label) const {
   shard->broadcast(tensor, root % shard->size(), label).wait();
   replicate->broadcast(tensor, root / shard->size(), label).wait();
@@ -69,7 +69,7 @@ std::vector<std::vector<double>> Ranks::gather(std::vector<double> mine, const s
   return rows;
 }
 
-// Along one group after the other: those of the slices of the model, then of the shards, then of the replicas.
+// Gathers along one group after the other: slices of the model, then shards, then replicas.
 std::vector<std::string> Ranks::gather_text(const std::string& text, comm::Label label) const {
   std::vector<std::string> texts{text};
   for (const comm::GroupPtr& group : {model, shard, replicate}) {
@@ -103,7 +103,7 @@ std::vector<std::string> Ranks::gather_text(const std::string& text, comm::Label
   return texts;
 }
 
-// As bytes: no back end looks at them. Each tensor's begin where any dtype may.
+// Tensors travel as bytes, which no back end looks at. Each tensor begins where any dtype may.
 void broadcast_words(const Ranks& ranks, const std::vector<at::Tensor>& tensors, int root, comm::Label label) {
   constexpr int64_t kWidest = 16;  // bytes of an element
   const c10::AutoGradMode no_grad(false);

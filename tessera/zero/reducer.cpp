@@ -10,7 +10,7 @@
 namespace tessera::zero {
 
 namespace {
-// While backward fills the bucket of one unit, that of the unit before travels: more would be memory without gain. But
+// While backward fills the bucket of one unit, the bucket of the unit before travels: more would be memory without gain. But
 // how long the other ranks take to come is not known: Note [Waits].
 constexpr size_t kUnitsInFlight = 1;
 }  // namespace
@@ -37,7 +37,7 @@ void Reducer::send_sums_to(SumSink* sink) {
   sunk_ = sink == nullptr ? nullptr : std::make_unique<SunkSum>(*sink, buckets_);
 }
 
-// Room for one more unit: by waiting for the oldest one, but not long.
+// Makes room for one more unit: waits for the oldest one, but not long.
 void Reducer::make_room() {
   while (in_flight_.size() >= kUnitsInFlight && patience_.comes_soon(in_flight_.front().pending))
     finish_oldest();
@@ -101,7 +101,7 @@ void Reducer::launch(Unit& unit) {
   make_room();
   SumDestination& destination = destination_of(unit);
   Reduction work{.unit = &unit, .bucket = unit.partial(), .pooled = unit.progress().pooled()};
-  // Memory first: where there is none, nothing has changed.
+  // Memory comes first: where there is none, nothing has changed.
   destination.prepare(work);
   work.sent = buckets_.cast_to_travel(unit, unit.partial());
   const at::Tensor& source = work.sent.defined() ? work.sent : work.bucket;
@@ -135,7 +135,7 @@ void Reducer::finish_oldest() {
   give_back(work);
 }
 
-// To their pools.
+// Gives buckets back to their pools.
 void Reducer::give_back(Reduction& work) {
   if (work.sent.defined()) buckets_.travel.release(work.sent);
   work.unit->order().keep(work.present);
@@ -147,7 +147,7 @@ void Reducer::give_back(Reduction& work) {
   }
 }
 
-// Which units got gradients after their launch, on any rank.
+// Agrees which units got gradients after their launch, on any rank.
 void Reducer::launch_agreement() {
   late_ = at::zeros({static_cast<int64_t>(units_.size())}, at::kInt);
   for (size_t i = 0; i < units_.size(); ++i)
@@ -171,7 +171,7 @@ void Reducer::launch_rest(bool all_visible) {
   if (all_visible && ranks_.shard->size() > 1) launch_agreement();
 }
 
-// On the stream of who called backward(), where the user goes on.
+// Runs on the stream of who called backward(), where the user goes on.
 void Reducer::finish() {
   drain();
   for (Unit* unit : units_)
@@ -205,7 +205,7 @@ void Reducer::drain() {
     finish_oldest();
 }
 
-// Letting go of a collective waits for nobody and keeps what it uses; what else uses the memory comes first in its order.
+// Letting go of a collective waits for nobody and keeps the memory; other work on the memory comes first in its order.
 void Reducer::abandon() {
   shard::StreamOrder here;
   here.end(ranks_.device);

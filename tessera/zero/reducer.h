@@ -57,19 +57,19 @@ class Reducer {
   // and not move.
   Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options, Phases& phases);
 
-  // From here on sums go there. `sink` must outlive the reducer.
+  // From here on `sink` takes the sums. It must outlive the reducer.
   void send_sums_to(SumSink* sink);
 
   // Adds scale * grad (dense, shape of the parameter) to the parameter's slot. `ours`: nobody else has it or its memory.
   void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours = false);
   // This rank's contribution to `param` is `values` (1-D), as accumulate() had left it.
   void put(Unit& unit, Param& param, const at::Tensor& values) { contributions_.put(unit, param, values); }
-  // The sum over ranks is the mean of what they added, times this.
+  // The sum over ranks is the mean of what they added, times this factor.
   double contributions(const Unit& unit) const { return averaging_.contributions(unit); }
   // Forgets this rank's contribution to `param` since the last step (the user dropped p.grad).
   void clear(Unit& unit, Param& param) { contributions_.clear(unit, param); }
 
-  // A new outermost backward: nothing has fired in it yet.
+  // Begins a new outermost backward, in which no parameter has fired yet.
   void begin_backward();
   // `param` fired; launches every unit that is complete and whose turn it is, when `launch` allows.
   void fired(Unit& unit, Param& param, bool launch);
@@ -80,27 +80,27 @@ class Reducer {
   // got gradients after their launch, and those are reduced once more.
   void launch_rest(bool all_visible);
   void launch_late();
-  // Waits: sums of what had come by the units' launches, within a replica.
+  // Waits for the sums of what had come by the units' launches, within a replica.
   void finish();
   // A unit of this rank got gradients after its launch: from a nested backward, or a use outside of the modules that own
   // the parameter. The unit's next reduction takes them in.
   bool has_late() const;
-  // Reduces late gradients now; collective, when any rank has_late().
+  // Reduces late gradients now. Collective; to be called on all ranks when any rank has_late().
   void reduce_late();
-  // Hybrid sharding: what finish() left is the sum within a replica; from here on it is that over all. Collective.
+  // Hybrid sharding: what finish() left is the sum within a replica; these make it the sum over all replicas. Collective.
   void launch_replicas() { replicas_.launch(units_); }
   void finish_replicas() { replicas_.finish(); }
   // A gradient of `unit` that replicas have apart becomes their sum or mean. Collective.
   void reduce_replicas_of(const Unit& unit, const at::Tensor& grad, comm::Label label) const {
     replicas_.reduce_one(unit, grad, label);
   }
-  // Whether owned gradients are the sum over all ranks: the same on all of them.
+  // Whether owned gradients are the sum over all replicas: the same on all ranks.
   bool replicas_agree() const { return replicas_.agree(); }
   void set_replicas_agree(bool agree) { replicas_.set_agree(agree); }
-  // There are more units, in launch order: `joined` among them, whose gradients came past their launch and are reduced now,
-  // unless the others are to be reduced yet (`with_others`). Between backwards; collective, all ranks with the same.
+  // Takes over more units, in launch order: `joined` among them, whose gradients came past their launch and are reduced now,
+  // unless the others are to be reduced yet (`with_others`). To be called between backwards; collective, all ranks with the same.
   void join(std::vector<Unit*> units, const std::vector<Unit*>& joined, bool with_others);
-  // Some units are launched, and their backward has not come to its end: it threw.
+  // Some units are launched, and their backward has not come to its end, as after one that threw.
   bool is_open() const { return next_ > 0; }
   // Waits for collectives in flight (after a backward that threw).
   void drain();
@@ -108,12 +108,12 @@ class Reducer {
   void abandon();
 
   void free_buckets() { buckets_.free(); }
-  // Buffers of the pool, in bytes, in use and kept.
+  // Bytes of the pools' buffers, in use and kept; the most they were.
   int64_t pool_bytes() const { return buckets_.bytes(); }
   int64_t peak_pool_bytes() const { return buckets_.peak_bytes(); }
-  // Forgets all gradients: every unit Empty, and nothing of them held.
+  // Forgets all gradients: every unit is Empty, and no memory of theirs is held.
   void reset();
-  // Those of one unit, of which no reduction is on its way.
+  // Forgets the gradients of one unit, of which no reduction is on its way.
   void forget(Unit& unit);
 
  private:
@@ -131,7 +131,7 @@ class Reducer {
   std::vector<Unit*> units_;
   const Averaging averaging_;
   const bool overlap_;     // units are launched while the backward goes on
-  bool dropping_ = false;  // what arrives is of no use
+  bool dropping_ = false;  // what arrives is dropped
   size_t next_ = 0;        // units_[next_] is the next to launch
   comm::Pending agreement_;
   at::Tensor late_;  // by unit; defined while ranks agree on it

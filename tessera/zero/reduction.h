@@ -1,4 +1,4 @@
-// A reduction of a unit's gradients on its way, and what all of them share: how sums are averaged, how long a rank waits for
+// Reduction: a sum of a unit's gradients on its way, and what all of them share: how sums are averaged, how long a rank waits for
 // the others, and the buckets.
 #pragma once
 
@@ -20,13 +20,13 @@ struct Reduction {
   at::Tensor sent{};    // where the unit travels in another dtype: its contributions
   at::Tensor sum{};     // of the owned range
   at::Tensor bucket{};  // the contributions
-  bool pooled = false;  // they lie in a bucket of the pool
-  shard::Buffer own{};  // memory that outlives it, made for the first sum of a step
-  // With a sink, by parameter: whether a rank has a gradient, which need not be asked where this one has all.
+  bool pooled = false;  // the contributions lie in a bucket of the pool
+  shard::Buffer own{};  // memory that outlives the reduction, made for the first sum of a step
+  // By parameter, with a sink: whether any rank has a gradient. It need not be asked where this rank has all gradients.
   at::Tensor present{};
   comm::Pending presence{};
   bool has_all = false;
-  at::Tensor before{};  // of gradients in host memory: what they were, on its way back
+  at::Tensor before{};  // of gradients in host memory: the sum so far, on its way back
   std::shared_ptr<c10::Event> came{};
 };
 
@@ -35,7 +35,7 @@ class Averaging {
  public:
   explicit Averaging(double factor) : factor_(factor) {}
 
-  // How a unit's sum gets its factor: by the reduction, and what is left of it.
+  // How a unit's sum gets its factor: by the reduction `op`, and by the rest that it leaves.
   struct Mean {
     comm::ReduceOp op;
     double rest;
@@ -46,7 +46,7 @@ class Averaging {
     if (factor_ == 1.0) return {comm::ReduceOp::Sum, 1.0};
     return {comm::ReduceOp::Avg, factor_ * n};
   }
-  // The sum over ranks is the mean of what they added, times this.
+  // The sum over ranks is the mean of what they added, times this factor.
   double contributions(const Unit& unit) const { return one_rank(unit) ? 1.0 : factor_ * unit.ranks().size(); }
 
  private:
@@ -74,10 +74,10 @@ struct GradBuckets {
   BucketPool returned{2};  // of sums that come back from host memory
   GradCopies copies;
 
-  // Undefined where the unit travels as it is.
+  // Casts `values` to the dtype in which the unit travels; undefined where the unit travels as it is.
   at::Tensor cast_to_travel(const Unit& unit, const at::Tensor& values);
   void free();
-  // In use and kept.
+  // Bytes in use and kept.
   int64_t bytes() const { return contributions.bytes() + travel.bytes() + returned.bytes(); }
   int64_t peak_bytes() const {  // of each pool by itself
     return contributions.peak_bytes() + travel.peak_bytes() + returned.peak_bytes();

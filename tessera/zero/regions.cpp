@@ -62,7 +62,7 @@ void Regions::open(const std::vector<ParamId>& params, bool writable) try {
   for (const ParamId id : ids) {
     open_[id].writable = writable;
     const Place& place = units_[id];
-    if (!place.flat->sharded()) place.flat->mark(place.item);  // updates write to it too
+    if (!place.flat->sharded()) place.flat->mark(place.item);  // updates write to the parameter, too
   }
 } catch (c10::OutOfMemoryError& error) {
   units_.fail_alone(error);
@@ -82,7 +82,7 @@ void Regions::end(ParamId id) {
   units_.unsharder().unhold(place.number);
 }
 
-// The writer's values, also of what nobody holds here.
+// Sends the writer's values to all ranks, also of parameters that nobody holds here.
 void Regions::broadcast(const std::vector<ParamId>& params, int writer) const {
   for (const ParamId id : params) {
     const Place& place = units_[id];
@@ -102,7 +102,7 @@ void Regions::take_writes(const std::vector<ParamId>& params, Writes writes, int
     TESSERA_CHECK(open_[id].writable, "zero.GatheredParameters", "parameter '", units_[id].name(),
                   "' was gathered for reading only; gather it for writing where a rank's values shall hold");
   }
-  std::exception_ptr failure;  // of this rank: the others get the writer's values all the same
+  std::exception_ptr failure;  // this rank's error: the others get the writer's values all the same
   for (const ParamId id : ids) {
     try {
       units_[id].flat->take_replaced(units_[id].item);
@@ -143,7 +143,7 @@ void Regions::take_write(ParamId id) {
   param.writes.forget(param.tensor);
 }
 
-// On all ranks alike.
+// Whether some values live elsewhere: the same on all ranks.
 bool Regions::any_elsewhere(const std::vector<ParamId>& ids) const {
   return std::ranges::any_of(ids, [&](ParamId id) {
     const Place& place = units_[id];

@@ -1,5 +1,5 @@
-// Regions: where a user reads or edits whole parameters. Parameters that are not partitioned are so anyway; a writer's values
-// hold of them too, in every stage.
+// Regions: where a user reads or edits whole parameters. Parameters that are not partitioned are whole anyway; a writer's values
+// hold for these too, in every stage.
 #pragma once
 
 #include <vector>
@@ -15,29 +15,29 @@ class Regions {
 
   bool is_gathered(ParamId param) const;
   ParamPartition partition_of(ParamId param) const;
-  // Its `held` elements, 1-D, for reading: a view where they live on the device, else a copy.
+  // This rank's elements of a parameter, 1-D, for reading: a view where they live on the device, else a copy.
   at::Tensor held_values(ParamId param) const;
   // Collective, all ranks with the same `params`. State error for a parameter that is in an open region. `writable` false:
-  // for reading, and close() with Writes::None; it spares shared parameters a private copy.
+  // for reading, and close() with Writes::None; shared parameters need no private copy then.
   void open(const std::vector<ParamId>& params, bool writable = true);
-  // Collective. `writer` counts as Ranks::rank() does; of a parameter that differs along axes, the values of the rank hold
-  // that has the writer's place along the others.
+  // Collective. `writer` counts as Ranks::rank() does. Where a parameter differs along axes, the rank's values hold that
+  // has the writer's place along the other axes.
   void close(const std::vector<ParamId>& params, Writes writes = Writes::None, int writer = 0);
-  // There are more parameters. Local.
+  // Takes note that there are more parameters. Local.
   void params_changed() { open_.resize(static_cast<size_t>(units_.count())); }
 
  private:
   struct Open {
     bool open = false;
     bool writable = false;
-    at::Tensor before{};  // of whole parameters beside masters: their owned values when it began
+    at::Tensor before{};  // of whole parameters beside masters: their owned values when the region began
   };
-  // What of a parameter that is whole anyway is to be there when the region ends. Undone by end().
+  // Copies what must be there when the region of a parameter that is whole anyway ends. end() undoes it.
   void copy_before(ParamId id, bool writable);
   void end(ParamId id);
   void broadcast(const std::vector<ParamId>& params, int writer) const;
   void take_writes(const std::vector<ParamId>& params, Writes writes, int writer);
-  bool has_masters(ParamId id) const;  // beside its weights
+  bool has_masters(ParamId id) const;  // the parameter has masters beside its weights
   void take_write(ParamId id);
   bool any_elsewhere(const std::vector<ParamId>& ids) const;
   void agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks);

@@ -45,7 +45,7 @@ void ReplicaSums::finish_oldest() {
   destination_of_(*work.unit).put_back(work);
 }
 
-// The mean of equal values is that value; of a sum one replica keeps it.
+// The mean of equal values is that value; a sum stays with one replica.
 void ReplicaSums::reopen(const std::vector<Unit*>& units) {
   if (!agree_) return;
   agree_ = false;

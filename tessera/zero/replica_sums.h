@@ -29,17 +29,17 @@ class ReplicaSums {
         destination_of_(std::move(destination_of)),
         phases_(phases) {}
 
-  // Whether owned gradients are the sum over all ranks: the same on all of them.
+  // Whether owned gradients are the sum over all replicas: the same on all ranks.
   bool agree() const { return agree_ || ranks_.replicate->size() == 1; }
   void set_agree(bool agree) { agree_ = agree; }
   // Collective.
   void launch(const std::vector<Unit*>& units);
   void finish();
-  // More gradients after launch(): what is there must count once in the next one.
+  // More gradients come after launch(): the sums that are there must count once in the next one.
   void reopen(const std::vector<Unit*>& units);
   // A gradient of `unit` that replicas have apart becomes their sum or mean. Collective.
   void reduce_one(const Unit& unit, const at::Tensor& grad, comm::Label label) const;
-  // Those on their way, for who lets go of them.
+  // Reductions on their way, for who lets go of them.
   std::deque<Reduction>& in_flight() { return in_flight_; }
 
  private:

@@ -10,9 +10,9 @@ namespace tessera::zero {
 struct ScopeCall {
   std::vector<int> units;   // what to gather before its backward
   bool outer = false;       // calls that hold units of their own ran inside it
-  int producers = 0;        // nodes that made its inputs; 0: none shows that its backward is over
+  int producers = 0;        // nodes that made the call's inputs; 0: none shows that its backward is over
   int arrived = 0;          // producers that gradients have reached, in backward number `opened_in`
-  int64_t opened_in = -1;   // number of the last backward that opened it
+  int64_t opened_in = -1;   // number of the last backward that opened the call
   int64_t pending_in = -1;  // number of the last backward in which its units counted it as not over
 };
 

@@ -22,15 +22,15 @@ struct Segment {
   bool continues(const Segment& s) const {
     return group == s.group && step == s.step && adopts == s.adopts && param->run == s.param->run;
   }
-  // Appends elements that follow at once, if their numbers go on as those that are here.
+  // Appends elements that follow at once, if their numbers go on as those of this segment.
   bool append(shard::Range next, uint64_t number);
-  // Elements [begin, end) of the owned range, which are some of one run or begin with one.
+  // The segment's elements [begin, end) of the owned range, which lie in one run or begin with one.
   Segment part(int64_t begin, int64_t end) const;
 };
 
-// Of the parameters that are `present`, by number. Gaps between parameters hold zeros, and are updated with them where nothing is
-// `numbered`. Else a parameter that is cut out of a whole one is a segment too where its numbers are regular: a slice along one
-// dimension.
+// Segments of the parameters that are `present`, by number. Gaps between parameters hold zeros, and are updated with them where
+// nothing is `numbered`. Else a parameter that is cut out of a whole one is a segment too where its numbers are regular: a slice
+// along one dimension.
 std::vector<Segment> segments_of(const Unit& unit, const std::vector<bool>& present, bool numbered);
 // `segments` cut at multiples of kTile.
 std::vector<Segment> in_tiles(const std::vector<Segment>& segments);

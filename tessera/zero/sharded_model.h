@@ -18,8 +18,8 @@ namespace tessera::zero {
 // Bytes that an engine holds on this rank, by kind; the terms of the memory formula.
 struct Memory {
   int64_t params = 0, grads = 0, master = 0, states = 0, buckets = 0;
-  int64_t peak_buckets = 0;    // the most they ever were; pools that peak at different moments are added
-  int64_t host = 0, disk = 0;  // of all but buckets: what does not live on the device, but there
+  int64_t peak_buckets = 0;    // the most that buckets ever were; pools that peak at different moments are added
+  int64_t host = 0, disk = 0;  // bytes of all but buckets that live there and not on the device
   int64_t shared = 0;          // compute parameters that all ranks of the host have together: once, not once a rank
 };
 

@@ -26,7 +26,7 @@ namespace tessera::zero {
 
 class SharedParams {
  public:
-  // Shares nothing: on() is false, the two moments do nothing.
+  // Shares nothing: on() is false, readers_done() and written() do nothing.
   SharedParams() = default;
   // `bytes` for all units together. Collective. Value error where the group cannot share memory, DistBackendError where
   // there is not enough, both on all ranks.
@@ -34,12 +34,12 @@ class SharedParams {
 
   bool on() const { return arena_.defined(); }
   int64_t bytes() const { return on() ? static_cast<int64_t>(arena_.nbytes()) : 0; }
-  // What take() needs for the flat space of a unit.
+  // Bytes that take() needs for the flat space of a unit.
   static int64_t bytes_of(const shard::Layout& layout, at::ScalarType dtype);
-  // The next unit's space, all zeros; undefined when nothing is shared. The same calls on all ranks.
+  // The next unit's space, all zeros; undefined when nothing is shared. All ranks make the same calls.
   at::Tensor take(const shard::Layout& layout, at::ScalarType dtype);
 
-  // Collective.
+  // The two moments of Note [Phases of shared parameters]. Collective.
   void readers_done(comm::Label why) const;
   void written(comm::Label why) const;
 

@@ -20,20 +20,20 @@ namespace tessera::zero {
 
 class SharedSpace {
  public:
-  // `memory` of all ranks, undefined where there is none; of so many parameters.
+  // `memory` of all ranks, undefined where there is none, holds `count` parameters.
   SharedSpace(at::Tensor memory, size_t count) : memory_(std::move(memory)), copies_(memory_.defined() ? count : 0) {}
 
   bool defined() const { return memory_.defined(); }
   const at::Tensor& memory() const { return memory_; }
-  // All of it into `bucket`; with `staging`, of any size, by way of its dtype.
+  // Copies the whole space into `bucket`; with `staging`, of any size, by way of its dtype.
   void copy_to(const at::Tensor& bucket, const at::Tensor& staging = {}) const;
 
   // The private copy of a parameter that lies in the space, or undefined.
   at::Tensor copy_of(int index) const { return copies_.empty() ? at::Tensor() : copies_[index]; }
   void make_copy(int index, const at::Tensor& param, shard::Range range);
-  // False where `param` has other data than that copy: it is bound to its place again, with a storage of its own.
+  // Binds `param` to its place again, with a storage of its own. False where it has other data than its private copy.
   bool end_copy(int index, at::Tensor& param, shard::Range range, const shard::Form& form);
-  // This holds nothing any more; copies stay with their parameters.
+  // Ends this object's use of the memory; copies stay with their parameters.
   void reset();
 
  private:

@@ -19,7 +19,7 @@ const shard::Buffer& state_of(const Unit& unit, Quantity what) {
   return unit.states()[what == Quantity::State0 ? 0 : 1];
 }
 
-// For work on states that may live on a disk.
+// A guard of work on states that may live on a disk.
 RankGuard guard_of(const Unit& unit) {
   return RankGuard(!states_on_device(unit));
 }
@@ -39,7 +39,7 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what) const {
   return read_owned(place, what, place.unit->owned_slice(*place.param));
 }
 
-// `r`: of the owned range of its unit, within a trained parameter; undefined where there is nothing. A view where it lives on
+// Reads `r` of the unit's owned range, within a trained parameter; undefined where there is nothing. A view where it lives on
 // the device. A backward that updates and threw has left work on the streams of its hooks.
 at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Range r) const {
   place.unit->on_this_stream();
@@ -61,7 +61,7 @@ at::Tensor StateAccess::read_owned(const Place& place, Quantity what, shard::Ran
   return {};
 }
 
-// What is missing of a gradient in pieces is zero: another slice of the model may have one.
+// Where a gradient in pieces has none it is zero: another slice of the model may have one.
 at::Tensor StateAccess::read_gradient(const Place& place, shard::Range r) const {
   const Unit& unit = *place.unit;
   if (units_.options().update_in_backward) return {};
@@ -220,7 +220,7 @@ void StateAccess::write(ParamId param, Quantity what, shard::Range range, const 
   state.write(there, values);
 }
 
-// From elements of the parameter to those of its unit's owned range.
+// Elements of the parameter as elements of its unit's owned range.
 shard::Range StateAccess::in_owned(const Place& place, shard::Range range) const {
   const int64_t shift = place.unit->owned_slice(*place.param).begin - units_.local_range(place).begin;
   return {range.begin + shift, range.end + shift};
@@ -284,7 +284,7 @@ void StateAccess::set_unwritten(ParamId param, std::optional<int64_t> updates) {
   if (place.trained()) place.unit->follow(*place.param, updates);
 }
 
-// What a user wrote where they could, p.data or p.grad.
+// Adopts what a user wrote to p.data or p.grad, where they could.
 void StateAccess::adopt(const Place& place, Quantity what) {
   if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
   if (what == Quantity::Gradient) driver_.adopt_grad(place);
@@ -330,13 +330,13 @@ at::Tensor StateAccess::gather_flat(const Place& place, const at::Tensor& part) 
   return full;
 }
 
-// From the elements of the parameter, in the order of its memory, to its values as users see them: in its shape, or the
-// whole that it is a slice of.
+// Turns the parameter's elements, in the order of its memory, into values as users see them: in its shape, or in the shape of
+// the whole that it is a slice of.
 at::Tensor StateAccess::whole_of(const Place& place, const at::Tensor& flat) const {
   const Param& p = *place.param;
   if (p.cut == nullptr) return shard::view_as_param(flat, {0, p.range.size()}, p.form);
-  // Elements that several slices hold are the same in all of them: the largest of all is exact. As integers, whose order every
-  // back end knows, which of a NaN it does not.
+  // Elements that several slices hold are the same in all of them: the largest of all is exact. Integers are reduced, whose order
+  // every back end knows, as it does not with NaN.
   TESSERA_ASSERT(flat.scalar_type() == at::kFloat);
   at::Tensor bits = at::full({p.cut->numel()}, std::numeric_limits<int32_t>::min(), flat.options().dtype(at::kInt));
   const at::Tensor whole = bits.view(at::kFloat);
@@ -347,7 +347,7 @@ at::Tensor StateAccess::whole_of(const Place& place, const at::Tensor& flat) con
   return whole.view(p.cut->sizes);
 }
 
-// The other way: a value of that shape to the parameter's elements. Value error for another shape.
+// Turns such values into the parameter's elements. Value error for another shape.
 at::Tensor StateAccess::flat_of(const Place& place, const at::Tensor& whole, const char* caller) const {
   const Param& p = *place.param;
   const at::IntArrayRef sizes = p.cut ? at::IntArrayRef(p.cut->sizes) : p.tensor.sizes();
@@ -393,8 +393,8 @@ double StateAccess::agree_max(double value) {
   return all.item<double>();
 }
 
-// Before a reduction, which is so on all ranks alike; but whether there is a gradient is not: nothing collective may follow,
-// other than among the slices of one parameter.
+// Returns this rank's gradient before its reduction; that it is not reduced yet holds on all ranks alike. Ranks differ in whether
+// they have one: nothing collective may follow, other than among the slices of one parameter.
 at::Tensor StateAccess::local_gradient(const Place& place) const {
   const Param& p = *place.param;
   const bool here = BackwardDriver::reads_local_gradient(place);

@@ -20,16 +20,16 @@ class StateAccess {
 
   int64_t param_step(ParamId param) const;  // updates applied to it (torch's state["step"])
   void set_param_step(ParamId param, int64_t step);
-  // Updates since a user last wrote to its weights, where these are followed (Unit::adopt_beside_residual); for checkpoints.
+  // Updates since a user last wrote to the weights, where writes are followed (Unit::adopt_beside_residual); for checkpoints.
   std::optional<int64_t> unwritten(ParamId param) const;
   void set_unwritten(ParamId param, std::optional<int64_t> updates);
 
-  // All that this rank holds, by parameter: weights (also those without a group), masters where they are not the weight
+  // Lists all that this rank holds, by parameter: weights (also those without a group), masters where they are not the weight
   // itself, reduced gradients, optimizer states. Number 0 of every element's replicas taken together are each quantity
   // once. Local. States of a client's own optimizer are the client's: their parts follow local_range().
   std::vector<shard::NamedShard> named_shards() const;
-  // Its values, 1-D in the order of its form: a view, in its dtype; a copy for split masters and for what does not live on
-  // the device. State error when it is no
+  // Values of a shard, 1-D in the order of its form: a view, in its dtype; a copy for split masters and for what does not live on
+  // the device. State error when the shard is no
   // more there. Local.
   at::Tensor read_shard(const shard::NamedShard& shard) { return read_shard(shard, shard.range); }
   at::Tensor read_shard(const shard::NamedShard& shard, shard::Range part);  // elements `part` of its range
@@ -38,47 +38,47 @@ class StateAccess {
   // weights of all others, which follow in end_writes(). Local.
   void begin_writes();
   void write(ParamId param, Quantity what, shard::Range range, const at::Tensor& values);
-  // Where write() would copy them: 1-D, in its own dtype. Undefined where it does more than copy. Local.
+  // Where write() would copy the values: 1-D, in its own dtype. Undefined where write() does more than copy. Local.
   at::Tensor writable_view(ParamId param, Quantity what, shard::Range range) const;
-  // State0 or State1 of the parameter, as before its first update. Between the two as well. Local.
+  // Makes State0 or State1 of the parameter what it is before the first update. Between begin_writes() and end_writes(). Local.
   void reset(ParamId param, Quantity what);
   void end_writes();
-  // Returns when what was written is where it lives; throws what went wrong on the way. Local.
+  // Waits until what was written is where it lives; throws what went wrong on the way. Local.
   void flush();
-  // All masters and states were written: an update that did not come to its end no longer matters.
+  // After all masters and states were written an update that did not come to its end no longer matters.
   void check_whole() const { units_.check_whole(); }  // IoError where such an update was the last
   void all_written() { units_.set_broken(""); }
-  // A load did not come to its end.
+  // Notes that a load did not come to its end.
   void not_written(const std::string& why) { units_.set_broken(why); }
-  // This rank's elements of what write() takes for it.
+  // This rank's elements of what write() takes for the parameter.
   shard::Range writable(ParamId param, Quantity what) const;
   // This rank's elements of what an optimizer keeps of a trained parameter.
   shard::NamedShard owned_shard(ParamId param) const;
-  // The weight that the module computes with is what the optimizer updates.
+  // Whether the weight that the module computes with is what the optimizer updates.
   bool master_is_weight(ParamId param) const {
     return units_.trained(param, "master_is_weight").unit->master_is_weight();
   }
-  // Its shape, and the order of its elements.
+  // The parameter's shape, and the order of its elements.
   shard::Form form(ParamId param) const;
 
-  // Master, Gradient, State0 or State1 below; value error for Weight, which the parameter itself shows.
-  // fp32, shape of the parameter, where that is a slice (ParamSpec::cut) of its whole; collective. Undefined tensor when
+  // `what` below: Master, Gradient, State0 or State1; value error for Weight, which the parameter itself shows.
+  // fp32 in the shape of the parameter, also where that is a slice (ParamSpec::cut) of its whole; collective. Undefined when
   // there is none (no gradient, no such state). IoError on all ranks where the disk of one fails; set_full: set it again.
   at::Tensor get_full(ParamId param, Quantity what);
   void set_full(ParamId param, Quantity what, const at::Tensor& value);
-  // What this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; possibly empty. A view, in
+  // The values that this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; maybe empty. A view, in
   // the buffer's own dtype; a copy for masters that are split (amp/precision.h) and for what does not live on the device.
   at::Tensor local_view(ParamId param, Quantity what);
-  // Writes it, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local,
+  // Writes these values, whether or not there is a view. Value error when there is nothing of this kind, or another size. Local,
   // but for masters where parameters are shared: collective then.
   void set_local(ParamId param, Quantity what, const at::Tensor& value);
-  // A gradient of zeros where this engine has none: another engine has one for the same weight. Once all gradients are
-  // reduced. Local.
+  // Gives the parameter a gradient of zeros where this engine has none, as another engine has one for the same weight. To be
+  // called once all gradients are reduced. Local.
   void complete_gradient(ParamId param);
-  // This rank's part of the parameter's flattened elements: [begin, end).
+  // This rank's part of the parameter's flattened elements, [begin, end).
   std::pair<int64_t, int64_t> local_range(ParamId param) const;
 
-  // The same for values that the client keeps, such as the states of an optimizer that runs itself. `part`: one value for
+  // get_full() for values that the client keeps, such as the states of an optimizer that runs itself. `part`: one value for
   // each element of local_range(), shaped as local_view() is. fp32, shape as of get_full(); collective.
   at::Tensor gather_full(ParamId param, const at::Tensor& part);
   // This rank's part of `full`, shaped as get_full() gives it; shaped as local_view() is, in the dtype of `full`.

@@ -16,7 +16,7 @@ struct ArrivedSum {
   Unit* unit;
   at::Tensor values;          // of the owned range; undefined where they lie in pieces
   std::vector<bool> present;  // by parameter of the unit: some rank has a gradient
-  // Ends their use, to be called once: nothing uses them any more, but for what comes before the event.
+  // Ends the use of the values, to be called once: nothing uses them any more, but what comes before the event.
   std::function<void(const std::shared_ptr<c10::Event>&)> release;
 };
 
@@ -25,37 +25,37 @@ class SumSink {
  public:
   virtual ~SumSink() = default;
   virtual void backward_begun() = 0;
-  // Sums will come.
+  // Says that sums will come.
   virtual void prepare() = 0;
-  // The first gradient of a backward is there, or its end: before its first sum is launched. Once a backward; collective.
+  // Compares ranks before a backward's first sum is launched, at its first gradient or its end. Once a backward; collective.
   virtual void compare() = 0;
   virtual void take(ArrivedSum sum) = 0;
-  // The gradients are dropped: what was taken and not used yet, of a backward that threw, is forgotten.
+  // The gradients are dropped: forgets what was taken and not used yet, of a backward that threw.
   virtual void drop() = 0;
   // The last sums have come. Launches collectives, and waits for them.
   virtual void launch_end() = 0;
   virtual void finish_end() = 0;
-  // All ranks refuse this backward: what came was dropped. The same on all of them, once a sum has come.
+  // Whether all ranks refuse this backward, whose sums were dropped. The same on all ranks once a sum has come.
   virtual bool refuses() = 0;
-  // Says why. Collective; throws.
+  // Throws why. Collective.
   virtual void refuse() = 0;
 };
 
 class SumDestination {
  public:
   virtual ~SumDestination() = default;
-  // Memory that the reduction needs. Where there is none, nothing has changed.
+  // Makes memory that the reduction needs. Where there is none, nothing has changed.
   virtual void prepare(Reduction&) {}
-  // Launches the sum of `source`, the contributions as they travel, into work.sum, whose owned range it is there (stage 0: in all
-  // of `source`).
+  // Launches the sum of `source`, the contributions as they travel, into work.sum, which is there in the owned range (stage 0: in
+  // all of `source`).
   virtual void launch(Reduction& work, const at::Tensor& source, comm::ReduceOp op, const std::string& label);
-  // It is on its way.
+  // The sum is on its way.
   virtual void launched(Reduction&) {}
-  // work.sum is there. Buckets that are kept are no longer `work`'s.
+  // Takes work.sum, which is there. Buckets that are kept are no longer `work`'s.
   virtual void take(Reduction& work) = 0;
-  // Of one rank, whose contributions are the sum: those in `bucket`, or in pieces.
+  // Takes the contributions of one rank, which are the sum: those in `bucket`, or in pieces.
   virtual void take_alone(Unit&, const at::Tensor& /*bucket*/) {}
-  // What was taken so far is, or begins to come, in work.sum, to be summed there over replicas; put_back() ends that.
+  // Makes work.sum what was taken so far, or begins to bring it there, to be summed over replicas; put_back() ends that.
   virtual void lend(Reduction& work);
   virtual void put_back(Reduction&) {}
 };
@@ -83,9 +83,9 @@ class HostSum final : public SumDestination {
   void put_back(Reduction& work) override { leave(*work.unit, work.sum); }
 
  private:
-  // What was there begins to come back, into work.before.
+  // Begins to bring the sum so far back, into work.before.
   void bring_back(Reduction& work);
-  // From a bucket that bring_back() gave.
+  // Copies a sum to the host, from a bucket that bring_back() gave.
   void leave(Unit& unit, const at::Tensor& sum) { leave(unit, sum, buckets_.returned, sum); }
   void leave(Unit& unit, const at::Tensor& sum, BucketPool& pool, const at::Tensor& bucket);
 
@@ -93,7 +93,7 @@ class HostSum final : public SumDestination {
   GradBuckets& buckets_;
 };
 
-// A sink, which gets too who has a gradient.
+// Passes sums to a sink, with who has a gradient.
 class SunkSum final : public SumDestination {
  public:
   SunkSum(SumSink& sink, GradBuckets& buckets) : sink_(sink), buckets_(buckets) {}

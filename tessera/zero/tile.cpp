@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kNarrow = 2;                 // bytes of an element
 enum : size_t { kWeights, kGrads, kStates };  // what a tile is of; the last ones are Unit::state_buffers()
 
-// Beside other work, where the host's side is page-locked or takes what comes in its own time.
+// Copies beside other work, where the host's memory is page-locked or takes what comes in its own time.
 void copy_beside(const at::Tensor& to, const at::Tensor& from) {
   to.copy_(from, /*non_blocking=*/to.is_cpu() || from.is_pinned());
 }
@@ -105,7 +105,7 @@ Tile::Tile(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vect
     carry(kStates + i++, *buffer, true, true);
 }
 
-// What was not updated may be on its way still.
+// Values that were not updated may be on their way still.
 Tile::~Tile() {
   if (!came_ || updated_) return;
   try {
@@ -126,7 +126,7 @@ void Tile::carry(size_t quantity, const shard::Buffer& buffer, bool reads, bool 
   c.pending = reads ? buffer.fetch(range_) : buffer.to_fill(range_);
 }
 
-// Not where the master is apart, all elements are written, and nothing of the weights is taken over or stays what it was.
+// False where the master is apart, all elements are written, and nothing of the weights is taken over or stays as before.
 bool Tile::reads_weights() const {
   int64_t written = 0;
   for (const Segment& segment : segments_)

@@ -2,12 +2,12 @@
 //
 // Note [Where an update is]
 //   - On the device, where all of the unit lives there: it is one tile, and nothing moves.
-//   - On the device too, where little has to come: only weights live elsewhere, or states of 16 bits do. Tiles pass through it: one
-//     is on its way there while one is updated and one goes home, each on a stream of its own beside what computes. So in a backward
-//     that updates they are hidden behind it. Nothing waits for them but who reads what they bring.
-//   - On the host, where fp32 states live elsewhere: they are more bytes than gradients and weights, which come to the host, and
-//     weights go back. Of such units a share may be the device's all the same (StateResidence::by_device), so that the link is busy
-//     while the host's memory is: streams of the two are apart, and what the host updates waits for nothing of the device's.
+//   - On the device too, where little has to come: only weights live elsewhere, or states of 16 bits do. Tiles pass through it:
+//     one comes while one is updated and one goes home, each on a stream of its own beside the one that computes. A backward that
+//     updates therefore hides them: only who reads what they bring waits for them.
+//   - On the host, where fp32 states live elsewhere: they are more bytes than gradients, which come to the host, and weights,
+//     which go back. A share of such units may be the device's all the same (StateResidence::by_device): so the link is busy while
+//     the host's memory is: the two have streams apart, and what the host updates waits for nothing of the device's.
 //   Bits are the same: kernels of the host and of the device have the same ones.
 #pragma once
 
@@ -39,8 +39,8 @@ class TileRing {
   TileRing(const TileRing&) = delete;
   TileRing& operator=(const TileRing&) = delete;
 
-  // Memory in all slots for `size` elements of a quantity, on the device `on`; `pin`: page-locked, of the host. Nothing happens where
-  // there is so much.
+  // Makes memory in all slots for `size` elements of a quantity, on the device `on`; `pin`: page-locked, of the host. Does
+  // nothing where a slot has as much.
   void reserve(size_t quantity, int64_t size, at::ScalarType dtype, c10::Device on, bool pin);
   Slot& next() { return slots_[next_++ % slots_.size()]; }
   static at::Tensor view(const Slot& slot, size_t quantity, int64_t size, at::ScalarType dtype);
@@ -51,16 +51,16 @@ class TileRing {
   size_t next_ = 0;
 };
 
-// Of an engine.
+// What the tiles of one engine come and go by: streams and memory.
 struct Lanes {
   shard::SideStream there, work, back;      // of what the device updates
   shard::SideStream host_there, host_back;  // of what the host does
   TileRing on_device, on_host;
-  size_t units = 0;  // so many have room
+  size_t units = 0;  // so many units have room
 
-  // For tiles of all units. Out of memory: it can be called again.
+  // Makes room for tiles of all units. After out-of-memory it can be called again.
   void make_room(const Units& all);
-  // The same on all ranks; so it is where nothing is on its way.
+  // Whether all units have room: the same on all ranks, also where nothing has to move.
   bool has_room(const Units& all) const;
 };
 
@@ -73,7 +73,7 @@ struct Returning {
 
 class Tile {
  public:
-  // `range`: of the owned range, whose gradients are `grads`, not defined() where they lie in pieces. `last`: of its unit.
+  // `range`: of the owned range, whose gradients are `grads`, not defined() where they lie in pieces. `last`: the unit's last.
   Tile(Unit& unit, const shard::Buffer& grads, shard::Range range, std::vector<Segment> segments, bool last,
        double scale, const Options& options);
 
@@ -81,23 +81,23 @@ class Tile {
   Tile(const Tile&) = delete;
   Tile& operator=(const Tile&) = delete;
 
-  // What lives elsewhere sets out for where it is updated. Waits for the disk. To the host it does after `since`, which comes after
-  // all that the unit's streams were given, and so does what comes back. `apart`: others use Unit::order meanwhile; then the device
-  // updates after `since` as well.
+  // Starts the way of what lives elsewhere to where it is updated. Waits for the disk. The way to the host comes after `since`,
+  // which comes after all that the unit's streams were given; so does the way back. `apart`: others use Unit::order meanwhile;
+  // then the device updates after `since` as well.
   void set_out(Lanes& lanes, const std::shared_ptr<c10::Event>& since, bool apart = false);
-  // Where the device does it beside the current stream the event tells when it is done; else null.
+  // Where the device updates beside the current stream, the event tells when the update is done; else null.
   const std::shared_ptr<c10::Event>& update(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
                                             Lanes& lanes);
-  // What set_out() brought goes home, beside the current stream.
+  // Starts the way home of what set_out() brought, beside the current stream.
   std::optional<Returning> set_back(Lanes& lanes);
-  // After set_out(): when it is where it is updated.
+  // After set_out(): the event after which the values are where they are updated.
   const std::shared_ptr<c10::Event>& came() const { return came_; }
-  // After set_back(): when the device has what the host updated.
+  // After set_back(): the event after which the device has what the host updated.
   const std::shared_ptr<c10::Event>& updated() const { return updated_; }
 
   Unit& unit() const { return *unit_; }
   bool is_last() const { return last_; }
-  // The host takes part in the update of this.
+  // Whether the host takes part in this tile's update.
   bool is_of_host() const { return travels_ && updates_on_.is_cpu(); }
 
  private:

@@ -70,7 +70,7 @@ void TilePipeline::add(Unit& unit, const shard::Buffer& grads, const std::vector
     disks_.run([&] {
       tile =
           std::make_unique<Tile>(unit, grads, range, std::vector<Segment>(begin, end), last, scale, units_.options());
-      // Not after what the current stream is given since, as gathers of units that the device has updated.
+      // The tile does not wait for what the current stream is given since, as gathers of units that the device has updated.
       if (!tile->is_of_host()) return;
       tile->set_out(lanes_, apart ? start : began_ ? began_ : shard::mark(units_.ranks().device), apart);
     });
@@ -94,7 +94,7 @@ void TilePipeline::update_next() {
     arrive();
   Unit& unit = next_->unit();
   const bool last = next_->is_last();
-  next_.reset();  // what did not become of it waits for its way there, before others write
+  next_.reset();  // a tile without an update waits for its way there, before others write
   if (last && done_) done_(unit);
 }
 

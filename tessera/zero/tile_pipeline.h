@@ -15,8 +15,8 @@ namespace tessera::zero {
 // weights live on the device a unit is one tile, and nothing is on its way. One at a time for an engine's lanes.
 class TilePipeline {
  public:
-  // `done` is called with every unit in turn, also after a failure: the collectives go on, or the other ranks would wait. All
-  // gradients are there before then; without it those of a unit are when it is added. `groups`: the hyper-parameters to go by,
+  // `done` is called with every unit in turn, also after a failure: the collectives go on, or the other ranks would wait. With
+  // `done` all gradients are there beforehand; without it a unit's are when it is added. `groups`: hyper-parameters to go by,
   // which outlive it; null: those of `units`.
   TilePipeline(Units& units, Lanes& lanes, RankGuard& disks, std::function<void(Unit&)> done = {},
                const std::vector<optim::GroupOptions>* groups = nullptr);
@@ -25,7 +25,7 @@ class TilePipeline {
   // Gradients of the owned range are `grads`, not defined() where they lie in pieces, multiplied by `scale`. `present`: by
   // parameter of the model; the others are left alone.
   void add(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present, double scale);
-  // The same of what pieces_of() made of it. `start`, where others use Unit::order meanwhile: after what its streams were given.
+  // Adds the segments that pieces_of() gave. `start`, where others use Unit::order meanwhile: after what its streams were given.
   void add(Unit& unit, const shard::Buffer& grads, const std::vector<Segment>& segments, double scale,
            const std::shared_ptr<c10::Event>& start = nullptr);
   static std::vector<Segment> pieces_of(const Units& units, const Unit& unit, const std::vector<bool>& present);

@@ -20,7 +20,7 @@ namespace {
 // Elements from which on a copy of a gradient costs more than a norm and an update of its own.
 constexpr int64_t kAlone = 1 << 15;
 
-// Where new values of `range` are made, on the device, to be stored.
+// Memory on the device for new values of `range`, which are to be stored.
 at::Tensor place_for(const shard::Buffer& buffer, shard::Range range) {
   return buffer.is_here() ? buffer.view(range) : at::empty({range.size()}, buffer.options());
 }
@@ -55,7 +55,7 @@ Unit::Unit(std::string name, std::vector<Param> params, const Options& options,
     Param& p = params_[i];
     p.range = layout_.param(i);
     p.form = p.tensor;
-    // From the cast weights: a step is that of a plain loop over the cast model.
+    // Masters start from the cast weights: a step is that of a plain loop over the cast model.
     if (!master_is_weight()) set_master_from(p, p.tensor.detach().to(policy.param));
     items.push_back({p.name, p.tensor});
   }
@@ -84,7 +84,7 @@ void Unit::begin_backward() {
 void Unit::accumulate_in(at::Tensor memory, bool pooled) {
   partial_ = std::move(memory);
   progress_.accumulate(pooled);
-  if (ranks_.size() == 1 && has_sum()) return;  // they go on there
+  if (ranks_.size() == 1 && has_sum()) return;  // contributions go on in the sum
   for (Param& p : params_)
     p.grad.empty_slot();
 }
@@ -224,7 +224,7 @@ void Unit::allocate_states(int count, const std::vector<optim::GroupOptions>& gr
   for (int s = 0; s < count; ++s) {
     const auto what = s == 0 ? shard::Quantity::State0 : shard::Quantity::State1;
     states_[s] = make(what, grad_options().dtype(options_.precision.state));
-    for (const Param& p : params_)  // they begin as zeros
+    for (const Param& p : params_)  // states begin as zeros
       if (const double initial = optim::initial_state(rule, groups[p.group]); initial != 0) fill_state(s, p, initial);
   }
 }
@@ -301,7 +301,7 @@ void Unit::note_weights(Param& param) {
   param.known.copy_(weights().read(owned_slice(param)));
 }
 
-// Of a device nothing is waited for; what lives elsewhere is written where it must be.
+// For a device's values nothing is waited for; those elsewhere are written only where they must be.
 void Unit::adopt_tile(shard::Range tile, const at::Tensor& same, const at::Tensor& now) {
   const shard::Buffer& kept = master_.defined() ? master_ : residual_;
   const at::Tensor old = kept.read(tile), stays = same.to(old.device());
@@ -339,7 +339,7 @@ void Unit::write_master(shard::Range range, const at::Tensor& values) {
     return;
   }
   if (!residual_.defined()) return weights_to_write().write(range, values);
-  // Before there are flat parameters: their constructor makes the weights.
+  // There are no flat parameters yet: their constructor makes the weights.
   const shard::Buffer to = flat_ ? weights_to_write() : shard::Buffer();
   for (const shard::Range tile : shard::tiles_of(range)) {
     const at::Tensor rest = place_for(residual_, tile);

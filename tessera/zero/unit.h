@@ -39,14 +39,14 @@ struct Param {
   int group = 0;
   shard::Range range;     // in the flat space
   shard::Form form{};     // there
-  shard::CutPtr cut{};    // which elements of a whole it is
+  shard::CutPtr cut{};    // which elements of a whole the parameter is
   int run = -1;           // number of its Run, where Unit::in_pieces()
   uint64_t first = 0;     // number of the whole's first element among all of the model: the key of random bits
   int64_t step = 0;       // updates applied
   WriteCount writes{};    // by the user, since our last one
-  bool ahead = false;     // its masters were written to, and its weights have not followed
+  bool ahead = false;     // the masters were written to, and the weights have not followed
   at::Tensor known{};     // beside a split master, once a user has written: its owned weights after our last write
-  int64_t unwritten = 0;  // updates since then; no longer known after kFollowed
+  int64_t unwritten = 0;  // updates since the user's last write; no longer known after kFollowed
   ParamGrad grad{};
 };
 
@@ -59,49 +59,49 @@ struct Run {
 
 using shard::kTile;
 
-// Of a unit's masters and optimizer states: whether they live where Options::home says, and whether the device updates them
-// there, which else their dtype decides (device_of_update()). Page-locked memory is asked for then.
+// Where a unit's masters and optimizer states are: whether they live where Options::home says, and whether the device updates
+// them there, which else their dtype decides (device_of_update()). by_device asks for page-locked memory.
 struct StateResidence {
   bool away = true, by_device = false;
 };
 
 class Unit {
  public:
-  // `ranks`: of this unit; must outlive it. `resident`: its parameters stay whole on every rank whatever the stage.
+  // `ranks`: of this unit; must outlive it. `resident`: parameters stay whole on every rank whatever the stage.
   // `space`: see FlatParams.
   Unit(std::string name, std::vector<Param> params, const Options& options, const shard::StagePlacements& placements,
        bool resident, const Ranks& ranks, at::Tensor space = {}, StateResidence states = {});
 
   const std::string& name() const { return name_; }
-  const Ranks& ranks() const { return ranks_; }  // that exchange its gradients and share its states
-  bool is_root() const { return root_; }         // what no repeated block owns: see kRootUnit
+  const Ranks& ranks() const { return ranks_; }  // that exchange the unit's gradients and share its states
+  bool is_root() const { return root_; }         // parameters of no repeated block: see kRootUnit
   void make_root(bool root) { root_ = root; }
   const std::vector<Param>& params() const { return params_; }
   std::vector<Param>& params() { return params_; }
   const shard::Layout& layout() const { return layout_; }
   shard::Range owned() const { return owned_; }   // range of the flat space whose states this rank keeps
   FlatParams& flat() const { return *flat_; }     // compute parameters, param dtype
-  shard::StreamOrder& order() { return order_; }  // of all its memory
+  shard::StreamOrder& order() { return order_; }  // of all the unit's memory
   at::ScalarType travel() const {
     return travel_;
-  }  // of contributions and sums on their way; cast where it is not that of grads
+  }  // dtype of contributions and sums on their way; cast where it is not that of grads
   void travel_as(at::ScalarType dtype) { travel_ = dtype; }
 
-  // How far its gradients are. What changes memory with it is a call of the unit, below.
+  // How far the unit's gradients are. A change of memory with the progress is a call of the unit, below.
   const GradProgress& progress() const { return progress_; }
   GradProgress& progress() { return progress_; }
   bool accumulates() const { return progress_.accumulates(); }
   bool has_sum() const { return progress_.has_sum(); }
-  // A new outermost backward: no hook has run in it yet.
+  // Begins a new outermost backward: no hook has run in it yet.
   void begin_backward();
-  // Contributions begin: whole, in `memory`, a bucket of a pool or the unit's own (undefined: in pieces). Of one rank that has a sum
-  // they go on there.
+  // Begins contributions: whole, in `memory`, a bucket of a pool or the unit's own (undefined: in pieces). On one rank that has a
+  // sum they go on there.
   void accumulate_in(at::Tensor memory, bool pooled);
-  const at::Tensor& partial() const { return partial_; }  // that memory; undefined where it does not accumulate
-  // It is no longer the unit's, whose progress says why.
+  const at::Tensor& partial() const { return partial_; }  // their memory; undefined where the unit does not accumulate
+  // Gives that memory away: it is no longer the unit's, whose progress says why.
   at::Tensor give_partial() { return std::exchange(partial_, at::Tensor()); }
   void put_partial(at::Tensor memory) { partial_ = std::move(memory); }  // the same values, elsewhere
-  // No gradients any more; the memory of contributions was given away.
+  // Ends all gradients; the memory of contributions was given away.
   void end_grads();
 
   // This rank's weights of the owned range: for reading, and to be written.
@@ -110,13 +110,13 @@ class Unit {
   }
   shard::Buffer weights_to_write();
   // Sums of the owned range, grad dtype; before they are reduced, all contributions where accumulates_in_grads(). Without
-  // memory in between. None where the backward updates.
+  // memory in between. Not defined where the backward updates.
   const shard::Buffer& grads() const { return grads_; }
-  // Memory for the sums of the owned range, whose contributions no longer lie there.
+  // Takes memory for the sums of the owned range, whose contributions no longer lie there.
   void take_grads(shard::Buffer memory) { grads_ = std::move(memory); }
   // All buffers that gradients are kept in.
   std::vector<shard::Buffer*> grad_buffers();
-  // The gradients of the owned range: wherever they live, and a view of them where that is the device.
+  // The gradients of the owned range, wherever they live; owned_grads(): a view of them where they live on the device.
   shard::Buffer gradients() const;
   at::Tensor owned_grads() const;
   // From now on the owned gradients live in host memory, which host_grads()->take_memory() makes: Note [Gradients leave].
@@ -126,29 +126,29 @@ class Unit {
   bool accumulates_in_grads() const { return in_grads_ && grads_.defined() && !host_grads_; }
   HostGrads* host_grads() const {
     return host_grads_.get();
-  }  // where they live that do not live on the device; else null
-  // Gradients lie in runs of their own: one rank, where all of the unit lives on the device. Note [Gradients in pieces] in contributions.h
+  }  // the gradients that live in host memory and not on the device; null where there are none
+  // Whether gradients lie in separate runs: one rank, all of the unit on the device. Note [Gradients in pieces], contributions.h
   bool in_pieces() const { return !runs_.empty(); }
   void lie_in_pieces();
-  // Memory for the run of `param`, zeros; nothing happens where there is some.
+  // Makes memory for the run of `param`, zeros; nothing happens where there is some.
   void make_run(const Param& param);
   void drop_run(Run& run);
   Run& run_of(const Param& param) { return runs_[param.run]; }
-  // The buffer that has the gradient of elements `range` of the owned range, all of them of `param`, and where they are there.
+  // The buffer with the gradient of elements `range` of the owned range, which are all of `param`, and their place in the buffer.
   std::pair<shard::Buffer, shard::Range> gradient(const Param& param, shard::Range range) const;
   // All elements of `param`: where its contributions add up (while accumulates()), and as p.grad shows them in stage 0.
   at::Tensor contribution(const Param& param) const;
   at::Tensor visible(const Param& param) const;
-  // Of elements `range` of the owned range, those that have memory.
+  // The pieces of elements `range` of the owned range that have memory.
   std::vector<optim::Piece> pieces(shard::Range range) const;
-  // Memory of the device for `numel` of them, the layout's or those of the owned range; contents are undefined where there
+  // Makes memory of the device for `numel` gradients, the layout's or the owned range's; contents are undefined where there
   // was none of that size. Note [Gradients on demand]
   void make_grads(int64_t numel);
-  // Sums that are zero: in pieces there is nothing to make.
+  // Makes sums that are zero: in pieces there is nothing to make.
   void make_sums();
-  // That memory goes, in the order of all streams.
+  // Frees the gradients' memory, in the order of all streams.
   void drop_grads();
-  // Of gradients, whether or not a buffer is kept for them.
+  // The gradients' dtype and device, whether or not a buffer is kept for them.
   at::TensorOptions grad_options() const;
   // The weights of parameter `item` that this rank owns: a view where they live on the device, else a copy.
   at::Tensor owned_values(int item) const;
@@ -163,60 +163,60 @@ class Unit {
   const at::Tensor& client_grads() const { return client_grads_; }
   void lend_client_grads(at::Tensor grads) { client_grads_ = std::move(grads); }
 
-  // Who gives the current stream work on its gradients or states calls this first: Note [Streams of the user's].
+  // Who gives the current stream work on the gradients or states calls this first: Note [Streams of the user's].
   void on_this_stream() { order_.write(flat_->options().device()); }
 
-  // The compute parameter itself is the master: nothing extra is stored.
+  // Whether the compute parameter itself is the master: nothing extra is stored.
   bool master_is_weight() const { return !master_.defined() && !residual_.defined(); }
   const shard::Buffer& master() const { return master_; }                 // owned range, fp32; amp::Master::Fp32 only
   const shard::Buffer& residual() const { return residual_; }             // owned range, int16; amp::Master::Split only
   const std::array<shard::Buffer, 2>& states() const { return states_; }  // owned range
   LaunchAt launch_at() const { return launch_at_; }
-  // Gradients stay whole on every rank (stage 0), so that p.grad can be a view of them.
+  // Whether gradients stay whole on every rank (stage 0), so that p.grad can be a view of them.
   bool grads_are_visible() const { return grads_visible_; }
 
   void allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule);
-  // The owned part of `param` in states()[state] becomes `value`.
+  // Sets the owned part of `param` in states()[state] to `value`.
   void fill_state(int state, const Param& param, double value);
   // See Note [Writes that torch does not count] in adoption.h: whether weights of `param` that are not the rounding of their
   // fp32 masters were written to.
   bool adopts(const Param& param) const;
-  // Such ones that this rank owns become masters.
+  // Makes masters of such weights that this rank owns.
   void adopt_written(const Param& param);
-  // Weights of `param` that this rank owns and that are not what they were, `before`, become masters; those of the others keep
-  // their bits. Nothing to do where the weight is the master.
+  // Makes masters of the weights of `param` that this rank owns and that differ from `before`, what they were; other masters
+  // keep their bits. Does nothing where the weight is the master.
   void adopt_changed(const Param& param, const at::Tensor& before);
-  // The same of what `param`, which has other data, will bring to its place, where `before` still is.
+  // Does so with what `param`, which has other data, will bring to its place, where `before` still is.
   void adopt_replaced(const Param& param, const at::Tensor& before);
-  // Beside a split master a write does not show in what stands there: the first one makes all weights masters, and from
-  // then on what they were is known after each update.
+  // Beside a split master a write does not show in the weights: the first one makes all weights masters, and from
+  // then on the weights are noted after each update, to tell later writes.
   void adopt_beside_residual(Param& param);
-  // Allocates nothing.
+  // Notes the weights after our last write. Allocates nothing.
   void note_weights(Param& param);
-  // The same after an update of the parameters that are `present`, by number, once it is there: who has written once only does not
-  // pay for ever.
+  // Notes masters and weights after an update of the parameters that are `present`, by number, once it is there: a user who has
+  // written once only does not pay for ever.
   void note_updated(const std::vector<bool>& present);
-  // As if the last write had been `unwritten` updates ago; empty: as if there had been none.
+  // Sets when the user last wrote: `unwritten` updates ago; empty: never.
   void follow(Param& param, std::optional<int64_t> unwritten);
-  // Its buffer may be another tensor now.
+  // Notes the version of the master, whose buffer may be another tensor now.
   void note_master();
-  // Masters of the owned range from `param`'s present values (any dtype), shape of the parameter.
+  // Sets masters of the owned range from `param`'s present values (any dtype), shape of the parameter.
   void set_master_from(const Param& param, const at::Tensor& values);
-  // Masters of `range` of the owned range: a view where they are a buffer, else a copy, fp32.
+  // Reads masters of `range` of the owned range: a view where they are a buffer, else a copy, fp32.
   at::Tensor read_master(shard::Range range) const;
-  // Copies `values` into them. The weights follow where they are part of the master, else in refresh_weights().
+  // Copies `values` into these masters. The weights follow where they are part of the master, else in refresh_weights().
   void write_master(shard::Range range, const at::Tensor& values);
   const StateResidence& state_residence() const { return state_residence_; }
-  // Master, residual and states, whether or not there are such.
+  // Buffers of master, residual and states, whether or not there are such.
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master_, &residual_, &states_[0], &states_[1]}; }
   std::array<shard::Buffer*, 4> state_buffers() { return {&master_, &residual_, &states_[0], &states_[1]}; }
-  // Returns when what was written to them, or to the weights, is where they live; throws what went wrong on the way.
+  // Returns when what was written to these, or to the weights, is where they live; throws what went wrong on the way.
   void flush() const;
-  // Gradients, masters and states are gone.
+  // Frees gradients, masters and states.
   void drop_states();
-  // Before it goes: what streams of a device still do with its memory comes to its end first. Local, never waits.
+  // Before the unit goes: what streams of a device still do with its memory comes to its end first. Local, never waits.
   void let_go() noexcept;
-  // The owned weights from an fp32 master; nothing to do in the other forms.
+  // Refreshes the owned weights from an fp32 master; nothing to do in the other forms.
   void refresh_weights();
 
  private:
@@ -242,14 +242,14 @@ class Unit {
   GradProgress progress_;
   bool grads_visible_ = false, in_grads_ = false;
   shard::Buffer grads_;
-  std::vector<Run> runs_;  // instead of grads_, where in_pieces()
+  std::vector<Run> runs_;  // in place of grads_, where in_pieces()
   std::shared_ptr<HostGrads> host_grads_;
   at::Tensor partial_;  // grads_ itself or a pooled bucket
   at::Tensor squares_, client_grads_;
 
   shard::Buffer master_, residual_;
   std::array<shard::Buffer, 2> states_;
-  int64_t known_master_ = 0;  // version after our last write: another one is that of a user who wrote to a view
+  int64_t known_master_ = 0;  // version after our last write: another version is that of a user who wrote to a view
   shard::StreamOrder order_;
 };
 

@@ -103,7 +103,7 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
   built_ = true;
 }
 
-// What one rank's disk or device refuses is an error of all: each broadcasts the values of all units first. (Where there is no
+// An error of one rank's disk or device is an error of all: each broadcasts the values of all units first. (Where there is no
 // memory for these the ranks' groups end.)
 void Units::build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) {
   if (options_.home) check_client(params);
@@ -132,7 +132,7 @@ void Units::build(const std::vector<PlannedUnit>& units, const std::vector<Param
   disks.agree(ranks()).check("[zero] model states could not be made, or brought to where they shall live: ");
 }
 
-// What was built goes. Parameters that are whole, or live elsewhere on one rank, keep their values.
+// Undoes a construction. Parameters that are whole, or live elsewhere on one rank, keep their values.
 void Units::undo() noexcept try {
   for (const auto& unit : units_)
     unit->drop_states();
@@ -140,7 +140,7 @@ void Units::undo() noexcept try {
     try {
       flat.make_whole();
     } catch (const std::exception&) {
-      // No memory for this one: it says that its engine could not be built.
+      // There is no memory for these parameters: an access says that their engine could not be built.
     }
   };
   for (const auto& unit : units_)
@@ -149,10 +149,10 @@ void Units::undo() noexcept try {
     keep(*flat);
   release("its engine could not be built");
 } catch (const std::exception&) {
-  // A device that fails: the error that ended the construction says it.
+  // A device fails: the error that ended the construction says so.
 }
 
-// For gradients of units from `first` on that leave the device; all of it at once, and the largest first, so that little is lost.
+// Takes host memory for gradients of units from `first` on that leave the device: all at once, largest first, to lose little.
 void Units::take_host_memory(std::ptrdiff_t first) {
   int64_t bytes = 0;
   std::vector<HostGrads*> all;
@@ -168,7 +168,7 @@ void Units::take_host_memory(std::ptrdiff_t first) {
     grads->take_memory(slabs);
 }
 
-// Groups of its own: engines under one loss reach their collectives in orders that differ by rank.
+// Makes groups of the engine's own: engines under one loss reach their collectives in orders that differ by rank.
 void Units::make_sets(const comm::Mesh& mesh) {
   for (const comm::Axis axis : comm::kAxes)
     if (mesh.size(axis) > 1) several_ = several_.with(axis);
@@ -188,8 +188,8 @@ void Units::make_sets(const comm::Mesh& mesh) {
   }
 }
 
-// Ranks that take no part in a gather make other collectives than those that do, and would wait there: these end with the
-// reason, and so does all that is made of their groups.
+// Ends groups: ranks that take no part in a gather make other collectives than those that do, and would wait there. Groups end
+// with the reason, and so does all that is made of them.
 void Units::abort_groups(int informed, const std::string& why) const {
   if (informed == ranks().all()) return;
   for (const comm::GroupPtr& group : mesh_groups_)
@@ -247,14 +247,14 @@ at::ScalarType Units::travel_of(const ParamSpec& param) const {
   return param.comm.value_or(options_.communication.value_or(options_.precision.grad));
 }
 
-// Never wider than the parameter: there is nothing to gain.
+// The dtype to gather in, never wider than the parameter's: there is nothing to gain.
 at::ScalarType Units::gather_dtype_of(const ParamSpec& param) const {
   const at::ScalarType own = options_.precision.param;
   if (set_of(param).ranks.size() == 1 || !param.comm) return own;
   return c10::elementSize(*param.comm) < c10::elementSize(own) ? *param.comm : own;
 }
 
-// See PlanItem.
+// PlanItem::travels of a parameter.
 std::string Units::travels_of(int kind, const ParamSpec& param) const {
   const at::ScalarType asked = param.comm.value_or(options_.communication.value_or(at::kFloat));
   TESSERA_CHECK_VALUE(asked == at::kFloat || asked == at::kHalf || asked == at::kBFloat16, "zero", "parameter '",
@@ -324,9 +324,9 @@ SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vect
   return {set.gathers, bytes};
 }
 
-// Undefined where nothing is shared.
+// The next shared space; undefined where nothing is shared.
 at::Tensor Units::space_of(const std::vector<const ParamSpec*>& members) {
-  if (built_) return {};  // all of it is given away
+  if (built_) return {};  // all shared memory is given away
   std::vector<int64_t> numels;
   numels.reserve(members.size());
   for (const ParamSpec* p : members)
@@ -334,7 +334,7 @@ at::Tensor Units::space_of(const std::vector<const ParamSpec*>& members) {
   return shared_.take(shard::Layout(numels, ranks().shard->size()), options_.precision.param);
 }
 
-// Its optimizer updates tensors in place, and keeps its own states where it likes.
+// Checks a client's optimizer, which updates tensors in place, and keeps its own states where it likes.
 void Units::check_client(const std::vector<ParamSpec>& params) const {
   if (rule_ != optim::Rule::External || trained_ids_.empty()) return;
   const at::TensorOptions options = params[trained_ids_.front()].tensor.options().requires_grad(false);
@@ -345,7 +345,7 @@ void Units::check_client(const std::vector<ParamSpec>& params) const {
                       "offload_optimizer out");
 }
 
-// The same on all ranks that exchange gradients or weights: their sizes are, and the order in which units are built.
+// Where a unit's states live: the same on all ranks that exchange gradients or weights, as are sizes and the order of building.
 StateResidence Units::state_residence_of(const std::vector<const ParamSpec*>& members) {
   int64_t size = 0;
   for (const ParamSpec* p : members)
@@ -369,7 +369,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   auto made = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      set.ranks, space_of(originals), state_residence_of(originals));
   Unit* const unit = made.get();
-  units_.push_back(std::move(made));  // it has the parameters from here on, and undo() finds it
+  units_.push_back(std::move(made));  // the unit has the parameters from here on, and undo() finds it
   const int number = unsharder_->add(&unit->flat(), set.gathers);
   unit_of_number_.push_back(unit);
   for (size_t i = 0; i < unit->params().size(); ++i) {
@@ -415,7 +415,7 @@ const Place& Units::at(ParamId id, const char* call) const {
 
 Units::~Units() = default;
 
-// The update of the unit with this number in the unsharder, of which nothing runs on where it is frozen.
+// Whether the update of the unit with this number in the unsharder is there; nothing of a frozen one runs on.
 bool Units::update_is_there(int number, bool waits) const {
   const Unit* unit = std::cmp_less(number, unit_of_number_.size()) ? unit_of_number_[number] : nullptr;
   if (unit == nullptr) return true;
@@ -527,7 +527,7 @@ std::vector<PlanItem> Units::items_to_join(const std::vector<ParamId>& ids) cons
   return items;
 }
 
-// What is partitioned of `ids` leaves its unit, whose other parameters are to be built anew. They are all whole meanwhile.
+// Takes partitioned parameters of `ids` from their units, whose other parameters are to be built anew. All are whole meanwhile.
 std::vector<PlannedUnit> Units::leave_frozen(const std::vector<ParamId>& ids) {
   std::vector<PlannedUnit> rest;
   for (auto flat = frozen_.begin(); flat != frozen_.end();) {
@@ -593,7 +593,7 @@ void Units::release(const std::string& message) {
 }
 
 void Units::return_host_memory() const noexcept {
-  const bool had_some = has_homes() || was_away_ || ranks().all() > 1;  // what ranks exchange passes through it
+  const bool had_some = has_homes() || was_away_ || ranks().all() > 1;  // what ranks exchange passes through it, too
   if (had_some && !ranks().device.is_cpu()) shard::return_host_memory(ranks().device.type());
 }
 

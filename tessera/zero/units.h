@@ -1,4 +1,4 @@
-// Units: every parameter that an engine holds, by number, and the units they lie in. What a step does with them is in the
+// Units: every parameter that an engine holds, by number, and the units they lie in. What a step does with units is in the
 // classes over it: BackwardDriver, Updater, StateAccess, Modules, Regions.
 //
 // Note [Captured streams]
@@ -25,11 +25,11 @@
 
 namespace tessera::zero {
 
-// Where a parameter lies. Those that are neither optimized nor partitioned lie nowhere: they are the module's alone.
+// Where a parameter lies. Parameters that are neither optimized nor partitioned lie nowhere: they are the module's alone.
 struct Place {
   FlatParams* flat = nullptr;
-  int item = -1;           // there
-  int number = -1;         // of its unit, in the unsharder
+  int item = -1;           // the parameter's number there
+  int number = -1;         // number of the unit, in the unsharder
   Unit* unit = nullptr;    // null: frozen
   Param* param = nullptr;  // there
 
@@ -47,20 +47,20 @@ class Units {
   Units(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params, optim::Rule rule,
         const std::vector<optim::GroupOptions>& groups);
   ~Units();
-  // Optimized, or partitioned without that.
+  // Whether a parameter is held: it is optimized, or partitioned without that.
   static bool holds(const Options& options, const ParamSpec& param);
 
-  // Value errors for a number that is no parameter's; of trained(), also for one that is not optimized. `call` is named.
+  // The place of a parameter. Value error, which names `call`, for an unknown number; from trained(), also for one not optimized.
   const Place& at(ParamId id, const char* call) const;
   const Place& trained(ParamId id, const char* call) const;
-  // Of `ids`, those that are held.
+  // Returns those of `ids` whose parameters are held.
   std::vector<ParamId> held(const std::vector<ParamId>& ids, const char* call) const;
-  // Without a check, for numbers that are our own.
+  // The place without a check, for numbers that are our own.
   const Place& operator[](ParamId id) const { return places_[id]; }
   int count() const { return static_cast<int>(places_.size()); }
   const std::vector<ParamSpec>& params() const { return params_; }
   const std::vector<ParamId>& trained_ids() const { return trained_ids_; }
-  // By number in the unsharder; null: frozen.
+  // The unit by its number in the unsharder; null: frozen.
   Unit* of_number(int number) const { return unit_of_number_[number]; }
   const std::vector<std::unique_ptr<Unit>>& all() const { return units_; }  // in launch order
   const std::vector<std::unique_ptr<FlatParams>>& frozen() const { return frozen_; }
@@ -68,10 +68,10 @@ class Units {
   const Options& options() const { return options_; }
   const shard::StagePlacements& placements() const { return placements_; }
   const Ranks& ranks() const { return sets_.begin()->second.ranks; }  // of parameters that are the same everywhere
-  // Those of every unit, by the axes along which its parameters differ; ranks() first.
+  // The ranks of every unit, by the axes along which its parameters differ; ranks() first.
   std::vector<const Ranks*> rank_sets() const;
   const Ranks& ranks_of(ParamId id) const { return set_of(params_[id]).ranks; }
-  // Of those, the number of the rank that has the place of `rank` (as Ranks::rank() of ranks() counts) along their axes.
+  // The number among ranks_of() of the rank that has the place of `rank` (as Ranks::rank() of ranks() counts) along their axes.
   int writer_of(ParamId id, int rank) const;
   const SharedParams& shared() const { return shared_; }
   optim::Rule rule() const { return rule_; }
@@ -81,49 +81,49 @@ class Units {
   Phases& phases() { return phases_; }
   const Phases& phases() const { return phases_; }
 
-  // States lie in slices on several ranks.
+  // Whether states lie in slices on several ranks.
   bool states_are_cut(const Ranks& ranks) const {
     return placements_.states == shard::Placement::Shard && ranks.shard->size() > 1;
   }
-  // Other ranks' parts of its weights come by an all-gather after each update.
+  // Whether other ranks' parts of the unit's weights come by an all-gather after each update.
   bool gathers_updates(const Unit& unit) const {
     return states_are_cut(unit.ranks()) && !unit.flat().sharded() && !unit.flat().shares();
   }
   // This rank's elements of a trained parameter, in the order of its memory.
   shard::Range local_range(const Place& place) const;
-  // IoError while weights and states do not belong together: an update that changed some of them did not come to its end.
+  // Throws IoError while weights and states do not belong together: an update that changed some of them did not come to its end.
   void check_whole() const;
-  // Why they do not, the same on all ranks; empty once all of them were written.
+  // Sets why weights and states do not belong together, the same on all ranks; empty once all of them were written.
   void set_broken(const std::string& why) { broken_ = why; }
-  // The same by what ranks agreed on, which is thrown. Nothing happens where all went well.
+  // Sets and throws what ranks agreed on. Nothing happens where all went well.
   void check_came_to_end(const Failure& failure);
-  // Of an error, amid a call that all ranks make, while it is handled; it goes on. Where only this rank has it, the others
+  // Ends an error, while it is handled, amid a call that all ranks make; it goes on. Where only this rank has it, the others
   // would wait for this one in collectives, or take its next call for one that looks alike: all that these ranks have in
   // common ends with the reason.
   [[noreturn]] void fail_alone(c10::OutOfMemoryError& error) const;
-  // Some of the model was moved off the device for a while (moving.h): state error where `call` needs it. Returns once no update
-  // of this rank's runs on: UpdateLane::settle().
+  // State error where `call` needs what was moved off the device for a while (moving.h). Returns once no update of this rank
+  // runs on: UpdateLane::settle().
   void check_here(const char* call) const;
-  void check_not_away(const char* call) const;  // the first of these
+  void check_not_away(const char* call) const;  // throws the state error alone
   UpdateLane& lane() const { return *lane_; }
   bool is_away() const { return away_; }
-  // State error, before anything was done, where the current stream is captured: Note [Captured streams].
+  // Throws a state error, before anything was done, where the current stream is captured: Note [Captured streams].
   void check_not_captured(const char* call) const;
   void set_away(bool away) {
     away_ = away;
     was_away_ = was_away_ || away;
   }
-  // Page-locked memory that nothing needs any more, of what lives elsewhere or was moved, goes back to the system.
+  // Gives the system page-locked memory that nothing needs any more, of what lives elsewhere or was moved.
   void return_host_memory() const noexcept;
-  // Those without a group that would join one: see Note [Joining] in joining.h.
+  // Parameters without a group that would join one: see Note [Joining] in joining.h.
   const std::vector<ParamId>& may_join() const { return may_join_; }
-  // Those of no group, frozen when the engine was built. Once they require gradients nobody here uses them.
+  // Parameters of no group, frozen when the engine was built. Once they require gradients nobody here uses them.
   const std::vector<ParamId>& left_out() const { return left_out_; }
-  // Value error for one that could not be trained beside those that are.
+  // Throws a value error for a parameter that could not be trained beside those that are.
   void check_joins(const ParamSpec& param) const;
-  // params() has grown, or other parameters may join. Local.
+  // Takes note that params() has grown, or other parameters may join. Local.
   void params_changed();
-  // `ids`, which have a group now, get units and states, by what builds them at construction. Partitioned ones stay so, the
+  // Gives `ids`, which have a group now, units and states, by what builds them at construction. Partitioned ones stay so, the
   // others stay whole. Value error before anything is touched. Where it throws later the engine has ended. Collective.
   void join(const std::vector<ParamId>& ids);
   // Frees gradients, states and places; parameters without data say `message`. Local.
@@ -165,9 +165,9 @@ class Units {
   Options options_;
   Phases phases_;
   shard::StagePlacements placements_;
-  std::map<comm::Axes, Set> sets_;           // by what varies, of the axes that have several ranks
-  comm::Axes several_;                       // these axes
-  std::vector<comm::GroupPtr> mesh_groups_;  // of several ranks, along which they lie
+  std::map<comm::Axes, Set> sets_;           // by the axes of several ranks along which parameters vary
+  comm::Axes several_;                       // the axes that have several ranks
+  std::vector<comm::GroupPtr> mesh_groups_;  // groups of several ranks, along which they lie
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;
   const std::vector<ParamSpec>& params_;
@@ -176,8 +176,8 @@ class Units {
   std::vector<std::unique_ptr<FlatParams>> frozen_;
   std::vector<Place> places_;
   std::vector<ParamId> trained_ids_, may_join_, left_out_;
-  std::vector<std::unique_ptr<FlatParams>> left_;  // of frozen_, empty: the unsharder has their numbers
-  bool built_ = false;                             // what comes now joins
+  std::vector<std::unique_ptr<FlatParams>> left_;  // emptied ones of frozen_: the unsharder has their numbers
+  bool built_ = false;                             // units that come now join
   ShareTaken away_states_, of_device_;             // Options::ratio and device_share
   std::vector<Unit*> unit_of_number_;
   std::unique_ptr<Unsharder> unsharder_;

@@ -34,7 +34,7 @@ void Unsharder::Trace::use(int unit) {
 Unsharder::Unsharder(const GatherOptions& options, Phases& phases, Failed failed)
     : options_(options), failed_(std::move(failed)), phases_(phases) {}
 
-// Who fails before a gather, for its memory or its device, is missed by all others; what went wrong with a disk the ranks of
+// A rank that fails before a gather, for its memory or its device, is missed by all others; a failing disk the ranks of
 // the group know.
 template <class F>
 void Unsharder::announcing(const Entry& entry, const F& gather) {
@@ -46,7 +46,7 @@ void Unsharder::announcing(const Entry& entry, const F& gather) {
   } catch (const IoError& error) {
     announce(entry.group->size(), error.what_without_backtrace());
     throw;
-  } catch (const UsageError&) {  // of the program's, which is the same on all ranks
+  } catch (const UsageError&) {  // an error of the program's, which is the same on all ranks
     throw;
   } catch (const c10::DistBackendError&) {  // the groups have ended
     throw;
@@ -187,7 +187,7 @@ void Unsharder::abort_all() {
 
 // ---------------------------------------------------------------- backward
 
-// Other calls that exist do not count: how long a graph lives is each rank's own affair.
+// Only these calls count: how long the graphs of other calls live is each rank's own affair.
 void Unsharder::begin_backward(const std::vector<ScopeCall*>& calls) {
   ++number_;
   backward_.begin();
@@ -300,7 +300,7 @@ void Unsharder::start(Entry& entry, bool exact) {
   if (bucket.defined()) live_ += size;
 }
 
-// Back from a gather. Undefined: none was used.
+// Takes the bucket back after a gather. Undefined: none was used.
 void Unsharder::release_bucket(const FlatParams& flat, const at::Tensor& bucket) {
   if (!bucket.defined()) return;
   live_ -= flat.layout().size();
@@ -330,7 +330,7 @@ void Unsharder::make_ready(Entry& entry, bool exact) {
   }
 }
 
-// The one unit that the last pass used next, whatever its size. Looking further ahead would cost memory and gain nothing:
+// Gathers the one unit that the last pass used next, whatever its size. Looking further ahead would cost memory without gain:
 // one gather at a time fills the network.
 void Unsharder::prefetch(const Trace& trace) {
   const int next = trace.next();
@@ -341,7 +341,7 @@ void Unsharder::prefetch(const Trace& trace) {
   if (entry.flat->state() == ParamState::Sharded && live_ + size <= options_.max_live) start(entry);
 }
 
-// What the last pass used soon after the present unit, and nothing else.
+// Reads what the last pass used soon after the present unit, and nothing else.
 void Unsharder::read_ahead(const Trace& trace) {
   int64_t room = options_.ahead;
   std::vector<int> reading;
@@ -381,7 +381,7 @@ void Unsharder::settle(int unit) {
   release(entry);
 }
 
-// All of them, also when one reports an error.
+// Releases all units, also when one reports an error.
 void Unsharder::settle_all(const std::vector<int>& units) {
   std::exception_ptr failure;
   for (const int unit : units) {

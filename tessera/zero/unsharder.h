@@ -41,7 +41,7 @@ class Unsharder {
   // `failed(ranks, why)`: a gather met memory, a device or a disk that fails; so many ranks know.
   using Failed = std::function<void(int ranks, const std::string& why)>;
   Unsharder(const GatherOptions& options, Phases& phases, Failed failed = {});
-  // `there`: whether the last update of a unit's slice is where it lives; with `waits` it waits for that.
+  // `there`: whether the last update of a unit's slice has come to where the slice lives; with `waits` it waits for that.
   void follow_updates(std::function<bool(int unit, bool waits)> there) { there_ = std::move(there); }
 
   // Registers a unit, in forward order; returns its number. Units that are not sharded are always there. `group`: gathers
@@ -52,20 +52,20 @@ class Unsharder {
 
   // ---- forward. A scope is a module: the units its forward and backward read.
   int add_scope(std::vector<int> units);
-  // No call of it is under way.
+  // Replaces the units of a scope, of which no call is under way.
   void set_scope(int scope, std::vector<int> units);
-  // The scope reads one more unit, from now on: a parameter of another module.
+  // The scope reads one more unit from now on, of a parameter of another module.
   void extend_scope(int scope, int unit, bool in_backward);
   // The innermost scope under way that holds its units itself; -1 outside.
   int holding_scope() const;
-  // Gathers, waits, holds. Collective. `in_backward`: a recomputation. False when scopes around it hold all its units.
+  // Gathers, waits, holds. Collective. `in_backward`: a recomputation. False when scopes around this one hold all its units.
   bool enter(int scope, bool in_backward);
   // Scopes inside the innermost call of `scope` that never ended (an exception past their hooks) end here.
   void end_inner(int scope, bool in_backward);
   // The units a ScopeCall should watch for the innermost call, of `scope`.
   std::vector<int> watched(int scope) const;
   bool had_inner_calls() const { return !stack_.empty() && stack_.back().outer; }  // of the innermost call
-  // Ends the innermost call of `scope`. `recorded`: it left a graph behind, which hooks see; `unseen`: one that they do not.
+  // Ends the innermost call of `scope`. `recorded`: it left a graph behind, which hooks see; `unseen`: one that hooks do not see.
   void leave(int scope, bool in_backward, bool recorded, bool unseen = false);
   // Ends a forward that threw, and scopes that never ended inside it.
   void abort(int scope, bool in_backward);
@@ -74,14 +74,14 @@ class Unsharder {
   size_t depth() const { return stack_.size(); }  // calls under way
 
   // ---- backward
-  // `calls`: those the backward goes through; more may be made, or opened by a backward inside it.
+  // `calls`: those the backward goes through; a backward inside it may make or open more.
   void begin_backward(const std::vector<ScopeCall*>& calls);
-  void call_made(ScopeCall& call);  // a graph holds it now
-  // Its backward begins: gathers. Collective. `again`: with create_graph.
+  void call_made(ScopeCall& call);  // a graph holds the call now
+  // The backward of a call begins: gathers. Collective. `again`: with create_graph.
   void call_opened(ScopeCall& call, bool again);
-  // Its inputs' gradients are complete. Returns units whose last open call this was, and which no graph of create_graph reads.
+  // The gradients of a call's inputs are complete. Returns units whose last open call this was, and which no create_graph reads.
   std::vector<int> call_closed(ScopeCall& call);
-  void call_gone(ScopeCall& call);  // its graph was freed
+  void call_gone(ScopeCall& call);  // the call's graph was freed
   // Parameter `item` got its gradient.
   void gradient_arrived(int unit, int item);
   void end_backward();
@@ -90,11 +90,11 @@ class Unsharder {
   // Gathers exact values, waits. Collective. `writable`: in memory of this rank's own, also where parameters are shared.
   void hold(int unit, bool writable);
   void unhold(int unit);
-  // State error where one is open. Local.
+  // Throws a state error where a region is open. Local.
   void check_no_regions() const;
-  // Releases all that is only kept. State error when a scope or region is open: parameters are about to change.
+  // Releases all that is only kept. State error when a scope or region is open, since parameters are about to change.
   void settle_before_update();
-  // The same for one unit.
+  // Does the same for one unit.
   void settle_before_update(int unit);
   int64_t bytes() const { return pool_.bytes() + staging_.bytes(); }
   int64_t peak_bytes() const { return pool_.peak_bytes() + staging_.peak_bytes(); }  // of each pool by itself
@@ -114,7 +114,7 @@ class Unsharder {
     std::vector<const ScopeCall*> calls;  // open ones
     bool kept = false;
     bool again = false;
-    int pending = 0;         // calls that the running backward goes through, not over
+    int pending = 0;         // calls that the running backward goes through and that are not over
     std::vector<bool> seen;  // items that got a gradient since the last gather
     int missing = 0;         // items that have not
   };

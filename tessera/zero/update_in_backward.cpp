@@ -21,7 +21,7 @@ constexpr size_t kNormsInFlight = 1;
 
 using Release = decltype(ArrivedSum::release);
 
-// Of a sum that somebody else will release.
+// Takes the release out of a sum, which somebody else will call.
 Release taken_from(ArrivedSum& sum) {
   return std::exchange(sum.release, [](const auto&) {});
 }
@@ -130,7 +130,7 @@ bool UpdateInBackward::refuses() {
 }
 
 void UpdateInBackward::refuse() {
-  units_.lane().finish();  // where the update before failed
+  units_.lane().finish();  // where the last update failed
   refuse_(ranks_);
 }
 
@@ -140,7 +140,7 @@ void UpdateInBackward::drop() {
   reset();
 }
 
-// `memory`, which `pending` writes to, is let go of.
+// Lets go of `memory`, which `pending` writes to.
 void UpdateInBackward::forget(at::Tensor& memory, comm::Pending& pending) const noexcept {
   shard::StreamOrder here;
   here.end(ranks_.device);
@@ -149,7 +149,7 @@ void UpdateInBackward::forget(at::Tensor& memory, comm::Pending& pending) const 
   memory.reset();
 }
 
-// Of a backward that threw.
+// Forgets sums of a backward that threw.
 void UpdateInBackward::forget_waiting() {
   updater_.drop_units();
   copies_.finish();

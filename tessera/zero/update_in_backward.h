@@ -46,22 +46,22 @@ class UpdateInBackward final : private SumSink {
   UpdateInBackward(const UpdateInBackward&) = delete;
   UpdateInBackward& operator=(const UpdateInBackward&) = delete;
 
-  // What of these options and ranks needs all gradients first, or memory of its own; empty: nothing.
+  // What of these options and ranks needs all gradients first, or separate memory; empty: nothing.
   static std::vector<std::string> excluded(const Options& options, optim::Rule rule, const comm::Mesh& mesh);
 
   bool on() const { return units_.options().update_in_backward; }
-  // `terms`: asked once a backward. `refuse`: throws where those of ranks differ, or this rank refuses. Collective over the
-  // ranks that it is given.
+  // `terms`: asked once a backward. `refuse`: throws where the terms of ranks differ, or this rank refuses. Collective over
+  // the ranks that `refuse` is given.
   void compare_by(std::function<Terms()> terms, std::function<void(const Ranks&)> refuse);
-  // The optimizer step is over.
+  // The optimizer step is over: forgets what it has updated.
   void reset();
-  // There are more parameters. Local.
+  // Takes note that there are more parameters. Local.
   void params_changed() { present_.resize(units_.count()); }
-  // By parameter: updated since then.
+  // By parameter: whether it was updated since reset().
   const std::vector<bool>& present() const { return present_; }
 
  private:
-  // With clipping: its norm is on its way.
+  // A sum whose norm, for the clipping, is on its way.
   struct Waiting {
     ArrivedSum sum;
     at::Tensor squares;

@@ -52,7 +52,7 @@ void UpdateLane::add(Work work, const std::vector<bool>& present) {
   Coming& coming = coming_[numbers_.at(work.unit)];
   for (const Param& p : work.unit->params())
     present_[p.id] = present[p.id];
-  // All that it was given is before the start, so its way back need not wait for what comes next.
+  // The unit's work so far is before the start, so its way back need not wait for what comes next.
   work.unit->on_this_stream();
   work.start = shard::mark(units_.ranks().device);
   if (work.release) wait_for([&] { return held_ < kHeld; });
@@ -102,7 +102,7 @@ void UpdateLane::collect() {
     release(event);
 }
 
-// Under whatever stream: it may be another one than that of the last use.
+// Waits for a unit under the current stream, which may be another one than that of the last use.
 void UpdateLane::arrive(Coming& coming) {
   if (!coming.added) return;
   wait_for([&] { return coming.there; });
@@ -136,7 +136,7 @@ bool UpdateLane::has_failed() const {
   return !agreed_ && failed_;
 }
 
-// Of a backward that goes on, weights of units that have not come are what they were, and those of others nobody gathers yet.
+// During a backward the weights of units that have not come are the old ones, and those of the others nobody gathers yet.
 void UpdateLane::await(const Unit& unit) {
   const auto found = numbers_.find(&unit);
   if (found == numbers_.end() || !coming_[found->second].added) return;
@@ -279,7 +279,7 @@ void UpdateLane::loop() {
   }
 }
 
-// The one to go on with; null where no more come. While there is none yet, the last one's update is brought to its end.
+// The unit to go on with; null where no more come. While there is none yet, the last one's update is brought to its end.
 UpdateLane::Work* UpdateLane::next(const std::function<void()>& end_the_last) {
   std::unique_lock lock(mutex_);
   const auto goes_on = [&] { return !waiting_.empty() || !open_; };
@@ -300,7 +300,7 @@ UpdateLane::Work* UpdateLane::next(const std::function<void()>& end_the_last) {
   return &under_way_.back();
 }
 
-// The first one under way is done, or will be with the events.
+// The first work under way is done, or will be with the events.
 void UpdateLane::end_first(std::vector<std::shared_ptr<c10::Event>> events) {
   Work work = std::move(under_way_.front());
   under_way_.pop_front();
@@ -332,7 +332,7 @@ void UpdateLane::run(const Job& job) {
   TilePipeline pipeline(
       units_, *job.lanes, disks_,
       [&](Unit& unit) {
-        if (!unit.weights().is_here()) all->arrive_all();  // before they are read
+        if (!unit.weights().is_here()) all->arrive_all();  // before the weights are read
         updated.push_back(&unit);
         end_first(all->used());
       },

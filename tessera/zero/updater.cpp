@@ -55,15 +55,15 @@ void add_squares(std::vector<at::Tensor>& squares, const Unit& unit, shard::Rang
   add(slice.begin, slice.end);
 }
 
-// What travels of a norm that step() was given: numbers that compare, and none is one of them.
+// A given norm as it travels: a number that compares; no norm is one of these.
 double given_norm(std::optional<double> norm) {
   if (!norm) return -1;
   return std::isfinite(*norm) ? *norm : -2;
 }
 
-// What ranks exchange before a step: these, then which parameters have gradients, the number announced, and squares.
+// What ranks exchange before a step: these numbers, then which parameters have gradients, the number announced, and squares.
 enum Announced : size_t { kGivenNorm, kLate, kScaled, kMissingElsewhere, kPresence };
-constexpr size_t kFlags = 52;  // in a number, exactly
+constexpr size_t kFlags = 52;  // flags in a number, exactly
 
 double sum_of(const std::vector<double>& numbers, size_t first = 0) {
   double sum = 0;
@@ -72,7 +72,7 @@ double sum_of(const std::vector<double>& numbers, size_t first = 0) {
   return sum;
 }
 
-// One after the other, without a wait where all are on a device.
+// Adds numbers one after the other, without a wait where all are on a device.
 at::Tensor sum_there(const std::vector<at::Tensor>& numbers, c10::Device device) {
   const bool read = std::ranges::any_of(numbers, &at::Tensor::is_cpu);
   if (read) return at::scalar_tensor(sum_of(optim::read_numbers(numbers)), at::kDouble);
@@ -87,8 +87,8 @@ at::Tensor stacked(const std::vector<at::Tensor>& numbers) {
   return read ? at::tensor(optim::read_numbers(numbers), at::kDouble) : at::stack(numbers);
 }
 
-// What passes through the device and what the host updates, where both go on at the same time: the host gives the device as much
-// as will last until it is through with its own next unit, if both end together. Else one of them has more than it needs.
+// Merges units that pass through the device with those that the host updates, both at the same time: the host gives the device as
+// much as will last until it is through with its own next unit, if both end together. Else one of them has more than it needs.
 std::vector<Unit*> beside_each_other(const std::vector<Unit*>& through, const std::vector<Unit*>& of_host) {
   const auto sum = [](const std::vector<Unit*>& units) {
     return std::accumulate(units.begin(), units.end(), 0.0,
@@ -114,7 +114,7 @@ std::vector<Unit*> beside_each_other(const std::vector<Unit*>& through, const st
 
 Updater::Updater(Units& units, BackwardDriver& driver) : units_(units), driver_(driver) {}
 
-// Squares of the gradients of units that all ranks share, of this rank's slice. Sums of slices are added in rank order, so
+// Squares of this rank's slice of the gradients of units that all ranks share. Sums of slices are added in rank order, so
 // that the bits are the same whether a rank holds one slice or all.
 std::vector<at::Tensor> Updater::squares_of_shared(const std::vector<ParamId>& without) const {
   const Ranks& ranks = units_.ranks();
@@ -130,7 +130,7 @@ std::vector<at::Tensor> Updater::squares_of_shared(const std::vector<ParamId>& w
   return squares;
 }
 
-// Those of the others: of equal ones, one rank counts.
+// Squares of the gradients of other units: of ranks with equal ones, one counts.
 std::vector<at::Tensor> Updater::squares_of_varying(const std::vector<ParamId>& without) const {
   std::vector<at::Tensor> squares;
   for (const auto& unit : units_.all()) {
@@ -147,8 +147,8 @@ std::vector<at::Tensor> Updater::squares_of_varying(const std::vector<ParamId>& 
   return squares;
 }
 
-// Of squares of units, which stand from `first` on: slices of replicas, and of the model's other slices, are the same, and
-// count once; where one is not finite the sum is not.
+// The total of squares of units, which stand from `first` on: slices of replicas, and of the model's other slices, are the same
+// and count once; where one is not finite the sum is not.
 double Updater::total(const std::vector<std::vector<double>>& rows, size_t first) const {
   const Ranks& ranks = units_.ranks();
   const size_t along_model = ranks.model->size(), shards = ranks.shard->size();
@@ -161,7 +161,7 @@ double Updater::total(const std::vector<std::vector<double>>& rows, size_t first
   return sum_of(of_shard);
 }
 
-// Their sum, which stands at `place`, over all ranks: along one group after the other.
+// The sum of the varying units' squares, which stands at `place`, over all ranks: along one group after the other.
 double Updater::total_of_varying(const std::vector<std::vector<double>>& rows, size_t place) const {
   const Ranks& ranks = units_.ranks();
   std::vector<double> of_model;
@@ -208,7 +208,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double announced,
   mine[kGivenNorm] = given_norm(norm);
   mine[kLate] = driver_.reducer().has_late() ? 1 : 0;
   mine[kScaled] = driver_.scaled() ? 1 : 0;
-  if (!early) {  // it has used them up
+  if (!early) {  // the backward has used them up
     for (const ParamId id : units_.trained_ids())
       if (&units_[id].unit->ranks() != &ranks && !units_[id].param->grad.has()) mine[kMissingElsewhere] = 1;
   }
@@ -260,7 +260,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double announced,
   return summary;
 }
 
-// Of parameters that all ranks share, by number: this rank has a gradient.
+// Flags of parameters that all ranks share, by number: this rank has a gradient.
 std::vector<double> Updater::presence_flags() const {
   std::vector<double> numbers;
   size_t count = 0;
@@ -273,7 +273,7 @@ std::vector<double> Updater::presence_flags() const {
   return numbers;
 }
 
-// Some rank has one; of the others' parameters all are taken to have.
+// By parameter: some rank has a gradient; parameters that ranks do not share are taken to have one.
 std::vector<bool> Updater::presence(const std::vector<std::vector<double>>& rows) const {
   std::vector<bool> present(units_.count(), true);
   size_t count = 0;
@@ -327,7 +327,7 @@ void Updater::abandon() {
   lanes_.on_host.clear();
 }
 
-// Before the first update, so that nothing is half done without memory.
+// Room is made before the first update, so that nothing is half done without memory.
 void Updater::make_room() {
   RankGuard memory = RankGuard::for_memory();
   if (lanes_.has_room(units_)) return;
@@ -429,7 +429,7 @@ void Updater::agree_on_disks(RankGuard& disks) {
 }
 
 void Updater::update(const GradientSummary& summary, double scale, const std::function<void()>& external) {
-  units_.lane().finish();  // it has had the lanes
+  units_.lane().finish();  // the lane has had the lanes
   units_.check_whole();
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
@@ -444,7 +444,7 @@ void Updater::update(const GradientSummary& summary, double scale, const std::fu
     launch_gathers();
   } else {
     make_room();
-    units_.set_broken(kHalfDone);  // until it is over
+    units_.set_broken(kHalfDone);  // until the update is over
     if (units_.lane().on()) {
       const auto away = std::ranges::find_if_not(now, [](const Unit* unit) { return lives_on_device(*unit); });
       later.assign(away, now.end());
@@ -485,7 +485,7 @@ void Updater::count_updates(Unit& unit, const std::vector<bool>& present) {
 void Updater::count_update(Param& param) {
   ++param.step;
   param.ahead = false;
-  // As an in-place update by torch would: a graph kept over the step cannot be used again silently.
+  // torch's own in-place updates move the version too: a graph kept over the step cannot be used again silently.
   param.tensor.unsafeGetTensorImpl()->bump_version();
   param.writes.forget_own(param.tensor);
 }
@@ -560,7 +560,7 @@ void Updater::check_no_regions() const {
   check_no_region_writes();
 }
 
-// Shared parameters that are whole always: a region's private copies would undo what is written meanwhile.
+// Shared parameters are whole always: a region's private copies would undo what is written meanwhile.
 void Updater::check_no_region_writes() const {
   if (!units_.shared().on()) return;
   for (ParamId id = 0; id < units_.count(); ++id) {

@@ -13,11 +13,11 @@ namespace tessera::zero {
 
 struct GradientSummary {
   double norm = 0;  // global L2 norm; not finite if a gradient is not
-  // Numbers whose sum is its square, where the backward has updated one rank's model: nothing waits for them. Else undefined.
+  // Numbers whose sum is the norm's square, where the backward has updated one rank's model: not waited for. Else undefined.
   at::Tensor unread;
   bool finite = true;
   bool scaled = false;        // some backward on some rank carried a loss scale
-  bool alike = true;          // all ranks announced the same; else nothing else is known
+  bool alike = true;          // all ranks announced the same number; else nothing else is known
   std::vector<bool> present;  // per parameter: some rank has a gradient
 };
 
@@ -25,16 +25,16 @@ class Updater {
  public:
   Updater(Units& units, BackwardDriver& driver);
 
-  // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced. `norm`: given, as it is
-  // with the gradients' scale, instead of that of these gradients; value error, on all ranks, where they give another.
-  // `announced`: a finite number that ranks compare; `shown`: one on the device in its place, or undefined. `counts`: false for a rank
-  // whose gradients nobody will use.
+  // Norm, finite check and presence, agreed on all ranks. Collective. Gradients must be reduced. `norm`: the caller's, with the
+  // gradients' scale, instead of the norm of these gradients; value error, on all ranks, where ranks give different ones.
+  // `announced`: a finite number that ranks compare; `shown`: a number on the device in its place, or undefined. `counts`: false
+  // for a rank whose gradients nobody will use.
   GradientSummary summarize(std::optional<double> norm = {}, double announced = 0, const at::Tensor& shown = {},
                             bool counts = true);
   // The squares of the gradients that count on this rank: summed over all ranks they are the square of the norm, whatever
-  // is replicated or cut. Not finite if one of them is not. `without`: parameters that do not count. Collective. Gradients
+  // is replicated or cut. Not finite if a gradient is not. `without`: parameters that do not count. Collective. Gradients
   // must be reduced.
-  // `announced`: a finite number that ranks compare; without a value where they differ. `counts`: as above.
+  // `announced`: a finite number that ranks compare; without a value where it differs. `counts`: as for summarize().
   std::optional<double> norm_contribution(const std::vector<ParamId>& without, double announced, bool counts = true);
   // Gradients are multiplied by `scale` (unscale and clip). Parameters without a gradient on any rank are left alone.
   // `external` (Rule::External) updates the masters. Collective: refreshes the compute parameters.
@@ -46,31 +46,31 @@ class Updater {
                                           double scale, RankGuard& disks);
   void finish_units(const std::vector<bool>& present);
   void drop_units() { pipeline_.reset(); }
-  // The same for a unit that UpdateLane::takes(), which goes on with it: `grads` are in use until `release` is called.
+  // update_unit() for a unit that UpdateLane::takes(), which goes on with it: `grads` are in use until `release` is called.
   void leave_unit(Unit& unit, const shard::Buffer& grads, const std::vector<bool>& present, double scale,
                   decltype(ArrivedSum::release) release = {});
-  // Before the first of `units`, in the order in which the next forward uses them; `disks` has what failed so far.
+  // Opens the lane before the first of `units`, in the order in which the next forward uses them; `disks` has what failed so far.
   void open_lane(const std::vector<Unit*>& units, RankGuard& disks);
-  // The other part, for all that update_unit() has updated: their weights on all ranks. Collective.
+  // The part of update() that ranks share, for all that update_unit() has updated: their weights on all ranks. Collective.
   void launch_gathers();
-  // Also: what went wrong with any rank's disk is an error on all of them, later where an update runs on.
+  // finish_gathers() also makes what went wrong with any rank's disk an error on all of them, later where an update runs on.
   void finish_gathers(RankGuard& disks);
-  // Of an update; it agrees where states or weights do not live on the device.
+  // A guard of an update; it agrees where states or weights do not live on the device.
   RankGuard guard() const;
-  // In the order in which a forward uses them, those of which that is so.
+  // Units whose states or weights do not live on the device, in the order in which a forward uses them.
   std::vector<Unit*> elsewhere() const;
   // Takes in what the user did to parameters since the last update, as far as the update itself does not (adoption.h). State
   // error where a region holds them. Local.
   void prepare_update();
-  // The last of it. Local.
+  // Throws a state error where a region is open. Local.
   void check_no_regions() const;
-  // First what stays on the device, which nothing waits for, then what passes through it beside what the host itself updates; each
-  // as the next forward uses it. The same on all ranks, whose gathers follow. Local.
+  // Units that stay on the device, which nothing waits for, come first, then those that pass through it beside those of the host;
+  // each in the order of the next forward. The order is the same on all ranks, as gathers follow it. Local.
   std::vector<Unit*> in_order_of_update() const;
 
-  // A client's optimizer is given the gradients themselves, and no copy in another dtype.
+  // Whether a client's optimizer is given the gradients themselves, and no copy in another dtype.
   bool client_reads_gradients() const;
-  void scale_gradients(double scale);  // what this rank owns of them; local
+  void scale_gradients(double scale);  // this rank's part of them; local
   // Drops gathers in flight, of an update that threw; only destroy may follow.
   void abandon();
   // Writes masters back into the compute parameters (after masters were edited). Collective for sharded states.

@@ -12,7 +12,7 @@ import torch
 
 
 class Accelerator:
-    """What get_accelerator() gives. Names that it has not are those of torch.cuda, or of torch.cpu."""
+    """The object of get_accelerator(). Names that it lacks are those of torch.cuda, or of torch.cpu."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind

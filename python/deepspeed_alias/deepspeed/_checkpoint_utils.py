@@ -19,7 +19,7 @@ class SubparamShape:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """The same with tensors of their own memory on `device`: torch.save writes whole storages."""
+    """Copies `item`, with its tensors in their own memory on `device`: torch.save writes whole storages."""
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(device)
     if isinstance(item, (list, tuple)):

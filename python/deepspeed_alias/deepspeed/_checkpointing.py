@@ -56,8 +56,9 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """For checkpoint() from now on. Arguments win over the section activation_checkpointing of `deepspeed_config`.
-    partition_activations needs the tensor-parallel ranks: those of `mpu_`, or of the engine that was built last."""
+    """Sets what checkpoint() does from now on. Arguments win over the section activation_checkpointing of
+    `deepspeed_config`. partition_activations needs the tensor-parallel ranks: those of `mpu_`, or of the engine that
+    was built last."""
     global _call, _configured
     section: Any = None
     if deepspeed_config is not None:
@@ -95,11 +96,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept from one iteration to the next."""
+    """Does nothing: checkpoints keep nothing from one iteration to the next."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Memory for activations is not set aside, so their number does not matter."""
+    """Does nothing: no memory is set aside for activations, so the number of layers does not matter."""
 
 
 def checkpoint(function: Any, *args: Any) -> Any:

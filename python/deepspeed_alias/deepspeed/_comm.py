@@ -53,7 +53,7 @@ _COLLECTIVES = {
     "monitored_barrier": "group=None timeout=None wait_all_ranks prof log_name debug",
 }
 _OF_THE_LOG = ("prof", "log_name", "debug")
-# What newer versions of torch call them; they warn of the old names.
+# Names in newer versions of torch, which warns of the old ones.
 _NEWER = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
 
 
@@ -142,7 +142,7 @@ def check_required(dist_init_required: bool | None) -> None:
 
 
 def port_of(distributed_port: int) -> int:
-    """As tessera.init_distributed takes it: the default leaves the choice to the environment."""
+    """The port as tessera.init_distributed takes it: the default leaves the choice to the environment."""
     return 0 if distributed_port == TORCH_DISTRIBUTED_DEFAULT_PORT else distributed_port
 
 
@@ -196,7 +196,7 @@ def inference_all_reduce(
     log_name: str = "all_reduce",
     debug: Any = None,
 ) -> torch.Tensor | None:
-    """In place and done at the return, also with `async_op`. A group of one gives the tensor back."""
+    """Reduces in place; done at the return, also with `async_op`. A group of one gives the tensor back."""
     return tensor if dist.get_world_size(group) <= 1 else dist.all_reduce(tensor, op=op, group=group)
 
 

@@ -24,7 +24,7 @@ class DeepSpeedConfigError(ConfigError):
 
 
 class _AmsgradError(DeepSpeedConfigError, RuntimeError):
-    """As FusedAdam's own."""
+    """FusedAdam's own error for amsgrad."""
 
 
 class OffloadDeviceEnum(str, enum.Enum):
@@ -72,7 +72,8 @@ def read(given: Any) -> Any:
 
 
 def _as_people_write(text: str) -> Any:
-    """With comments and commas before a closing bracket, as the core reads it. ValueError for what it would refuse."""
+    """Reads text with comments and commas before a closing bracket, as the core does. ValueError for what it would
+    refuse."""
     return json.loads(_core.strict_json(text))
 
 
@@ -165,7 +166,7 @@ class Section:
         self._values = dict(tree)
         for name, value in tree.items():
             if name in _OFFLOAD:
-                asked = given.get(name) or (value["device"] != "none" and {})  # by the deprecated key, too
+                asked = given.get(name) or (value["device"] != "none" and {})  # also by the deprecated key
                 value = _OFFLOAD[name]._of(value, asked) if asked is not False else None
             elif name == "device":
                 value = OffloadDeviceEnum(value)
@@ -208,7 +209,7 @@ class DeepSpeedZeroConfig(Section):
     def _fill(self, tree: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         super()._fill(tree, given)
         if tree.get("overlap_comm") is None:
-            self.overlap_comm = tree["stage"] == 3  # what DeepSpeed says of a key that is not given
+            self.overlap_comm = tree["stage"] == 3  # DeepSpeed's value where the key is not given
 
 
 class DeepSpeedFP16Config(Section):
@@ -263,7 +264,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.load(object_pairs_hook=...)."""
+    """A hook for json.load(object_pairs_hook=...)."""
     found = dict(ordered_pairs)
     if len(found) < len(ordered_pairs):
         names = [name for name, _ in ordered_pairs]

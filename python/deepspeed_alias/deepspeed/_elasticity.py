@@ -66,9 +66,9 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> Any:
-    """(train batch size, numbers of data-parallel ranks that it fits); with a `world_size` (> 0) of ranks also the
-    largest micro-batch size that fits there. With `return_microbatch` alone, that of the WORLD_SIZE (devices) in the
-    environment; else it depends on nothing but its arguments, so that a scheduler may call it, too.
+    """Returns (train batch size, numbers of data-parallel ranks that it fits); with a `world_size` (> 0) of ranks also
+    the largest micro-batch size that fits there. With `return_microbatch` alone, the size for the WORLD_SIZE (devices)
+    in the environment; else the result depends on the arguments alone, so that a scheduler may call it, too.
 
     `target_deepspeed_version` is accepted and changes nothing. ElasticityConfigError for a wrong section, one that is
     off or missing, and a missing WORLD_SIZE; ElasticityIncompatibleWorldSize where the batch does not fit the ranks."""

@@ -1,4 +1,5 @@
-"""The engine of deepspeed.initialize: a module that has a tessera.Engine, and what only old callers expect of it."""
+"""The engine of deepspeed.initialize: a module that has a tessera.Engine, and what only old callers expect of the
+engine."""
 
 from __future__ import annotations
 
@@ -44,16 +45,17 @@ def _without_missing_ok(method: Any) -> inspect.Signature:
 
 
 class DeepSpeedEngine(nn.Module):
-    """Has a tessera.Engine. A name that is not here is looked up in what the engine is asked about its configuration,
-    then in that engine, if it is public, then in the module; what the engine has is also assigned there. Its submodule
-    is the user's."""
+    """Has a tessera.Engine. A name that is missing here is looked up in what the engine is asked about its
+    configuration, then in that engine, if it is public, then in the module; what the engine has is also assigned there.
+    The submodule is the user's."""
 
     _made_of: Any = tessera.Engine
     _engine: tessera.Engine
     _config: Any  # DeepSpeed's name, which programs read
 
     def __init__(self, model: nn.Module, config: Any, *, given: Any = None, **kwargs: Any) -> None:
-        """As tessera.Engine. `given`: the configuration as the user wrote it, where `config` is made of it."""
+        """Takes tessera.Engine's arguments. `given`: the configuration as the user wrote it, where `config` is made of
+        it."""
         own = vars(self)
         own["_given"] = users_dict(config if given is None else given)
         own["_front"] = Front()
@@ -73,7 +75,8 @@ class DeepSpeedEngine(nn.Module):
             vars(model)["ds_autotp_parsed"] = True
         if self.zero_optimization_stage() == 3:
             _params.adopt(model.parameters())
-            # Of the root only, where TRL asks for it: what modules use of others is found out while they run.
+            # Only the root has this, where TRL asks for it: parameters that modules use of others are found while they
+            # run.
             engine.lend(model, "ds_external_parameters", list)
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +113,7 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def tessera_engine(self) -> tessera.Engine:
-        """For functions of tessera that take an engine."""
+        """The engine for functions of tessera that take one."""
         return self._engine
 
     @property
@@ -239,11 +242,11 @@ class DeepSpeedEngine(nn.Module):
             self.core.grad_norm()
 
     def zero_overlap_comm(self) -> bool:
-        """As given, else what DeepSpeed resolves: true at stage 3. (Here it is done at every stage that can.)"""
+        """The value given, else what DeepSpeed resolves: true at stage 3. (Here every stage that can overlap does.)"""
         return self._config.zero_config.overlap_comm
 
     def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
-        """Of each param group the names and shapes of what it trains."""
+        """Names and shapes of what each param group trains."""
         specs = self.core.params()
         return [
             {spec.name: _params._whole_shape(spec.tensor) for spec in specs if spec.group == group}
@@ -251,17 +254,17 @@ class DeepSpeedEngine(nn.Module):
         ]
 
     def save_checkpoint(self, save_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> bool:
-        """As tessera.Engine's, and with ZeRO the program zero_to_fp32.py beside the tags."""
+        """Saves as tessera.Engine does, and with ZeRO the program zero_to_fp32.py beside the tags."""
         self._say_layout()
         saved = self._engine.save_checkpoint(save_dir, *args, **kwargs)
         if self.zero_optimization():
             if self.global_rank == 0:
                 put_script(os.fspath(save_dir), os.path.join(save_dir, f".zero_to_fp32-{os.getpid()}"))
-            self.core.agree_max(0.0)  # it is there when any rank returns
+            self.core.agree_max(0.0)  # the program is there when any rank returns
         return saved
 
     def _say_layout(self) -> None:
-        """With the first checkpoint of this process, where the configuration does not say which files it has."""
+        """Warns, with the first checkpoint of this process, where the configuration does not say which files it has."""
         if self.global_rank == 0 and "format" not in (self._given.get("checkpoint") or {}):
             warning_once(
                 "[engine.save_checkpoint] checkpoints have Tessera's layout: any world and stage loads it, and "
@@ -276,7 +279,8 @@ class DeepSpeedEngine(nn.Module):
         return self._engine.save_16bit_model(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, trusted: bool | None = None, **kwargs: Any) -> Any:
-        """As tessera.Engine's; the client_state may hold any objects, as DeepSpeed's does: load what you trust."""
+        """Loads as tessera.Engine does; the client_state may hold any objects, as DeepSpeed's does: load what you
+        trust."""
         if trusted is None:
             log_dist_once(
                 "[engine.load_checkpoint] objects in a checkpoint are unpickled, as DeepSpeed does it, which can run "
@@ -370,7 +374,7 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the user has written: the dict that was given, or what the file or text holds."""
+        """The configuration as the user has written it: the dict that was given, or what the file or text holds."""
         return self._given
 
     def tensor_parallel_config(self) -> Section:
@@ -395,7 +399,7 @@ class DeepSpeedEngine(nn.Module):
         return {f"{name}.weight" for name, m in named if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
 
     def is_first_weights_partition_group(self) -> bool:
-        """This rank is of the first group that a whole copy of the parameters is partitioned over."""
+        """Whether this rank is of the first group that a whole copy of the parameters is partitioned over."""
         ranks = self._engine.config.zero_optimization.mics_shard_size
         return self.global_rank < ranks if ranks > 0 else self.zero_optimization_partition_weights()
 

@@ -47,8 +47,8 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """(bytes of a node's host memory, bytes of a device, and of these those of gathered layers: the one that runs and
-    the one that is fetched). With `zero_init` no process ever holds more of the built model than a layer."""
+    """Returns (bytes of a node's host memory, bytes of a device, and those of gathered layers among these: the one that
+    runs and the one that is fetched). With `zero_init` no process ever holds more of the built model than a layer."""
     rank = estimate(int(total_params), _CONFIG, num_gpus_per_node * num_nodes, stage=3)
     layers = 2 * _weight() * int(largest_layer_params)
     away = (rank.states + rank.grads if cpu_offload else 0) + (rank.params if cpu_offload_params else 0)
@@ -68,7 +68,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """The same for a number of parameters."""
+    """Estimates so for a number of parameters."""
     _head(f"{total_params / 1e6:.0f}M parameters", num_gpus_per_node, num_nodes)
     for away in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(
@@ -93,7 +93,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """The same for numbers of parameters."""
+    """Estimates so for numbers of parameters."""
     sizes = f"{total_params / 1e6:.0f}M parameters, {largest_layer_params / 1e6:.0f}M in the largest layer"
     _head(sizes, num_gpus_per_node, num_nodes)
     for optimizer, params in ((True, True), (True, False), (False, False)):

@@ -18,7 +18,7 @@ from tessera.engine import front
 
 
 class Front(front.Front):
-    counts_empty_steps = True  # as DeepSpeed's engine does
+    counts_empty_steps = True  # DeepSpeed's engine does so
 
     def __init__(self) -> None:
         self.averages = True
@@ -41,7 +41,7 @@ class Front(front.Front):
         sums = not self.averages and engine.is_gradient_accumulation_boundary()
         kept: dict[int, torch.Tensor] = {}
         if sums:
-            engine.core.grad_norm()  # they have come
+            engine.core.grad_norm()  # gradients have come
             kept = _sum(engine, engine.seq_dp_world_size)
         try:
             yield
@@ -57,7 +57,7 @@ class Front(front.Front):
 
 
 def _gradients(engine: tessera.Engine) -> Iterator[tuple[int, torch.Tensor]]:
-    """All that are there, by the number of their parameter."""
+    """All gradients that are there, by the number of their parameter."""
     for number in engine.trained_numbers():
         view = engine.core.local_view(number, _core.Quantity.Gradient)
         if view is not None:

@@ -1,4 +1,4 @@
-"""What an engine is asked about its configuration: methods by DeepSpeed's names, and those that are refused."""
+"""Answers of an engine about its configuration: methods by DeepSpeed's names, and those that are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _KEYS: dict[str, Callable[[tessera.Config], Any]] = {
     "zero_reduce_scatter": lambda c: c.zero_optimization.reduce_scatter,
 }
 
-# The same of keys that have no effect, which only the whole tree has.
+# Getters of keys that have no effect, which only the whole tree has.
 _WITHOUT_EFFECT: dict[str, Callable[[Any], Any]] = {
     "checkpoint_serialization_enabled": lambda tree: tree.checkpoint.checkpoint_serialization,
     "cpuadam_cores_perc": lambda tree: tree.zero_optimization.offload_optimizer.cpuadam_cores_perc,
@@ -96,7 +96,7 @@ _OFF = (
 )
 _FIXED = dict.fromkeys(_OFF.split(), False) | dict.fromkeys(("get_pld_theta", "zenflow_config", "zeropp_loco_param"))
 
-# What is said of a member that is not served -> such members.
+# Members that are not served, by what is said of them.
 _REFUSED = {
     "section `amp`; bf16, fp16 or torch_autocast": "amp_params",
     "autotuning (section `autotuning`); tessera estimate": "autotuning_end_profile_step autotuning_metric "
@@ -122,7 +122,7 @@ _WHY = {name: feature for feature, names in _REFUSED.items() for name in names.s
 
 
 def refusal(name: str) -> str | None:
-    """What is said of a member of DeepSpeed's engine that is not served."""
+    """The text on a member of DeepSpeed's engine that is not served."""
     feature = _WHY.get(name)
     return feature and f"[deepspeed] engine.{name} is not served by Tessera: {feature}"
 
@@ -135,7 +135,7 @@ def _objects(tree: dict[str, Any]) -> SimpleNamespace:
 
 
 class Getters:
-    """Of an engine with these settings."""
+    """The getters of an engine with these settings."""
 
     def __init__(self, settings: tessera.Config) -> None:
         self._settings = settings
@@ -194,7 +194,7 @@ class Getters:
         return get_default_autocast_lower_precision_modules() if given is None else given
 
     def is_elastic_model_parallel_supported(self) -> bool | None:
-        """None without elasticity."""
+        """Whether a node's devices are a multiple of the model-parallel size; None without elasticity."""
         section = self._settings.elasticity
         return section.num_gpus_per_node % section.model_parallel_size == 0 if section.enabled else None
 

@@ -43,7 +43,7 @@ def _group(axis: _core.Axis, getter: str) -> Any:
 
 
 def group_of(engine: Any, axis: _core.Axis, getter: str, mpu: Any) -> Any:
-    """As `mpu` has it; None where the groups of the engine are not torch's."""
+    """The group that `mpu` has; None where the groups of the engine are not torch's."""
     if mpu is not None and hasattr(mpu, getter):
         return getattr(mpu, getter)()
     if engine is None:

@@ -22,14 +22,15 @@ from tessera import _core
 
 @dataclasses.dataclass
 class fragment_address:
-    """Where a parameter lies in a rank's flat master; in every file of optimizer states that DeepSpeed writes."""
+    """Where a parameter lies in a rank's flat master. Every file of optimizer states that DeepSpeed writes has such
+    objects."""
 
     numel: int
     start: int
 
 
 class DeprecatedException(Exception):
-    """What DeepSpeed raises for what it has given up."""
+    """DeepSpeed raises this for what it has given up."""
 
 
 class DummyOptim:
@@ -91,14 +92,14 @@ def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where parts begin, and the end of the last one."""
+    """Returns where parts begin, and the end of the last one."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     return [0, *itertools.accumulate(_core.part_sizes(num_items, num_parts))]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """As partition_uniform(), with the largest sum of a part as small as it can be."""
+    """Does partition_uniform()'s work with the largest sum of a part as small as it can be."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return list(_core.split_weights([float(weight) for weight in weights], num_parts))
@@ -132,7 +133,7 @@ def get_tensor_bytes(item: Any) -> int:
 def get_global_norm_of_tensors(
     input_tensors: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> float:
-    """Of tensors of this rank, or of those of the tensor-parallel ranks of `mpu` together."""
+    """The norm of tensors of this rank, or of those of the tensor-parallel ranks of `mpu` together."""
     if moe_ep_group is not None:
         raise NotServed("[get_global_norm_of_tensors] moe_ep_group: groups of experts are not served")
     norms = [tensor.detach().float().norm(norm_type) for tensor in input_tensors]
@@ -269,12 +270,12 @@ def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
 
 
 def is_functorch_transforming() -> bool:
-    """Inside a transformation of torch.func."""
+    """Whether a transformation of torch.func is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Called when the parameter's gradient is complete."""
+    """Registers a hook that is called when the parameter's gradient is complete."""
     return param.register_post_accumulate_grad_hook(hook)
 
 

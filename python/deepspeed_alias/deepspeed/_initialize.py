@@ -73,7 +73,7 @@ def initialize(
 
 
 def argument(args: Any, name: str) -> Any:
-    """What `args`, a mapping or a namespace, has by that name; else None."""
+    """Returns what `args`, a mapping or a namespace, has by that name; else None."""
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 

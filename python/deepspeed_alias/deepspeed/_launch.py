@@ -24,7 +24,7 @@ from tessera.launch import VISIBLE
 from tessera import launch
 
 HOSTFILE = "/job/hostfile"
-# Of the environment, what the processes of other hosts get too.
+# Variables of the environment that the processes of other hosts get too.
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "OMP_", "TESSERA")
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # a file of NAME=VALUE lines, in the home and the working directory
 _NONE = "None"  # how scripts write that no logs are wanted
@@ -188,7 +188,7 @@ def _without_hostfile(options: argparse.Namespace, named: bool) -> Hosts:
 
 
 def _run_node(options: argparse.Namespace, slots: Slots, named: bool) -> int:
-    """This host's ranks, of those of all hosts, each of which is started by hand."""
+    """Runs this host's part of the job's ranks; every host is started by hand."""
     nodes, node = len(slots), options.node_rank
     if nodes == 1 and node < 0:
         node = 0
@@ -200,13 +200,13 @@ def _run_node(options: argparse.Namespace, slots: Slots, named: bool) -> int:
 
 
 def _own_variables(slots: Slots, node: int) -> dict[str, str]:
-    """What ranks find beside the variables of torch's agent."""
+    """Variables that ranks find beside those of torch's agent."""
     ranks = len(list(slots.values())[node])
     return {"LOCAL_SIZE": str(ranks), "CROSS_RANK": str(node), "CROSS_SIZE": str(len(slots))}
 
 
 def _source(script: str) -> None:
-    """This process gets the environment that a shell has after the script."""
+    """Gives this process the environment that a shell has after the script."""
     command = f". {shlex.quote(script)} >&2 && env -0"
     done = subprocess.run([shutil.which("bash") or "sh", "-c", command], stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
@@ -220,7 +220,7 @@ def _source(script: str) -> None:
 
 
 def _exports(slots: Slots, node: int) -> str:
-    """What a shell on host number `node` reads: lines `export NAME=value`."""
+    """Lines that a shell on host number `node` reads: `export NAME=value`."""
     found = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), found.get("PYTHONPATH"))))
     name = os.environ.get("DS_ENV_FILE", DEEPSPEED_ENVIRONMENT_NAME)
@@ -236,7 +236,7 @@ def _exports(slots: Slots, node: int) -> str:
 
 
 def _remote_command(options: argparse.Namespace, slots: Slots, node: int, environment: str) -> str:
-    """What ssh runs on host number `node`, where the file `environment` has the exports, and goes."""
+    """The command that ssh runs on host number `node`, where the file `environment` has the exports, and goes."""
     host = list(slots)[node]
     own = ["-m", "tessera.launch", "--node_rank", str(node), "--num_nodes", str(len(slots))]
     own += ["--num_gpus", str(len(slots[host]))]
@@ -254,8 +254,8 @@ def _remote_command(options: argparse.Namespace, slots: Slots, node: int, enviro
 
 
 def _send_exports(ssh: Sequence[str], slots: Slots) -> list[str]:
-    """Into a file on each host that this user alone can read; returns the files. By ssh's input: every user of both
-    hosts sees its command line, and a terminal would show what is typed into it."""
+    """Sends the exports into a file on each host that this user alone can read; returns the files. By ssh's input:
+    every user of both hosts sees its command line, and a terminal would show what is typed into it."""
     keep = 'umask 077 && f=$(mktemp) && cat > "$f" && echo "$f"'
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     children = [subprocess.Popen([*ssh, host, keep], **pipes) for host in slots]  # type: ignore[call-overload]
@@ -268,14 +268,14 @@ def _send_exports(ssh: Sequence[str], slots: Slots) -> list[str]:
 
 
 def _remove_exports(ssh: Sequence[str], slots: Slots, files: list[list[str]]) -> None:
-    """Where nothing will read them: from every host that has one and can be reached."""
+    """Removes the files where nothing will read them: from every host that has one and can be reached."""
     for host, file in zip(slots, files, strict=True):
         if file:
             subprocess.run([*ssh, host, f"rm -f {shlex.quote(file[0])}"], stdin=subprocess.DEVNULL, check=False)
 
 
 def _run_hosts(options: argparse.Namespace, slots: Slots) -> int:
-    """One ssh for each host. Any that fails ends the others, and its code is returned."""
+    """Runs one ssh for each host. Any that fails ends the others, and its code is returned."""
     port = ["-p", str(options.ssh_port)] if options.ssh_port else []
     ssh = ["ssh", *port, *shlex.split(options.launcher_args)]
     first = next(iter(slots))

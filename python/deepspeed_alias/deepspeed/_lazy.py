@@ -18,7 +18,7 @@ ROOT = __name__.split(".")[0]
 
 
 class NotServed(NotImplementedError, AttributeError):
-    """Asked for something that Tessera does not serve. (An AttributeError too: hasattr() says False.)"""
+    """The user asked for something that Tessera does not serve. (An AttributeError too: hasattr() says False.)"""
 
 
 class _RefusingType(type):
@@ -37,7 +37,7 @@ class _RefusingType(type):
 
 
 class _RefusingValue(_RefusingType):
-    """Of what is no class and no function."""
+    """Stands for what is no class and no function."""
 
 
 def _refuse(cls: _RefusingType, *args: Any) -> NoReturn:
@@ -49,8 +49,8 @@ for _name in ("bool", "len", "iter", "getitem", "contains", "int", "float", "ind
 
 
 def refusing(name: str, feature: str, is_value: bool = False) -> type:
-    """What stands for a name that is not served: importable, no object is an instance of it, any use is an error. An
-    exception can be named in an `except`, though it is never raised."""
+    """Makes what stands for a name that is not served: importable, no object is an instance of it, any use is an error.
+    An exception can be named in an `except`, though it is never raised."""
     says = f"[deepspeed] {name} is not served by Tessera: {feature}; see docs/migrate_from_deepspeed.md"
     last = name.rpartition(".")[2]
     bases = (Exception,) if last.endswith(("Error", "Exception")) and not is_value else ()
@@ -108,8 +108,8 @@ def _names_beside(module: str) -> dict[str, _names.Entry]:
 
 
 def attribute(module: str, name: str) -> Any:
-    """What `from module import name` gives: a row, a module below, something of the module that row "*" names, or what
-    stands for a name of DeepSpeed's."""
+    """Returns what `from module import name` gives: a row, a module below, something of the module that row "*" names,
+    or what stands for a name of DeepSpeed's."""
     rows = MODULES.get(module, {})
     if name in rows:
         return resolve(module, name, rows[name])
@@ -129,7 +129,8 @@ def attribute(module: str, name: str) -> Any:
 
 
 def _beside(module: str, name: str, entry: _names.Entry) -> Any:
-    """Of a name that has no row here: what it is where it comes from, or in a module that takes it from here."""
+    """The value of a name that has no row here: its value where it comes from, or in a module that takes it from
+    here."""
     if entry.source and entry.source != module:
         return attribute(entry.source, name)
     if entry.other:
@@ -162,11 +163,11 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if fullname not in MODULES and fullname not in _names.index():
             return None
         spec = importlib.machinery.ModuleSpec(fullname, self, origin="Tessera")
-        spec.submodule_search_locations = []  # any of them may have modules below
+        spec.submodule_search_locations = []  # any module may have modules below
         return spec
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Of `python -m module`: the module's main()."""
+        """The code of `python -m module`: the module's main()."""
         module = fullname.rpartition(".")[0]
         return compile(f"import sys\nfrom {module} import main\nsys.exit(main())", "Tessera", "exec")
 
@@ -183,6 +184,6 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Once for this package, however often it is imported."""
+    """Installs the finder once for this package, however often it is imported."""
     if not any(type(finder).__module__ == Finder.__module__ for finder in sys.meta_path):
         sys.meta_path.append(Finder())

@@ -34,7 +34,7 @@ def _rank() -> int:
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """On these ranks; -1, and no ranks, are all."""
+    """Logs on these ranks; -1, and no ranks, are all."""
     rank = _rank()
     if _is_of(ranks, rank):
         logger.log(level, "[Rank %d] %s", rank, message)
@@ -55,7 +55,7 @@ def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int =
 
 
 def get_dist_msg(message: str, ranks: Iterable[int] | None = None) -> str | None:
-    """With the rank before it; None on other ranks."""
+    """The message with the rank before it; None on other ranks."""
     rank = _rank()
     return f"[Rank {rank}] {message}" if _is_of(ranks, rank) else None
 

@@ -1,4 +1,4 @@
-"""What callers pass as `mpu` or `mesh_param`, as the ranks that tessera.initialize takes."""
+"""Turns what callers pass as `mpu` or `mesh_param` into the ranks that tessera.initialize takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessera.sequence import SequenceParallelGroups
 import tessera
 from tessera import Axis, Mesh
 
-# What an mpu may offer -> the axes of the group.
+# Getters that an mpu may offer -> the axes of the group.
 _MPU_GROUPS = (
     ("get_data_parallel_group", [Axis.DpShard]),
     ("get_sequence_parallel_group", [Axis.Sp]),
@@ -88,8 +88,9 @@ def _check_mesh_param(config: tessera.Config, mesh_param: tuple[int, int] | None
 
 
 def order_of(slices: Any) -> RankOrder | None:
-    """For torch groups that each hold the slices of one model (`slices`: this rank's): the order in which they follow
-    one another; None where that is the processes' own. ConfigError where they are no layout of all. Collective."""
+    """The order in which the ranks of torch groups that each hold the slices of one model follow one another (`slices`:
+    this rank's group); None where it is the processes' own. ConfigError where the groups are no layout of all.
+    Collective."""
     world = dist.get_world_size()
     rows: list[list[int]] = values_of_all(dist.get_process_group_ranks(slices))
     parts = sorted({tuple(sorted(row)) for row in rows})

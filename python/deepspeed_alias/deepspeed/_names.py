@@ -1,5 +1,5 @@
-"""What DeepSpeed has and the table has not: names.txt (by tools/index_deepspeed_names.py), and why it is refused. Read
-when a name is not found in the table."""
+"""Names that DeepSpeed has and the table has not: names.txt (by tools/index_deepspeed_names.py), and why each is
+refused. Read when a name is not found in the table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Entry(NamedTuple):
 
     @property
     def other(self) -> str:
-        """What it is another name of, with its module before it."""
+        """The name that this is another name of, with its module before it."""
         return _long(self.mark[1:]) if self.mark.startswith("@") else ""
 
     @property
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
         return self.mark not in ("", "=") and not self.other
 
     def value(self, name: str) -> object:
-        """Of a constant that is_known."""
+        """The value of a constant that is_known."""
         return name.lower() if self.mark == "~" else json.loads(self.mark[1:])
 
 
@@ -73,7 +73,7 @@ def _take_all(found: Names, module: str) -> None:
 
 @functools.cache
 def _takers() -> dict[tuple[str, str], list[str]]:
-    """(module, name of its own) -> the modules that take it from there."""
+    """Maps (module, name of its own) to the modules that take it from there."""
     found: dict[tuple[str, str], list[str]] = {}
     for module, names in index().items():
         for name, entry in names.items():
@@ -93,7 +93,7 @@ _KERNELS = "kernels that are compiled at run time; Tessera's are built with it"
 _OFFLOAD = "inner parts of offload; sections zero_optimization.offload_optimizer and offload_param"
 _TP = "inner parts of tensor parallelism; section `tensor_parallel`, tessera.parallel.plan_for says how a model is cut"
 
-# What is said of the names of a module and of those below it, unless a row of the table says it.
+# What is said of the names of a module and of the modules below it, unless a row of the table says it.
 _WHY = {
     "": "an inner part of DeepSpeed; the engine and its configuration do what it is for",
     "accelerator": "accelerators as classes; get_accelerator() is the one that torch has",

@@ -14,8 +14,8 @@ from tessera import optim
 
 
 class _OnCpu:
-    """Of the optimizers for parameters on the CPU. `fp32_optimizer_states` False: states have their parameter's dtype,
-    in an engine that of its configuration."""
+    """The base of optimizers for parameters on the CPU. `fp32_optimizer_states` False: states have their parameter's
+    dtype, in an engine the configuration's."""
 
     fp32_optimizer_states = True
 
@@ -193,7 +193,7 @@ _PARTS = {
 
 compatible_ops = dict(_PARTS.values())
 accelerator_name = ""  # none that parts were compiled for
-# Of the torch that is there, in DeepSpeed's writing: versions as "major.minor", "0.0" for what there is not.
+# Facts of the installed torch, in DeepSpeed's writing: versions as "major.minor", "0.0" for what there is not.
 torch_info = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "cuda_version": torch.version.cuda or "0.0",

@@ -59,7 +59,7 @@ class DeepSpeedOptimizer(tessera.Optimizer):
         self._owner.backward(loss, retain_graph=retain_graph, **kwargs)
 
     def _flat_masters(self) -> list[torch.Tensor]:
-        """Of each param group, this rank's masters in fp32, one after the other. Copies."""
+        """This rank's masters of each param group in fp32, one after the other. Copies."""
         engine = self._owner
         flat = []
         for group in range(len(engine.core.groups())):
@@ -95,8 +95,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def accumulated_grads_in_cpu(self) -> dict[int, torch.Tensor]:
-        """With optimizer offload, this rank's part of the gradients that are accumulated for a step of several
-        backwards, by the parameter's number. (One backward a step accumulates nothing.)"""
+        """This rank's part of the gradients that are accumulated for a step of several backwards, with optimizer
+        offload, by the parameter's number. (One backward a step accumulates nothing.)"""
         engine = self._owner
         several = engine.gradient_accumulation_steps() > 1 or not engine.is_gradient_accumulation_boundary()
         if not (several and self.cpu_offload):
@@ -143,15 +143,15 @@ class FP16_Optimizer(DeepSpeedOptimizer):
 
 
 class BF16_Optimizer(FP16_Optimizer):
-    """The same in bf16."""
+    """FP16_Optimizer in bf16."""
 
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):
-    """The same for other optimizers than FusedAdam; Tessera has one way of updating."""
+    """FP16_Optimizer for other optimizers than FusedAdam; Tessera has one way of updating."""
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """Of each param group the masters, in their parameters' shapes. Views where they are fp32, else copies."""
+        """The masters of each param group, in their parameters' shapes. Views where they are fp32, else copies."""
         engine = self._owner
         found: list[list[torch.Tensor]] = [[] for _ in engine.core.groups()]
         for number, spec in enumerate(engine.core.params()):
@@ -161,7 +161,7 @@ class FP16_UnfusedOptimizer(FP16_Optimizer):
 
 
 class _UnfusedBF16(BF16_Optimizer, FP16_UnfusedOptimizer):
-    """What DeepSpeed has in bf16 beside FusedAdam's: unfused, by one class or the other."""
+    """DeepSpeed's class in bf16 beside FusedAdam's: unfused, by one class or the other."""
 
 
 def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
@@ -176,7 +176,7 @@ def class_for(engine: tessera.Engine) -> type[DeepSpeedOptimizer]:
     return FP16_Optimizer if fused else FP16_UnfusedOptimizer
 
 
-# What the configuration builds -> what DeepSpeed calls that: without optimizer offload, and with it.
+# The class that the configuration builds -> DeepSpeed's names of it: without optimizer offload, and with it.
 _NAMES: dict[type, tuple[type, type]] = {
     optim.FusedAdam: (_ops.FusedAdam, _ops.DeepSpeedCPUAdam),
     optim.Lion: (_ops.FusedLion, _ops.DeepSpeedCPULion),
@@ -209,7 +209,7 @@ _ON_CPU = (_ops.DeepSpeedCPUAdam, _ops.DeepSpeedCPULion)
 
 
 def _check_masters(settings: tessera.Config, base: torch.optim.Optimizer, low_states: bool) -> None:
-    """Of optimizer offload."""
+    """Checks settings of optimizer offload."""
     bf16 = settings.bf16.enabled and settings.bf16.bf16_master_weights_and_grads
     fp16 = settings.fp16.enabled and settings.fp16.fp16_master_weights_and_grads
     if not (bf16 or fp16):

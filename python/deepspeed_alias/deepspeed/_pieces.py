@@ -40,13 +40,13 @@ class Lent:
         self.steps = steps
 
     def written(self) -> torch.Tensor:
-        """Which elements were."""
+        """Marks the elements of the piece that were written since read()."""
         piece = self.piece.detach()
         _check_form(piece, self.was)
         return _words(piece.contiguous()) != _words(self.was)
 
     def is_held(self) -> bool:
-        """Somebody else has the piece, or a view of it."""
+        """Whether somebody else has the piece, or a view of it."""
         if sys.getrefcount(self.piece) > 2:  # ours, and the call's
             return True
         storage = self.piece.untyped_storage()
@@ -54,7 +54,8 @@ class Lent:
 
 
 class View:
-    """A piece of one rank, which is the whole parameter in its own memory, unless it was given other data."""
+    """A piece of one rank, which is the whole parameter in the parameter's own memory, unless it was given other
+    data."""
 
     def __init__(self, piece: torch.Tensor) -> None:
         self.piece = piece
@@ -91,8 +92,8 @@ def steps_of(param: torch.Tensor) -> int:
 
 
 def settle(params: Iterable[torch.Tensor], state: str) -> None:
-    """What was written to their pieces is theirs. `state`: the attribute that has what is out. Collective where pieces
-    of partitioned parameters are."""
+    """Gives parameters what was written to their pieces. `state`: the attribute that has what is out. Collective where
+    pieces of partitioned parameters are."""
     params = list(params)
     for param in params:
         view = getattr(vars(param).get(state), "view", None)
@@ -112,7 +113,7 @@ def settle(params: Iterable[torch.Tensor], state: str) -> None:
 
 
 def _settle_shared(shared: list[Any]) -> None:
-    """Of one engine, or of none."""
+    """Settles the pieces of one engine, or of none."""
     rows = _rows(shared[0][0], [flag for _, kept in shared for flag in _flags(kept.lent, steps_of(shared[0][0]))])
     held, written, late = rows.view(len(shared), 3).unbind(1)
     if late.any():

@@ -23,7 +23,7 @@ from tessera import _core, pipeline
 
 
 def _place() -> tuple[int, int]:
-    """This process's number, and how many there are."""
+    """This process's number, and how many processes there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -95,7 +95,7 @@ class PipelineModule(pipeline.PipelineModule):
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """What deepspeed.initialize makes of a PipelineModule."""
+    """The engine that deepspeed.initialize makes of a PipelineModule."""
 
     _made_of = pipeline.PipelineEngine
     _engine: pipeline.PipelineEngine
@@ -109,7 +109,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.grid = self._grid_of_ranks()
 
     def _grid_of_ranks(self) -> PipelineParallelGrid:
-        """With the sizes that the engine has, whatever the topology of its module says."""
+        """The grid with the sizes that the engine has, whatever the topology of its module says."""
         pipe, model = self.num_stages, self.mp_world_size
         rank, ranks = _place()
         data = ranks // pipe // model
@@ -149,7 +149,7 @@ class PipelineEngine(DeepSpeedEngine):
     # ---- data
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """What train_batch() reads without an iterator, to its end."""
+        """Sets the loader that train_batch() reads without an iterator, to its end."""
         if self.is_first_stage() or self.is_last_stage():
             self.training_dataloader: Any = loader
             self.data_iterator = iter(loader)
@@ -159,14 +159,14 @@ class PipelineEngine(DeepSpeedEngine):
             self.data_iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
-        """What makes a pair (inputs, labels) of that which the iterator yields."""
+        """Sets the function that makes a pair (inputs, labels) of what the iterator yields."""
         self.batch_fn = fn
 
     def _batches(self, iterator: Iterator[Any] | None) -> Iterator[Any] | None:
         return iterator if iterator is None or self.batch_fn is None else map(self.batch_fn, iterator)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """As tessera's; an iterator is kept for the next calls without one."""
+        """Trains as tessera's engine does; an iterator is kept for the next calls without one."""
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         if self.data_iterator is None and self.batch_fn is not None and self.training_dataloader is not None:
@@ -183,9 +183,9 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of what set_batch_fn()'s function makes of the micro-batches; where none is computed
+        """Returns the mean loss of what set_batch_fn()'s function makes of the micro-batches; where none is computed
         (`compute_loss`, or no loss_fn and no loss from the last layer) the mean of the outputs, on the last stage, and
-        with `reduce_output` None all of them. `return_logits`: those of the last micro-batch, too. The loss is on all
+        with `reduce_output` None all of them. `return_logits`: the last micro-batch's logits, too. The loss is on all
         ranks, whatever `bcast_loss` says."""
         found = self._engine.eval_batch(
             self._batches(data_iter),  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (loss, outputs[-1] if outputs is not None else None) if return_logits else loss
 
     def _mean_of(self, outputs: list[Any]) -> Any:
-        """Over micro-batches and data-parallel ranks; of several tensors one by one."""
+        """The mean over micro-batches and data-parallel ranks; of several tensors one by one."""
         if not isinstance(outputs[0], torch.Tensor):
             return [self._mean_of(list(each)) for each in zip(*outputs, strict=True)]
         mean = torch.stack(outputs).mean(0)

@@ -8,7 +8,7 @@ from typing import Any
 from tessera import _core
 from tessera import lr_schedules as ours
 
-_SECOND_BETA = 0.99  # what DeepSpeed's OneCycle sets, whatever the optimizer's is
+_SECOND_BETA = 0.99  # the value of DeepSpeed's OneCycle, whatever the optimizer's is
 
 # Attribute -> the option that it shows.
 _OPTIONS = {

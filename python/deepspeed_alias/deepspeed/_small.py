@@ -74,8 +74,9 @@ def instrument_w_nvtx(func: F) -> F:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """`item` with what is in it on `device`: tensors, and whatever has a to(), in lists, tuples, mappings and any of
-    these in one another, which keep their classes. With a criterion, only the tensors that it wants, in place."""
+    """Returns `item` with what is in it on `device`: tensors, and whatever has a to(), in lists, tuples, mappings and
+    any of these in one another, which keep their classes. With a criterion, only the tensors that it wants, in
+    place."""
 
     def moved(value: Any) -> Any:
         return move_to_device(value, device, criterion_func)
@@ -101,7 +102,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """`item` with those of its tensors that the criterion wants on `device`, in lists, tuples and dicts."""
+    """Returns `item` with those of its tensors that the criterion wants on `device`, in lists, tuples and dicts."""
     if isinstance(item, (list, tuple)):
         return type(item)(copy_to_device(value, device, criterion_func) for value in item)
     if isinstance(item, dict):

@@ -23,8 +23,8 @@ from deepspeed._config import users_dict
 from tessera import _core, parallel
 
 ROOT = __name__.split(".")[0]
-_RECORD = "_TP_MODEL_INIT_ARGS"  # of the package: programs set it to None by hand
-_NOTE = "_tessera_tp_model_init"  # of models: Record
+_RECORD = "_TP_MODEL_INIT_ARGS"  # the package's: programs set it to None by hand
+_NOTE = "_tessera_tp_model_init"  # on models: Record
 _training = True
 
 
@@ -77,7 +77,7 @@ def _size(group: Any) -> int:
 
 
 def handed_over(given: Any, model: nn.Module | None) -> Any:
-    """What was recorded is noted on the model, from where take_record() gets it, and is used up. Returns the
+    """Notes what was recorded on the model, from where take_record() gets it; the record is used up. Returns the
     configuration without the group that only this package knows, with the size."""
     record = _recorded()
     if record is None or model is None:
@@ -100,7 +100,7 @@ def handed_over(given: Any, model: nn.Module | None) -> Any:
 
 
 def take_record(model: nn.Module, config: tessera.Config, mpu: Any) -> Record | None:
-    """What was asked for, checked against the configuration; it is gone from the model afterwards."""
+    """Takes what was asked for off the model, checked against the configuration."""
     record: Record | None = vars(model).get(_NOTE)
     if record is None:
         return None
@@ -146,7 +146,7 @@ class _CutLayer(type):
         return cut is not None and cut.kind == cls._kind
 
 
-_core_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # they take a rendezvous to make
+_core_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # groups take a rendezvous to make
 
 
 def _core_group_of(group: Any) -> Any:
@@ -253,7 +253,7 @@ class _Of:
 
 
 def mark(model: nn.Module) -> None:
-    """What is a slice in `model` gets the attributes that callers look for."""
+    """Gives slices in `model` the attributes that callers look for."""
     for module in model.modules():
         cuts = cuts_of_one(module)
         if not cuts:
@@ -272,8 +272,8 @@ def cuts_of_one(module: nn.Module) -> list[nn.Parameter]:
 
 
 class GatherReplacedLayerParams:
-    """Inside, those of `params` that are slices are whole, and those that stage 3 partitions too. What is written to
-    them stays, but for partitioned ones. Collective."""
+    """Makes slices among `params` whole inside, and those that stage 3 partitions too. Values written to them
+    stay, but for partitioned ones. Collective."""
 
     def __init__(self, params: torch.Tensor | Iterable[torch.Tensor], module: nn.Module, enabled: bool = True) -> None:
         given = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -300,7 +300,7 @@ class GatherReplacedLayerParams:
 
 @dataclasses.dataclass(frozen=True)
 class AutoTPMeta:
-    """What decides how a dim is dealt out."""
+    """Settings by which a dim is dealt out."""
 
     num_kv_heads: int | None = None
     num_attention_heads: int | None = None
@@ -317,11 +317,11 @@ class AutoTPMeta:
         return cls(facts.kv_heads or None, facts.heads or None, facts.hidden or None, tp_grain_size)
 
 
-_of_process: list[int | None] = [None, None]  # what set_num_kv_heads() and set_tp_grain_size() said
+_of_process: list[int | None] = [None, None]  # set by set_num_kv_heads() and set_tp_grain_size()
 
 
 def set_num_kv_heads(num: int | None) -> None:
-    """For get_shard_size() without an AutoTPMeta, from now on."""
+    """Sets the number for get_shard_size() without an AutoTPMeta, from now on."""
     _of_process[0] = num
 
 
@@ -338,7 +338,7 @@ def _kv_heads_of(meta: AutoTPMeta | None) -> int:
 
 
 def get_shard_size_list(total_size: int, mp_size: int, meta: Any = None, name: Any = None) -> list[int]:
-    """Of each rank. `meta`: an AutoTPMeta; or, as in older versions, the name."""
+    """The sizes of each rank's shard. `meta`: an AutoTPMeta; or, as in older versions, the name."""
     if meta is not None and not isinstance(meta, AutoTPMeta):
         meta, name = None, meta
     heads = _core.heads_for(str(name), total_size, _kv_heads_of(meta)) if _kv_heads_of(meta) else 0
@@ -349,7 +349,7 @@ def get_shard_size_list(total_size: int, mp_size: int, meta: Any = None, name: A
 def get_shard_size(
     total_size: int, mp_size: int, meta: Any = None, name: Any = None, rank: int | None = None, mp_group: Any = None
 ) -> int:
-    """Of one rank of the group: `rank`, else this process's."""
+    """The size of one rank's shard: of `rank`, else this process's."""
     if meta is not None and not isinstance(meta, AutoTPMeta):
         # (total_size, mp_size, name, rank) of older versions.
         meta, name, rank = None, meta, name if rank is None else rank

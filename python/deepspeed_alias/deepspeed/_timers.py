@@ -96,7 +96,7 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, Timer(name))
 
     def take(self, seconds: dict[str, float]) -> None:
-        """What the engine's phases took in a step: forward, backward, step, and of these gather and reduce."""
+        """Takes what the engine's phases took in a step: forward, backward, step, and of these gather and reduce."""
         inner = max(0.0, seconds["backward"] - seconds["reduce"])
         found = {
             FORWARD_GLOBAL_TIMER: seconds["forward"],

@@ -44,8 +44,8 @@ def _check(checkpoint_dir: str, tag: str | None) -> None:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """All parameters in fp32, and the buffers; tied names share one tensor. `lazy_mode`: values are read by their
-    contiguous()."""
+    """All parameters in fp32, and the buffers; tied names share one tensor. `lazy_mode`: a value is read when its
+    contiguous() is called."""
     _check(checkpoint_dir, tag)
     if not lazy_mode:
         return checkpoints.state_dict(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
@@ -81,7 +81,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """Of a folder in DeepSpeed's layout (DIR/TAG), rank 0's file with the module's states."""
+    """The path of rank 0's file with the module's states, in a folder of DeepSpeed's layout (DIR/TAG)."""
     name = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
     path = os.path.join(checkpoint_dir, name)
     if not os.path.exists(path):
@@ -92,7 +92,7 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
-    """Of a folder in DeepSpeed's layout, the files with the ranks' optimizer states, in the order of the ranks."""
+    """The files with the ranks' optimizer states in a folder of DeepSpeed's layout, in the order of the ranks."""
     found = [name for name in os.listdir(checkpoint_dir) if name.endswith("_optim_states.pt")]
     if not found:
         raise FileNotFoundError(f"[zero_to_fp32] there are no files *_optim_states.pt in '{checkpoint_dir}'")

@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline are: topologies, which PipelineModule takes, and their grid."""
+"""The places of a pipeline's ranks: topologies, which PipelineModule takes, and their grid."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Its place in words, as "model_01"."""
+        """The rank's place in words, as "model_01"."""
         coord = self.get_coord(rank)
         return outer_sep.join(
             f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omit_axes
         )
 
     def filter_match(self, **place: int) -> list[int]:
-        """The ranks that are there along these axes, anywhere along the others."""
+        """The ranks that have these places along the axes, anywhere along the others."""
         return [
             rank
             for rank, coord in enumerate(self._coords)
@@ -182,7 +182,7 @@ class PipelineParallelGrid:
         return self.dp_group
 
     def get_model_parallel_rank(self) -> int:
-        """Among all stages and slices of one replica."""
+        """This rank's number among all stages and slices of one replica."""
         return self._replica().index(self.global_rank)
 
     def get_model_parallel_world_size(self) -> int:

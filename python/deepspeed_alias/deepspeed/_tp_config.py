@@ -36,12 +36,12 @@ def get_tensor_parallel_config(ds_config: Mapping[str, Any]) -> TPTrainingConfig
 
 
 def load_ds_config(config: Any) -> dict[str, Any]:
-    """Of a dict, the path of a file, or base64 text."""
+    """Loads a dict, the path of a file, or base64 text."""
     return users_dict(config)
 
 
 def infer_config_dtype(config_dict: Mapping[str, Any]) -> torch.dtype | None:
-    """That of the section which is enabled."""
+    """The dtype of the section that is enabled."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         section = config_dict.get(name)
         if isinstance(section, Mapping) and section.get("enabled"):

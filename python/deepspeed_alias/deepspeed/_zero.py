@@ -21,7 +21,7 @@ from tessera import distributed
 
 
 class ZeRORuntimeException(Exception):
-    """What DeepSpeed raises where an optimizer or a checkpoint does not fit."""
+    """DeepSpeed raises this where an optimizer or a checkpoint does not fit."""
 
 
 class ZeroParamType(enum.Enum):
@@ -106,7 +106,7 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class _Regions(threading.local):
-    """Those of GatheredParameters that this thread is in."""
+    """The GatheredParameters that this thread is in."""
 
     def __init__(self) -> None:
         self.open: list[GatheredParameters] = []
@@ -131,8 +131,8 @@ class GatheredParameters(tessera.zero.GatheredParameters):
 
 @contextlib.contextmanager
 def writable(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, those that are partitioned are whole and take the first rank's values, also in regions for reading.
-    Collective."""
+    """Makes partitioned ones of `params` whole inside the `with`, where they take the first rank's values afterwards,
+    also in regions for reading. Collective."""
     written = {id(param) for region in _regions.open if region.modifier_rank is not None for param in region.params}
     with contextlib.ExitStack() as stack:
         for region in _regions.open:
@@ -173,13 +173,13 @@ class DeepSpeedZeRoOffload:
         self.backward_hooks: list[Any] = []
 
     def setup_zero_stage3_hooks(self) -> None:
-        """They stay where they are."""
+        """Does nothing: the hooks stay where they are."""
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """The module is hooked already."""
+        """Does nothing: the module is hooked already."""
 
     def empty_partition_cache(self) -> None:
-        """Nothing stays whole between two modules."""
+        """Does nothing: no parameter stays whole between two modules."""
 
 
 # ---- what callers that build models inside zero.Init take of torch, before it changes there

@@ -20,7 +20,7 @@ class Accumulation:
         return self._core.is_gradient_accumulation_boundary()
 
     def at_boundary(self) -> bool:
-        """The same where the engine counts; else every step() does."""
+        """Whether step() is at a boundary: by the engine's count, or always where the program counts."""
         return not self._managed or self._core.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -43,7 +43,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """As no_sync, and one reduction for everything inside when it ends. Collective at the end."""
+        """Accumulates as no_sync, with one reduction for everything inside when it ends. Collective at the end."""
         self._core.begin_coalesce()
         try:
             yield

@@ -68,7 +68,7 @@ def group_options(base: Base, rule: NativeRule | None) -> list[_core.GroupOption
 
 
 def mark_dtypes(model: nn.Module, settings: _core.Config, options: _core.EngineOptions, loans: Loans) -> None:
-    """In which dtype gradients of each parameter travel, under torch_autocast."""
+    """Marks, under torch_autocast, each parameter with the dtype in which its gradients travel."""
     if options.autocast.enabled:
         modules = settings.torch_autocast.lower_precision_safe_modules
         with loans.watching(model.parameters(), PARAM_COMM_DTYPE_ATTR_NAME):
@@ -93,7 +93,7 @@ def units_of(
 
 @dataclass(frozen=True)
 class Specs:
-    params: list[_core.ParamSpec]  # all, those of the optimizer that the model lacks behind its own
+    params: list[_core.ParamSpec]  # all parameters; those that the optimizer has and the model lacks come last
     group_names: list[list[tuple[str, bool]]]  # Updates.group_names
 
 
@@ -125,7 +125,7 @@ def specs_of(
 
 
 def updates_of(core: _core.Engine, specs: Specs, settings: _core.Config, ranks: Ranks) -> Updates:
-    """Without a runner still."""
+    """The updates, still without a runner."""
     shards = settings.placements.shards_states
     return Updates(
         core,

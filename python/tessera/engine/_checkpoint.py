@@ -1,4 +1,4 @@
-"""What an engine shows of checkpoints."""
+"""The part of an engine that users see of checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Checkpoints:
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Until an asynchronous save_checkpoint() is complete; raises its error. Collective."""
+        """Returns when an asynchronous save_checkpoint() is complete; raises its error. Collective."""
         _core.wait_for_checkpoint(self._run.core)
 
     def load_checkpoint(

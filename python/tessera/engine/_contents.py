@@ -32,7 +32,7 @@ class Contents:
         self._core, self._base, self._warn = core, base, warn
         self._built = _named(model)
         self._names = {name for name, *_ in self._built}
-        # Behind something else from the start.
+        # Parameters that something else hides from the start.
         self._hidden = {name for name, number, _ in self._built if id(_attribute(model, name)) != number}
         self._note(model, set())
 
@@ -43,7 +43,7 @@ class Contents:
         self._empty = [part for part in parts if not part]
         self._values: list[Iterable[Any]] = [*(part.values() for part in parts if part), _END]
         self._seen = list(itertools.chain.from_iterable(self._values))
-        # What a module has as a plain attribute comes before what is registered under the name.
+        # A plain attribute of a module comes before what is registered under the name.
         registered = ((vars(m).keys(), part.keys()) for m in modules for part in (m._parameters, m._modules) if part)
         self._apart = [(plain, names) for plain, names in registered if plain.isdisjoint(names)]
         # Frozen, and of nobody's: no fault while they are.
@@ -89,7 +89,7 @@ class Contents:
 
 
 def _attribute(model: nn.Module, name: str) -> Any:
-    """What code that reads it gets, but for properties, and for what functional_call() has put there."""
+    """The attribute that code which reads it gets, but for properties, and for what functional_call() has put there."""
     found: Any = model
     for part in name.split("."):
         if not isinstance(found, nn.Module):
@@ -97,7 +97,7 @@ def _attribute(model: nn.Module, name: str) -> Any:
         if part in vars(found):
             found = vars(found)[part]
         elif part in found._parameters:
-            found = dict(found._parameters.items())[part]  # as it is: reading an item may gather it
+            found = dict(found._parameters.items())[part]  # the item as it is: reading it may gather it
             return found if isinstance(found, nn.Parameter) else None
         else:
             found = found._buffers[part] if part in found._buffers else dict(found._modules).get(part)
@@ -105,6 +105,7 @@ def _attribute(model: nn.Module, name: str) -> Any:
 
 
 def _named(model: nn.Module) -> list[tuple[str, int, bool]]:
-    """What functional_call() has put into a module is no Parameter, and goes again."""
+    """All parameters by name. A tensor that functional_call() has put into a module is no Parameter, and is left
+    out."""
     named = model.named_parameters(remove_duplicate=False)
     return [(name, id(param), param.requires_grad) for name, param in named if isinstance(param, nn.Parameter)]

@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 class Shown(Generic[T]):
-    """What type checkers make of property_of()."""
+    """The type that type checkers take property_of() for."""
 
     @overload
     def __get__(self, engine: None, owner: type) -> property: ...
@@ -42,6 +42,6 @@ def property_of(part: str, getter: Callable[[Any], T]) -> Shown[T]:
 
 
 def weak(owner: T) -> T:
-    """`owner` as its own parts hold it: it ends with its last user. Not for what runs when it ends."""
+    """`owner` as its own parts hold it, which ends with its last user. Not for code that runs when it ends."""
     proxy: Any = weakref.proxy(owner)
     return proxy

@@ -45,7 +45,7 @@ def settle_buffers(model: nn.Module, settings: _core.Config) -> None:
 
 
 def keep_device(model: nn.Module) -> Callable[[], None]:
-    """What moves `model` back to the device where it is now, if some of it has left it."""
+    """Returns a call that moves `model` back to the device where it is now, if some of it has left that."""
 
     def devices() -> set[torch.device]:
         return {t.device for t in (*model.parameters(), *model.buffers())}

@@ -70,7 +70,7 @@ def _numbers_in(core: _core.Engine, regions: Iterable[frozenset[int]]) -> set[in
 
 
 def _destroy_core(core: _core.Engine, module: nn.Module, index: dict[int, int]) -> None:
-    whole: dict[torch.Tensor, torch.Tensor] = {}  # of partitioned parameters that are so at the moment
+    whole: dict[torch.Tensor, torch.Tensor] = {}  # values of partitioned parameters that are whole at the moment
     try:
         for param in module.parameters():
             number = index.get(id(param), -1)

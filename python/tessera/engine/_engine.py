@@ -73,8 +73,8 @@ class Engine(nn.Module):
     `unit_policy`: which parameters travel together, see tessera.units.
     `sequence_parallel`: ranks of a sequence, in place of the configuration's sequence_parallel_size; `tensor_parallel`:
     ranks that the model is cut over, in place of tensor_parallel.autotp_size.
-    `front`: of an object that has the engine and stands before it, see tessera.engine.front; `program`: of several
-    engines that this one is a part of, see tessera.engine.program.
+    `front`: the part of an object that has the engine and stands before it, see tessera.engine.front; `program`: of
+    several engines that this one is a part of, see tessera.engine.program.
     Collective: every rank builds its engine at the same time; parameters start with rank 0's values.
     """
 
@@ -88,7 +88,7 @@ class Engine(nn.Module):
     device: torch.device
     local_rank: int
     core: _core.Engine  # the compiled engine
-    # The parts, in the order in which they are made; up to the core's, then those that it is there for.
+    # The parts, in the order in which they are made; those before the core's exist for the core.
     _settings: _core.Config
     _front: Front
     _program: Program
@@ -109,7 +109,7 @@ class Engine(nn.Module):
     _weights: Weights
     _checkpoints: Checkpoints
     _loaders: Loaders
-    open_regions: list[frozenset[int]]  # of zero.GatheredParameters: ids of their parameters
+    open_regions: list[frozenset[int]]  # ids of the parameters of each zero.GatheredParameters
 
     def __init__(
         self,
@@ -191,13 +191,13 @@ class Engine(nn.Module):
         return self._ranks.number() if self._program.speaks() else 1
 
     def _warn(self, lines: list[str]) -> None:
-        """Once, of what all ranks would say alike."""
+        """Warns once, of what all ranks would say alike."""
         if self._logging_rank() == 0:
             warn_of(lines)
             self._note(lines)
 
     def _note(self, lines: list[str]) -> None:
-        """For the files of numbers."""
+        """Puts lines into the files of numbers."""
         samples = self.core.global_samples() if hasattr(self, "core") else 0
         self._said += [(line, samples) for line in lines]
 
@@ -275,8 +275,8 @@ class Engine(nn.Module):
             return self._forward.run(self.module, args, kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """loss.backward(); returns loss / accumulation steps, or the loss with scale_wrt_gas=False. With that neither
-        gradients nor the result are divided by the accumulation steps, for this call only."""
+        """Calls loss.backward(); returns loss / accumulation steps, or the loss with scale_wrt_gas=False. With that
+        neither gradients nor the result are divided by the accumulation steps, for this call only."""
         self._updates.trained_by("backward")
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"[engine.backward] loss must be a scalar tensor, got {type(loss).__name__}")
@@ -288,9 +288,9 @@ class Engine(nn.Module):
         return result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call backward() on directly; the loss itself where the precision needs no scaling. Once for each
-        backward. An output of any shape will do: engine.scale(output).backward(gradient). Several engines of one loss:
-        a.scale(b.scale(loss)), see docs/loss_scaling.md."""
+        """Returns the loss to call backward() on directly; the loss itself where the precision needs no scaling. Once
+        for each backward. An output of any shape will do: engine.scale(output).backward(gradient). Several engines of
+        one loss: a.scale(b.scale(loss)), see docs/loss_scaling.md."""
         self._updates.trained_by("scale")
         if not isinstance(loss, torch.Tensor):
             raise ConfigError(f"[engine.scale] takes a scalar tensor (a loss) or an output, got {type(loss).__name__}")
@@ -303,13 +303,13 @@ class Engine(nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None, *, global_norm: float | None = None) -> None:
         """Counts a micro-step; at an accumulation boundary clips, updates, advances the schedule and drops gradients.
-        `global_norm`: what to clip by in place of the engine's own norm, the same on all ranks; inf or NaN skips the
-        step in every precision. tessera.step_together() makes that of several engines. ValueError, with nothing
-        counted, for one that is negative or not the same, and between boundaries. At a boundary, on all ranks and with
-        nothing updated or counted: ValueError where they differ in what they step by (rates, micro-batches, calls) or
-        one of them cannot step, which gets its own error; UsageError where parameters of the module were replaced since
-        the engine was built. With tessera.update_in_backward the backward has looked, before it updated anything.
-        Collective."""
+        `global_norm`: the norm to clip by in place of the engine's own, the same on all ranks; inf or NaN skips the
+        step in every precision. tessera.step_together() makes the norm of several engines. ValueError, with nothing
+        counted, for a norm that is negative or not the same, and between boundaries. At a boundary, on all ranks and
+        with nothing updated or counted: ValueError where ranks differ in what they step by (rates, micro-batches,
+        calls) or one of them cannot step, which gets its own error; UsageError where parameters of the module were
+        replaced since the engine was built. With tessera.update_in_backward the backward has looked, before it updated
+        anything. Collective."""
         with self._front.stepping(self):
             self._step(lr_kwargs, global_norm)
 
@@ -345,7 +345,7 @@ class Engine(nn.Module):
         self._watch.stepped(self)
 
     def join_thawed(self) -> None:
-        """What began to be trained after the engine was built takes part from here on. Collective."""
+        """Lets parameters that began to be trained after the engine was built take part from here on. Collective."""
         self._front.settle(self)
         self._joining.join()
 
@@ -398,8 +398,8 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """Removes hooks, frees buffers and gives the client's optimizer back. Parameters keep their values; in stage 3
-        those of a region that is open (zero.GatheredParameters). The optimizer's states are whole where every rank had
-        all of them, and of parameters of an open region, in every stage: collective then. Else they are this rank's
+        those of an open region (zero.GatheredParameters) do. The optimizer's states are whole where every rank had
+        all of them, and for parameters of an open region in every stage: collective then. Else they are this rank's
         parts, which a new engine of the same ranks goes on with, and torch's own step() refuses. Safe to call twice;
         afterwards the module is as plain as before and can get a new engine."""
         end(self)
@@ -490,7 +490,7 @@ class Engine(nn.Module):
 
     @property
     def global_samples(self) -> int:
-        """Of all ranks, in the optimizer steps so far."""
+        """Samples of all ranks, in the optimizer steps so far."""
         return self.core.global_samples()
 
     @global_samples.setter

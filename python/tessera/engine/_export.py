@@ -42,7 +42,7 @@ def _numbers(run: Run) -> dict[int, int]:
 
 
 def _rows(run: Run, state: dict[str, Any]) -> list[tuple[list[str], int, torch.Tensor | None]]:
-    """As export_weights() takes them; what is no tensor is left out."""
+    """Rows as export_weights() takes them; values that are no tensors are left out."""
     numbers = _numbers(run)
     rows: dict[int, tuple[list[str], int, torch.Tensor | None]] = {}
     for name, value in state.items():

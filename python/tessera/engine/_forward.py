@@ -18,7 +18,7 @@ from tessera.sequence.engines import attends_locally
 from tessera.zero.engines import Partition
 
 _NAMED = 3  # inputs that a message names
-_OF_INPUTS = re.compile(r"dtype|scalar type|type \(|same type|device", re.IGNORECASE)  # what torch says of a wrong one
+_OF_INPUTS = re.compile(r"dtype|scalar type|type \(|same type|device", re.IGNORECASE)  # torch on a wrong input
 
 
 def moved(value: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
@@ -31,15 +31,15 @@ def moved(value: Any, dtype: torch.dtype | None, device: torch.device | None) ->
 
 
 def compute_dtype(engine: Any) -> torch.dtype:
-    """Of the parameters; of the precision where this rank's module has none."""
+    """The dtype of the parameters; the precision's where this rank's module has none."""
     dtypes = (param.dtype for param in engine.module.parameters() if param.is_floating_point())
     return next(dtypes, engine.core.options().zero.precision.param)
 
 
 def cast_inputs(engine: Any, *values: Any) -> Any:
     """`values`, any nesting of tensors, as the engine's forward takes them: floating point in its compute dtype, and
-    all on its device; integers and masks keep their dtype. One value comes back as itself, several as a tuple. What
-    FSDP2 does to the arguments of a forward; with engine.cast_forward_inputs = True each forward does it. Local."""
+    all on its device; integers and masks keep their dtype. One value comes back as itself, several as a tuple. FSDP2
+    does this to the arguments of a forward; with engine.cast_forward_inputs = True each forward does it. Local."""
     cast = moved(values, compute_dtype(engine), engine.device)
     return cast[0] if len(cast) == 1 else cast
 
@@ -60,8 +60,8 @@ class Forward:
     ) -> None:
         self._core, self._parallel, self._partition, self._look = core, parallel, partition, look
         self._device, self._warn, self._checks_attention = device, warn, checks_attention
-        self.input_dtype: torch.dtype | None = None  # that inputs are cast to, where this forward's are
-        self.input_device: torch.device | None = None  # that they are moved to
+        self.input_dtype: torch.dtype | None = None  # the dtype that inputs are cast to, where this forward's are
+        self.input_device: torch.device | None = None  # the device that inputs are moved to
         self._casts_inputs = casts_inputs
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from tessera.recompute import Recompute
 
 
 class Watched(Protocol):
-    """Of an engine, what Info tells of."""
+    """The part of an engine that Info shows."""
 
     @property
     def core(self) -> _core.Engine: ...
@@ -97,10 +97,10 @@ class Info:
 
     # ---- forward
     def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs), whose backward computes again what it needs; inputs are kept as the section
-        `activation_checkpointing` says. With partition_activations, inputs that are alike on the tensor-parallel ranks
-        are kept in slices there, and the backward is collective over them; with tessera.sequence_parallel_norms they
-        are parts already."""
+        """Returns function(*args, **kwargs), whose backward computes again what it needs; inputs are kept as the
+        section `activation_checkpointing` says. With partition_activations, inputs that are alike on the
+        tensor-parallel ranks are kept in slices there, and the backward is collective over them; with
+        tessera.sequence_parallel_norms they are parts already."""
         section, ranks = self._engine._settings.activation_checkpointing, self._engine._ranks
         alike = ranks.tp_world_size > 1 and not self._engine._parallel.cuts_sequence
         cuts = alike and section.partition_activations
@@ -124,8 +124,8 @@ class Info:
         return self._engine._watch.profiler
 
     def expect(self, steps: int = 0, tokens_per_sample: float = 0) -> None:
-        """For the progress line (steps_per_print) and the events: how many optimizer steps there are in all (without it
-        the schedule's total_num_steps), and tokens of a sample. 0: not known."""
+        """Sets, for the progress line (steps_per_print) and the events, how many optimizer steps there are in all
+        (without it the schedule's total_num_steps), and tokens of a sample. 0: not known."""
         self._engine._watch.expect(steps, tokens_per_sample)
 
     def count_flops(self, per_sample: float | None = None, peak: float | None = None) -> None:
@@ -140,13 +140,13 @@ class Info:
         return self._engine._watch.memory(self._engine.core)
 
     def phase_seconds(self) -> dict[str, float]:
-        """What this rank spent since the engine was built in forward, backward and step, and of these in gather
-        (partitioned parameters) and reduce (gradients). Host time; with wall_clock_breakdown that of the device too."""
+        """Seconds that this rank spent since the engine was built in forward, backward and step, and of these in gather
+        (partitioned parameters) and reduce (gradients). Host time; with wall_clock_breakdown the device's too."""
         return {name: seconds for name, (seconds, _) in self._engine.core.phases().items()}
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """The same of the last optimizer step; empty without wall_clock_breakdown."""
+        """Such seconds of the last optimizer step; empty without wall_clock_breakdown."""
         return self._engine._watch.step_seconds
 
     @property

@@ -43,12 +43,12 @@ def initialize(
     model: any nn.Module; it is changed in place (dtype, storage of its parameters). May be built inside zero.Init.
     config: dict, path, JSON or base64 text.
     optimizer: an Optimizer, or a callable that gets param groups; wins over config["optimizer"].
-    model_parameters: what a configured or called optimizer trains; default: all that require gradients.
+    model_parameters: parameters that a configured or called optimizer trains; default: all that require gradients.
     group, sequence_parallel, tensor_parallel: the ranks, as Engine takes them; default: all processes, for which the
         default process group is created where several were started and there is none.
     unit_policy: which parameters travel together, see tessera.units; default: blocks that the model repeats.
-    engine_type: Engine, or what makes one, or an object that has one, of its arguments; default: what the model names
-        (a PipelineModule a PipelineEngine), else Engine.
+    engine_type: Engine, or what makes one, or an object that has one, of its arguments; default: the class that the
+        model names (a PipelineModule a PipelineEngine), else Engine.
     The returned optimizer is the client's own object at stage 0 in fp32, else a tessera.Optimizer.
     A plain model on the CPU is moved to the accelerator that the process group has a back end of its own for, as NCCL.
     Collective over all ranks. ConfigError (a ValueError) for wrong arguments.

@@ -1,6 +1,6 @@
-"""Parameters that begin to be trained after their engine was built: frozen ones that require gradients, and what is
-added to the optimizer's param groups. The core lets them join (Note [Joining] in zero/joining.h); here it learns of
-them, and the client's optimizer of what has joined."""
+"""Parameters that begin to be trained after their engine was built: frozen ones that require gradients, and those that
+are added to the optimizer's param groups. The core lets them join (Note [Joining] in zero/joining.h); this module tells
+the core of them, and the client's optimizer of what has joined."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class HasModule(Protocol):
 def groups_of_frozen(
     model: nn.Module, base: torch.optim.Optimizer | None, given: list[Any] | None, own: bool
 ) -> dict[int, int]:
-    """By id of a frozen parameter, the param group that it joins once it requires gradients: that of the optimizer
-    which has it. One that the engine has made (`own`), of `given` (model_parameters), has only what is trained from the
-    start: there it is the group that the others beside it in `given` are in, where they are all in one."""
+    """The param group that each frozen parameter, by id, joins once it requires gradients: the optimizer's group that
+    has it. An optimizer that the engine has made (`own`) of `given` (model_parameters) has only parameters that are
+    trained from the start: a frozen one joins the group of those beside it in `given`, where these are all in one
+    group."""
     if base is None:
         return {}
     group_of = {id(param): number for number, group in enumerate(base.param_groups) for param in group["params"]}
@@ -61,14 +62,14 @@ def _fits(base: torch.optim.Optimizer, group: dict[str, Any], model: nn.Module, 
 
 
 class Joining:
-    """What an engine does with them. `partition`: marks parameters as the engine's."""
+    """The engine's part in joining. `partition`: marks parameters as the engine's."""
 
     def __init__(self, engine: HasModule, updates: Updates, partition: Partition) -> None:
         self._engine, self._updates, self._partition = engine, updates, partition
         self._core = updates.core
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """optimizer.add_param_group(). With a group that is refused all is as before."""
+        """Does optimizer.add_param_group(). With a group that is refused all is as before."""
         base = self._updates.trained_by("optimizer.add_param_group").base
         count = len(base.param_groups)
         type(base).add_param_group(base, group)
@@ -106,7 +107,7 @@ class Joining:
         self._updates.optimized |= frozenset(numbers)
 
     def join(self) -> None:
-        """Before a save or a load. Collective, over all engines that save together."""
+        """Joins before a save or a load. Collective, over all engines that save together."""
         with on_all(self._core):
             if self._updates.runner is not None:
                 self._updates.runner.check_kept()
@@ -140,7 +141,7 @@ class Joining:
         runner.note_params()
 
     def _joining(self, runner: Runner, grown: list[tuple[int, list[torch.Tensor]]]) -> list[tuple[torch.Tensor, int]]:
-        """What has come, with its group."""
+        """Parameters that have come, with their groups."""
         listed = Counter(id(p) for group in runner.base.param_groups for p in group["params"])
         joining = [(param, group) for group, params in grown for param in params]
         for param, group in joining:
@@ -154,7 +155,7 @@ class Joining:
         return joining
 
     def _specs(self, joining: list[tuple[torch.Tensor, int]]) -> list[_core.ParamSpec]:
-        """Of those that the engine has not seen: of a module that came later, or of none."""
+        """Specs of parameters that the engine has not seen: those of a module that came later, or of none."""
         names = {id(param): name for name, param in self._engine.module.named_parameters()}
         first = len(self._core.params())
         return [
@@ -166,7 +167,7 @@ class Joining:
 
 
 def _place(numbers: list[int], number: int) -> int:
-    """Where a group has it that had it from the start."""
+    """The place in a group of a parameter as if it had been there from the start."""
     return next((place for place, other in enumerate(numbers) if other > number), len(numbers))
 
 
@@ -180,7 +181,7 @@ def _rename(updates: Updates, spec: _core.ParamSpec, number: int) -> None:
 
 
 def _strangers(module: nn.Module, group: dict[str, Any]) -> str:
-    """What tells parameters that have no name in the model."""
+    """A text on parameters that have no name in the model, by their shapes."""
     named = {id(param) for param in module.parameters()}
     others = [tuple(param.shape) for param in group["params"] if id(param) not in named]
     return f"; no module of the model has its parameters of the shapes {others}" if others else ""

@@ -90,7 +90,7 @@ def load(run: Run, request: LoadRequest, load_weights: Callable[..., None]) -> t
     with on_all(run.core):
         found = _look(run, request, restore)
     restore.apply()
-    # From here on the run is another one: what code of the user's throws is an error of all ranks, too.
+    # From here on the run has changed: an error of the user's code is an error of all ranks, too.
     with on_all(run.core):
         _put(run, request, restore, found, load_weights)
     return restore.folder, found.client
@@ -142,7 +142,7 @@ def _put(
     if request.schedule:
         put_schedule(run, found.schedule, json.loads(restore.run))
     elif found.schedule is not None:
-        found.client.setdefault("lr_scheduler", found.schedule)  # as DeepSpeed gives what it does not load
+        found.client.setdefault("lr_scheduler", found.schedule)  # DeepSpeed gives what it does not load, too
     if found.loader is not None:
         run.training_dataloader.load_state_dict(found.loader)
     if found.random is not None:
@@ -179,7 +179,7 @@ def _buffers_from(run: Run, restore: _core.Restore, strict: bool) -> list[tuple[
 
 
 def _extra_from(run: Run, saved: Saved) -> dict[str, Any]:
-    """What set_extra_state() of modules here takes."""
+    """The extra state for set_extra_state() of modules here."""
     extra: dict[str, Any] = saved.part("extra", {})
     modules = dict(run.module.named_modules())
     for prefix, value in extra.items():

@@ -17,7 +17,7 @@ from tessera.engine._updates import Updates
 
 
 class Look:
-    """What an engine does of it. `settings`: its configuration."""
+    """Looks whether this rank can update. `settings`: the engine's configuration."""
 
     def __init__(
         self, engine: HasModule, settings: _core.Config, updates: Updates, joining: Joining, contents: Contents
@@ -32,13 +32,13 @@ class Look:
         """An error of one rank here would leave the others waiting: the step that follows tells all."""
         if self._updates.runner is None or not torch.is_grad_enabled():
             self._joining.follow()
-        elif self.in_backward:  # which then refuses what step() would
+        elif self.in_backward:  # the backward refuses what step() would
             self._core.set_fault(self.look(before_step=True)[0])
         else:
             self._followed()
 
     def _followed(self) -> Exception | None:
-        """What speaks against the parameters that begin to be trained."""
+        """The error that parameters which begin to be trained give, if any."""
         try:
             self._joining.follow()
         except Exception as error:
@@ -46,7 +46,8 @@ class Look:
         return None
 
     def look(self, before_step: bool) -> tuple[str, Exception | None]:
-        """What keeps this rank from an update, to be announced to the others, and the error behind it. Local."""
+        """Returns what keeps this rank from an update, to be announced to the others, and the error behind it.
+        Local."""
         if self.looked is not None:
             return self.looked
         problem = self._followed()
@@ -60,7 +61,7 @@ class Look:
         return self._contents.fault(self._engine.module) if problem is None else fault_text(problem), problem
 
     def before_norm(self) -> tuple[str, Exception | None]:
-        """As look(), without what happens once a step."""
+        """Does what look() does, without what happens once a step."""
         if self.looked is not None:
             return self.looked
         problem = self._followed()
@@ -86,6 +87,6 @@ def own_error_first(problem: Exception | None) -> Iterator[None]:
 
 
 def fault_text(error: Exception) -> str:
-    """Without our origin; those of others with their class."""
+    """The error's text without our origin; errors of others with their class."""
     text = str(error)
     return re.sub(r"^\[[\w.]+\] ", "", text) if text.startswith("[") else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""What an engine has on its device, elsewhere for a while: arguments of offload_states()."""
+"""Moves what an engine has on its device elsewhere for a while: arguments of offload_states()."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class Moving:
 
     def finish_update(self) -> None:
         """With tessera.update_runs_on: returns once the last update has come to its end, on all ranks. For who reads
-        or writes parameters of the module itself between it and the next forward; what the engine has for that
-        (zero.GatheredParameters, module_state_dict(), checkpoints, tessera.state) waits by itself, and so do forwards
-        without gradients. IoError, on all ranks, where a disk failed. Collective."""
+        or writes parameters of the module itself between the update and the next forward; the engine's own ways of
+        doing so (zero.GatheredParameters, module_state_dict(), checkpoints, tessera.state) wait by themselves, and so
+        do forwards without gradients. IoError, on all ranks, where a disk failed. Collective."""
         self._core.finish_update()
 
     def reload_states(self, non_blocking: bool = False) -> None:

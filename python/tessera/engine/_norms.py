@@ -14,7 +14,7 @@ from tessera.errors import ConfigError, UsageError
 
 
 class Norms:
-    """What an engine says of the norm, and clips to it."""
+    """The norms that an engine gives, and clips to."""
 
     def __init__(self, updates: Updates, joining: Joining, look: Look, device: torch.device) -> None:
         self._updates, self._joining, self._look, self._device = updates, joining, look, device
@@ -26,7 +26,7 @@ class Norms:
         return self._on_all(self._core.grad_norm)
 
     def norm_contribution(self, without: Iterable[nn.Parameter] = ()) -> float:
-        """This rank's part of the square of grad_norm(): those of all ranks add up to it, replicas counted once,
+        """This rank's part of the square of grad_norm(): the parts of all ranks add up to it, replicas counted once,
         without a loss scale. `without`: parameters that do not count, as copies of what another engine counts.
         ValueError, on all ranks, where step() would be one. Collective."""
         self._updates.trained_by("norm_contribution")
@@ -35,8 +35,8 @@ class Norms:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ for gradients that are not in p.grad; between a backward and step(). Returns
-        the norm that they had. Those with inf or NaN are left to step(), which clips to gradient_clipping (1.0, if the
-        configuration does not say) in any case, without a pass of its own. All ranks give the same, else it is a
+        the norm that these had. Gradients with inf or NaN are left to step(), which clips to gradient_clipping (1.0, if
+        the configuration does not say) in any case, without another pass. All ranks give the same, else there is a
         ValueError on all of them. Collective."""
         self._updates.trained_by("clip_grad_norm_")
         if self._look.in_backward:
@@ -54,7 +54,7 @@ class Norms:
         return torch.tensor(norm, device=self._device)
 
     def _on_all(self, norm: Callable[[str], float], problem: Exception | None = None) -> float:
-        """What keeps this rank from it is announced in the exchange that all make."""
+        """Calls norm(); announces what keeps this rank from it in the exchange that all make."""
         fault, found = ("", None) if problem else self._look.before_norm()
         problem = problem or found
         try:

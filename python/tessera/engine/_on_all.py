@@ -1,4 +1,4 @@
-"""What one rank alone can find wrong, announced to all: before anything that they do together."""
+"""Announces what one rank alone can find wrong to all: before anything that they do together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from tessera import _core
 from tessera.errors import ConfigError, IoError, UsageError
 
-_KINDS = (ConfigError, IoError, UsageError)  # that all ranks raise where one does; other kinds are the first elsewhere
+_KINDS = (ConfigError, IoError, UsageError)  # all ranks raise these where one does; other kinds are the first elsewhere
 
 
 @contextlib.contextmanager
 def on_all(core: _core.Engine) -> Iterator[None]:
-    """What fails inside on one rank is an error on all of them, of all engines that save together: there its own,
-    elsewhere one that says it. Inside there is nothing collective but what all ranks of this engine fail in alike.
-    Collective."""
+    """Makes an error inside on one rank an error on all of them, of all engines that save together: there its own,
+    elsewhere one that says it. Inside there is nothing collective but calls that fail on all ranks of this engine
+    alike. Collective."""
     problem: Exception | None = None
     try:
         yield

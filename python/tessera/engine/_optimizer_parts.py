@@ -1,5 +1,5 @@
-"""What a checkpoint has of the optimizer beside the core's tensors: states of an optimizer that runs itself, values of
-param groups, the schedule."""
+"""The part of a checkpoint that is the optimizer's, beside the core's tensors: states of an optimizer that runs itself,
+values of param groups, the schedule."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tessera.optim.engines import ExternalRunner
 _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
 # Ranks along these have the same states where those are not sharded.
 _COPIES = [_core.Axis.DpReplicate, _core.Axis.DpShard, _core.Axis.Sp]
-_COUNTS = frozenset({"last_epoch", "last_batch_iteration"})  # what a schedule is nothing without
-# Between which numbers these values of param groups lie.
+_COUNTS = frozenset({"last_epoch", "last_batch_iteration"})  # numbers without which a schedule is nothing
+# Bounds of these values of param groups.
 _RANGES = {"betas": (0, 1), **dict.fromkeys(("eps", "momentum", "weight_decay"), (0, math.inf))}
-# What schedules of torch keep as lists with one entry for each param group.
+# Lists of torch's schedules with one entry for each param group.
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
@@ -30,8 +30,9 @@ _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_
 
 
 def client_states(run: Run, names: dict[int, str]) -> tuple[dict[str, Any], list[tuple[int, str, torch.Tensor]]]:
-    """Of an optimizer that runs itself: what is not a value for each element of this rank's part, by parameter (with
-    CUT where that says what of it they are of), and what is. Where all ranks have the same, one has it here."""
+    """States of an optimizer that runs itself: those that are not a value for each element of this rank's part, by
+    parameter (with CUT where that says what of it they are of), and those that are. Where all ranks have the same, one
+    has it here."""
     numbers: dict[str, Any] = {}
     states: list[tuple[int, str, torch.Tensor]] = []
     runner = run._updates.runner
@@ -65,7 +66,7 @@ def _cut_here(run: Run, spec: _core.ParamSpec, number: int, target: torch.Tensor
 
 
 def _fitting(name: str, states: list[dict[str, Any]], cut: list[Any]) -> dict[str, Any]:
-    """Of what the ranks have saved of a parameter: the last that is of this cut."""
+    """Returns the last of the states that ranks have saved for a parameter which is of this cut."""
     fitting = [state for state in states if CUT not in state or state[CUT] == cut]
     if states and not fitting:
         begin, end, shape, *_ = states[-1][CUT]
@@ -81,7 +82,8 @@ def _fitting(name: str, states: list[dict[str, Any]], cut: list[Any]) -> dict[st
 def states_from(
     run: Run, restore: _core.Restore, saved: Saved, names: dict[int, str]
 ) -> dict[int, dict[str, Any]] | None:
-    """By number of the parameter: what the client's optimizer shall have. None for one of the core's."""
+    """Returns the states that the client's optimizer shall have, by number of the parameter. None where the core
+    updates."""
     runner = run._updates.runner
     if not isinstance(runner, ExternalRunner):
         return None
@@ -108,7 +110,7 @@ def states_from(
         if "step" not in state and record.step > 0 and state:
             state["step"] = torch.tensor(float(record.step))
         elif "step" not in state and not any(isinstance(part, torch.Tensor) and part.any() for part in state.values()):
-            state = {}  # as before its first step
+            state = {}  # the states before a first step
         present = runner.base.state.get(target) or {}
         result[number] = _fitted(state, present, runner.base, f"the optimizer's state of '{record.name}'")
     return result
@@ -180,8 +182,9 @@ class SavedGroup:
 
 
 def groups_from(run: Run, saved: Saved, reader: _core.CheckpointReader) -> list[SavedGroup | None] | None:
-    """By param group here: the one in the checkpoint that has its parameters; None where it has none of them. None in
-    all: a run of C++. ConfigError where parameters of one group have other values of several there."""
+    """Returns for each param group of this optimizer the checkpoint's group that has its parameters; None where there
+    is none. None as a whole: a run of C++. ConfigError where parameters of one group come from several groups whose
+    values differ."""
     values = saved.param_groups()
     if values is None or run.basic_optimizer is None:
         return None
@@ -209,7 +212,7 @@ def groups_from(run: Run, saved: Saved, reader: _core.CheckpointReader) -> list[
                 )
         result.append(first)
     taken = {group.number for group in result if group is not None}
-    # Groups of parameters that the checkpoint lacks, or of none.
+    # A group whose parameters the checkpoint lacks, or that has none, takes the checkpoint's group of its own number.
     return [
         there[n] if group is None and n < len(there) and n not in taken else group for n, group in enumerate(result)
     ]
@@ -238,7 +241,7 @@ def _groups_of(run: Run) -> list[dict[str, Any]]:
 
 
 def _taken(group: dict[str, Any], of: SavedGroup | None) -> list[tuple[str, Any]]:
-    """What a group takes of a saved one."""
+    """The values that a group takes of a saved one."""
     values = {} if of is None else of.values
     return [(key, value) for key, value in values.items() if key in group or key.startswith("initial_")]
 
@@ -286,7 +289,8 @@ def put_groups(run: Run, saved: list[SavedGroup | None] | None) -> None:
 
 
 def schedule_from(run: Run, saved: Any, groups: list[SavedGroup | None] | None) -> Any:
-    """What the schedule here shall take of a saved one. IoError where it cannot; the schedule is as before."""
+    """The state that the schedule here shall take of a saved one. IoError where it cannot; the schedule is as
+    before."""
     schedule = run.lr_scheduler
     if not hasattr(schedule, "load_state_dict"):
         return saved

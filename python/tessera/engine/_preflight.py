@@ -1,5 +1,5 @@
-"""What an engine refuses of a module, before it touches anything (what it refuses of parameters the core knows), and of
-its use before a step."""
+"""Refuses modules that an engine cannot take, before it touches anything (the core refuses parameters), and uses of
+the module before a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints are made of, and go back to."""
+"""The parts that checkpoints are made of, and go back to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tessera.engine.program import Program
 
 
 class Run(Protocol):
-    """An engine, with what a user may exchange of it."""
+    """An engine, with the parts that a user may exchange."""
 
     @property
     def core(self) -> _core.Engine: ...
@@ -41,12 +41,12 @@ class Run(Protocol):
 
 
 def names_of(run: Run) -> dict[int, str]:
-    """Of every parameter, by id, the name that the core has for it."""
+    """The name that the core has for every parameter, by id."""
     return {id(spec.tensor): spec.name for spec in run.core.params()}
 
 
 def buffers_of(run: Run) -> dict[str, torch.Tensor]:
-    """Those that state_dict() has, each once."""
+    """The buffers that state_dict() has, each once."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in run.module.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():

@@ -43,7 +43,7 @@ def save(run: Run, request: SaveRequest) -> None:
     _core.wait_for_checkpoint(run.core)
     run.join_thawed()
     group_names = run._program.group_names(run._updates.group_names)
-    # Whatever fails on one rank fails here, before the first of them counts on the others.
+    # An error of one rank comes here, before the first of them counts on the others.
     with on_all(run.core):
         _check(request, as_deepspeed, asynchronous)
         run._contents.check(run.module, "save_checkpoint")
@@ -106,7 +106,7 @@ def _aliases(run: Run, names: dict[int, str]) -> dict[str, list[str]]:
 
 
 def _extra(run: Run) -> dict[str, Any]:
-    """What modules add to a state dict by get_extra_state()."""
+    """The extra state that modules add to a state dict by get_extra_state()."""
     extra = {}
     for prefix, module in run.module.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
@@ -115,7 +115,7 @@ def _extra(run: Run) -> dict[str, Any]:
 
 
 def _blobs(run: Run, client_state: dict[str, Any], numbers: dict[str, Any], group_names: Names) -> dict[str, bytes]:
-    """This rank's. Each can be read without the others."""
+    """This rank's blobs. Each can be read without the others."""
     place = _core.checkpoint_place(run.core)
     blobs = {f"optimizer-{place}": pickled(numbers, "the optimizer's state")} if numbers else {}
     if place != 0:

@@ -21,9 +21,9 @@ from tessera.errors import ConfigError, UsageError
 def step_together(
     engines: Engine | Iterable[Engine], group: _mesh.OneGroup | None = None, *, copies: Iterable[nn.Parameter] = ()
 ) -> float | None:
-    """step() of every engine; at an accumulation boundary all clip by the norm of all their gradients, and a gradient
-    that is not finite in one of them skips the step of all, so that loss scales move alike. Returns the norm, None
-    between boundaries.
+    """Calls step() of every engine; at an accumulation boundary all clip by the norm of all their gradients, and a
+    gradient that is not finite in one of them skips the step of all, so that loss scales move alike. Returns the norm,
+    None between boundaries.
 
     `engines`: those of this process. `group`: all processes that hold any of the engines (a torch ProcessGroup or a
     group of tessera), each of which passes its own, none or several; without it, every rank of one engine holds them
@@ -50,7 +50,7 @@ def step_together(
 
 
 def _device(engines: list[Engine], group: Any) -> torch.device:
-    """Of what the processes exchange."""
+    """The device of what the processes exchange."""
     if isinstance(group, dist.ProcessGroup):
         return group_device(group) or torch.device("cpu")
     return engines[0].device if engines else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What an engine updates, and the optimizer that does it."""
+"""The parameters that an engine updates, and the optimizer that does it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tessera.optim.engines import OptimizerStates, Runner
 class Updates:
     core: _core.Engine
     runner: Runner | None  # None: this engine only evaluates
-    index: dict[int, int]  # of all parameters, by id, the number in the core
+    index: dict[int, int]  # the number in the core of all parameters, by id
     optimized: frozenset[int]  # numbers
-    frozen: dict[str, torch.Tensor]  # of these nobody knows who trains them
-    # By param group, in its order: name, and whether it is trained. An optimizer may get other objects in their place.
+    frozen: dict[str, torch.Tensor]  # for these nobody knows who trains them
+    # By param group, in its order: names, and whether each is trained. An optimizer may get other objects in their
+    # place.
     group_names: list[list[tuple[str, bool]]]
-    params_are_masters: bool  # what the optimizer gets are the module's own parameters, whole and exact
+    params_are_masters: bool  # the optimizer gets the module's own parameters, whole and exact
     cuts_states: bool  # this rank has a part of the optimizer's states
 
     def trained_by(self, call: str) -> Runner:
@@ -36,7 +37,7 @@ class Updates:
         return self.index.get(id(param)) in self.optimized
 
     def number(self, param: torch.Tensor) -> int | None:
-        """Its place in core.params(); None where the module does not have it."""
+        """The parameter's number in core.params(); None where the module does not have it."""
         return self.index.get(id(param))
 
     def numbers(self) -> frozenset[int]:
@@ -44,7 +45,7 @@ class Updates:
         return self.optimized
 
     def optimizer_states(self) -> OptimizerStates:
-        """Of what the optimizer has, by number."""
+        """The states that the optimizer has, by number."""
         return self.trained_by("optimizer_states").states
 
     def masters(self) -> dict[str, torch.Tensor]:

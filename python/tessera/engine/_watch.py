@@ -1,5 +1,5 @@
-"""What an engine tells while it trains: progress lines, times of its phases, memory, collectives, events of monitors
-and the profile of a forward. One Watch belongs to one engine; rank 0 speaks."""
+"""Watch: what an engine tells while it trains: progress lines, times of its phases, memory, collectives, events of
+monitors and the profile of a forward. One Watch belongs to one engine; rank 0 speaks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Watched(Protocol):
 
 class Watch:
     def __init__(self, config: _core.Config, rank: int, said: list[tuple[str, int]]) -> None:
-        """Before the engine has a core: all that can be wrong of the configuration is an error here. `said`: warnings
-        so far, which grow."""
+        """Made before the engine has a core: all that can be wrong in the configuration is an error here. `said`:
+        warnings so far, which grow."""
         self._config = config
         self._speaks = rank == 0
         self._every: int = config.steps_per_print or 0
@@ -63,7 +63,7 @@ class Watch:
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """Of the last optimizer step."""
+        """Seconds of the last optimizer step, by phase."""
         return self._numbers.step_seconds
 
     def built(self, engine: Watched) -> None:
@@ -121,7 +121,7 @@ class Watch:
     # ---------------------------------------------------------------- steps
 
     def stepped(self, engine: Watched) -> None:
-        """After every optimizer step."""
+        """Called after every optimizer step."""
         self._listen(engine)
         if self._every and self._speaks:
             self._numbers.in_place = self._terminal and shows_in_place()
@@ -178,8 +178,8 @@ class Watch:
     # ---------------------------------------------------------------- collectives
 
     def call_rows(self, core: _core.Engine, stragglers: bool) -> tuple[list[dict[str, Any]], str]:
-        """One row an operation and message size, and all as text. With `stragglers` collective: time waited for the
-        slowest rank."""
+        """Returns one row an operation and message size, and all as text. Collective with `stragglers`: time waited for
+        the slowest rank."""
         assert self.calls is not None
         return _core.call_rows(self.calls, core, stragglers)
 

@@ -40,8 +40,8 @@ class Weights:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """module.state_dict(), on request without frozen parameters. Stage 3 and tensor parallelism: whole values,
-        copied; collective. So it is where an update runs on (finish_update())."""
+        """Returns module.state_dict(), on request without frozen parameters. Stage 3 and tensor parallelism: whole
+        values, copied; collective. It is collective, too, where an update runs on (finish_update())."""
         module = self._engine.module
         with self._engine._whole() as partitioned:
             state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)

@@ -34,15 +34,15 @@ def engine_behind(given: Any) -> Any:
 
 
 def values_of_all(own: Any) -> list[Any]:
-    """What each process passes, as JSON can say it, in the order of ranks. Collective."""
+    """Returns what each process passes, as JSON can say it, in the order of ranks. Collective."""
     device = group_device(None) or torch.device("cpu")
     texts = _core.texts_of(core_group(None), json.dumps(own), "values of all processes", device)
     return [json.loads(text) for text in texts]
 
 
 class Front:
-    """What an object that has an Engine has to say while the engine works: here nothing. Who needs more derives a class
-    and passes an object of it (Engine(front=...))."""
+    """The calls by which an object that has an Engine takes part in its work: here none does anything. An object that
+    needs more is of a derived class, and is passed to the engine (Engine(front=...))."""
 
     counts_empty_steps = False
     """An update that no backward preceded is counted as any other, with one warning; else it is an error."""
@@ -53,11 +53,11 @@ class Front:
         return base
 
     def optimizer_class(self, engine: Any) -> type[Optimizer]:
-        """Of engine.optimizer where it is not the client's own."""
+        """The class of engine.optimizer where that is not the client's own."""
         return Optimizer
 
     def settle(self, engine: Any) -> None:
-        """Before all ranks save, load or read whole parameters. May be collective."""
+        """Called before all ranks save, load or read whole parameters. May be collective."""
 
     def stepping(self, engine: Any) -> contextlib.AbstractContextManager[None]:
         """Around every step()."""

@@ -12,7 +12,7 @@ from tessera.engine._updates import Updates
 
 __all__ = ["Names", "Program", "check_trains", "engine_class"]
 
-Names = list[list[tuple[str, bool]]]  # by param group: name, and whether it is trained
+Names = list[list[tuple[str, bool]]]  # by param group: names, and whether each is trained
 
 
 @functools.singledispatch
@@ -23,10 +23,10 @@ def engine_class(model: object) -> Callable[..., Any] | None:
 
 
 class Program:
-    """What an engine asks of it; here the engine is all of it. A program of several engines derives a class and passes
-    an object of it (Engine(program=...))."""
+    """The calls by which an engine asks the program that it is a part of; here the engine is all of it. A program of
+    several engines derives a class and passes an object of it (Engine(program=...))."""
 
-    of_several = False  # its checkpoints are those of several engines: engine/checkpoint.h
+    of_several = False  # checkpoints are of several engines: engine/checkpoint.h
 
     def speaks(self) -> bool:
         """Whether this engine logs warnings and progress."""
@@ -36,18 +36,18 @@ class Program:
         """Errors refuse it: nothing of the module has changed. Collective."""
 
     def buildable(self) -> None:
-        """What comes is collective inside an engine: errors of others end it here. Collective."""
+        """Called before what is collective inside an engine: errors of others end it here. Collective."""
 
     def casts_inputs(self) -> bool:
         """Whether the inputs of the forward that begins are the program's own, which fp16.auto_cast casts."""
         return True
 
     def device(self) -> torch.device | None:
-        """Of an engine whose module has no parameters."""
+        """The device of an engine whose module has no parameters."""
         return None
 
     def group_names(self, own: Names) -> Names:
-        """What a checkpoint has of param groups. Collective."""
+        """The names of param groups that a checkpoint has. Collective."""
         return own
 
 

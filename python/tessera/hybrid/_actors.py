@@ -68,7 +68,7 @@ class Place:
     rendezvous: Rendezvous | None
 
     def store(self) -> Any:
-        """For Link.sender() and Link.receiver()."""
+        """The store for Link.sender() and Link.receiver()."""
         if self.rendezvous is None:
             raise UsageError(f"[hybrid] group '{self.group}' is not part of a Program, so there is no store for links")
         return self.rendezvous.store(self.timeout)
@@ -79,10 +79,10 @@ class Host:
 
     def __init__(self) -> None:
         self.object: Any = None
-        self.place: Place | None = None  # as long as this process: see Rendezvous.relay
+        self.place: Place | None = None  # lives as long as this process: see Rendezvous.relay
 
     def address(self) -> tuple[str, int]:
-        """Where the store of the ranks is."""
+        """The address of the ranks' store."""
         return import_ray().util.get_node_ip_address(), free_port()
 
     def build(self, place: Place, master: tuple[str, int], backend: str | None, make: Any) -> None:
@@ -152,7 +152,7 @@ class ActorGroup:
         start_together([self])
 
     def begin_actors(self) -> Pending:
-        """Places the actors; of the first of them, the address of the ranks' store."""
+        """Places the actors; returns, from the first, the address of the ranks' store."""
         ray = import_ray()
         self._place(ray)
         remote = ray.remote(num_cpus=self.cpus, num_gpus=self.gpus, max_restarts=0)(Host)
@@ -220,7 +220,8 @@ class ActorGroup:
 
 
 def start_together(groups: Sequence[ActorGroup], rendezvous: Rendezvous | None = None) -> None:
-    """Starts them at the same time: most of it is each process importing what it needs. All of them or none."""
+    """Starts all groups at the same time: most of a start is each process importing what it needs. All of them or
+    none."""
     if not import_ray().is_initialized():
         raise UsageError("[hybrid] there is no Ray cluster yet; call ray.init() first")
     for group in groups:
@@ -266,7 +267,7 @@ def wait(*calls: Pending, timeout: float | None = None) -> list[list[Any]]:
 
 
 def _error_of(failures: list[tuple[Pending, int, Exception]]) -> ActorError:
-    """Those that died first: what others say follows from it."""
+    """The error of ranks that died first: what others say follows from it."""
     ray = import_ray()
     dead = [f for f in failures if isinstance(f[2], ray.exceptions.RayActorError)]
     texts = []

@@ -17,9 +17,9 @@ from tessera.hybrid._sender import Sender
 def hand_over(
     sender: Sender, receiver: Receiver, outputs: Any, sample: Hashable, samples: Sequence[int] | None = None
 ) -> Any:
-    """For processes that have a rank of both sides: what Receiver.receive() would return of Sender.send(outputs),
-    inside one graph, so that loss.backward() goes through both engines. The ends have no step() then, and must be there
-    until the last backward. Collective over both sides, in the backward too."""
+    """Returns what Receiver.receive() would return of Sender.send(outputs), inside one graph, so that loss.backward()
+    goes through both engines: for processes that have a rank on both sides. The ends have no step() then, and must
+    exist until the last backward. Collective over both sides, in the backward too."""
     leaves, tree = _pytree.tree_flatten(outputs)
     where = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     source, target = (end._joining.end(f"sample {sample!r}") for end in (sender, receiver))

@@ -26,9 +26,9 @@ C10D: Any = torch._C._distributed_c10d  # the stores; torch.distributed does not
 
 
 class Joining:
-    """One rank's. `names`: of all ranks, in errors; `connect(store, processes)`: makes the end once all have come,
-    where `processes` are those of all ranks. Runs on a thread of its own, also because a client of torch's waits for
-    the answer of a store without end."""
+    """One rank's way to a link. `names`: of all ranks, in errors; `connect(store, processes)`: makes the end once all
+    have come, where `processes` are those of all ranks. Runs on a thread of its own, also because a client of torch's
+    waits for the answer of a store without end."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Joining:
         )
 
     def _wait_for_end(self, text: str) -> bool:
-        """Whether it came, or an error. DistBackendError that begins with `text` where one who has come gives up."""
+        """Whether the end came, or an error. DistBackendError that begins with `text` where a rank who has come gives
+        up."""
         until = time.monotonic() + self._timeout
         while not self._came.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
             if self._connects and (reason := self._within(_ANNOUNCING, self._failure_of_others)):
@@ -90,7 +91,8 @@ class Joining:
         return True
 
     def call(self, what: str, method: str, *args: Any) -> Any:
-        """A method of the end. Where another rank is lost that has announced why, DistBackendError has that, too."""
+        """Calls a method of the end. Where another rank is lost that has announced why, DistBackendError has that,
+        too."""
         end = self.end(what)
         try:
             return getattr(end, method)(*args)
@@ -124,7 +126,7 @@ class Joining:
     # ---------------------------------------------------------------- on a thread
 
     def _within(self, seconds: float, call: Callable[[], Any]) -> Any:
-        """What `call`, of the store, returns; None where it fails, or takes longer."""
+        """Returns what `call`, of the store, returns; None where it fails, or takes longer."""
         found: list[Any] = []
 
         def run() -> None:
@@ -213,6 +215,6 @@ class Joining:
 
 
 def has_ended(process: dict[str, Any]) -> bool:
-    """Of this host, as a rank says of itself when it comes."""
+    """Whether a process of this host has ended, by what a rank says of itself when it comes."""
     here: bool = process["host"] == _core.host_id()
     return here and _core.start_of_process(process["pid"]) != process["start"]

@@ -1,5 +1,5 @@
-"""What the ranks of a link agree on: who holds what of a tensor, and how it travels. Which part goes from which rank to
-which is the core's arithmetic (tessera/pipeline/boxes.h)."""
+"""The terms that the ranks of a link agree on: who holds what of a tensor, and how it travels. Which part goes from
+which rank to which is the core's arithmetic (tessera/pipeline/boxes.h)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layout:
 
     @classmethod
     def of(cls, engine: Any) -> Layout:
-        """That of an engine's mesh."""
+        """The layout of an engine's mesh."""
         mesh = engine.core.mesh()
         return cls(mesh.batch_size(), mesh.size(_core.Axis.Sp), mesh.size(_core.Axis.Tp))
 
@@ -44,8 +44,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Dims:
-    """Along which dim of every tensor the ranks' batches lie, and along which a sequence is cut. They may be the same
-    one, for packed tokens: then each batch has its own stretch of it. Tensors without dims are never cut."""
+    """The dim of every tensor along which the ranks' batches lie, and the one along which a sequence is cut. They may
+    be one dim, for packed tokens: then each batch has its own stretch of it. Tensors without dims are never cut."""
 
     batch: int = 0
     sequence: int | None = None

@@ -16,7 +16,7 @@ class Link(Terms):
 
     `name`: unique among the links of a store. `source`, `target`: the ranks of both sides. `batch_dim`: the dim of
     every tensor along which batches of ranks lie; `sequence_dim`: the one that ranks of a sequence cut, which for
-    packed tokens may be the same. `sides`: what the two are called in errors. `timeout`: seconds that a rank waits for
+    packed tokens may be the same. `sides`: names of the two in errors. `timeout`: seconds that a rank waits for
     another one; None: those of the process group where it waits, 600 without one. `transport`: "auto" (memory between
     processes of one host, a Gloo process group between hosts), "group" (the process group everywhere) or "ray" (Ray's
     object store everywhere; for actor groups).
@@ -24,8 +24,8 @@ class Link(Terms):
 
     def sender(self, store: Any, rank: int, engine: Any = None) -> Sender:
         """This process as rank `rank` of the source. `store`: a torch.distributed store that all ranks of both sides
-        reach, through a client of this rank's own. `engine`: the one whose outputs are sent; its mesh is checked, and
-        its loss scale holds in backward(). Waits for nobody."""
+        reach, through a client of this rank's own. `engine`: the engine whose outputs are sent; its mesh is checked,
+        and its loss scale holds in backward(). Waits for nobody."""
         return Sender(self, store, rank, engine)
 
     def receiver(self, store: Any, rank: int, engine: Any = None) -> Receiver:

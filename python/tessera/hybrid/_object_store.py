@@ -29,7 +29,7 @@ class Relay:
         self._coming(key).set_result(reference)
 
     async def take(self, key: Any) -> list[Any]:
-        """Waits until it is there; once."""
+        """Waits until the value is there, and returns it; once."""
         reference = await self._coming(key)
         del self._kept[key]
         return reference
@@ -92,7 +92,7 @@ class ObjectStore:
             raise dist.DistBackendError(f"a message was lost on its way: {reason}") from None
 
     def _key(self, source: int, target: int, tag: int) -> Any:
-        """Of the next message."""
+        """The key of the next message."""
         way = (source, target, tag)
         self._counts[way] += 1
         return (self._link, *way, self._counts[way])

@@ -51,7 +51,7 @@ class Program:
         address = ray.util.get_node_ip_address()
         if self._store is None:
             self._store = _serve(address)
-        # What ranks of an earlier start have left in the store is not for these. Without the name no key is found.
+        # Keys that ranks of an earlier start have left in the store are not for these: they lack this name.
         rendezvous = Rendezvous(address, self._store.port, f"tessera-{secrets.token_hex(16)}")
         start_together(list(self._groups.values()), rendezvous)
 
@@ -71,7 +71,7 @@ class Program:
         return dict(zip(self._groups, wait(*calls), strict=True))
 
     def step(self, method: str, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
-        """One optimizer step: run() of a method that does the forwards and backwards of all micro-batches, with
+        """Makes one optimizer step: run() of a method that does the forwards and backwards of all micro-batches, with
         engine.step() after each but the last; then all engines step with the gradient norm of all of them, so that
         they clip by one factor and skip together. Returns what the method did."""
         results = self.run(method, *args, **kwargs)
@@ -94,7 +94,7 @@ class Program:
         wait(*self._begin_each("engine.save_checkpoint", folder / parts))
         ranks = {name: group.ranks for name, group in self._groups.items()}
         manifest = json.dumps({"groups": ranks, "parts": parts, "state": state}, indent=1)
-        _core.replace_text(str(folder / _MANIFEST), manifest)  # what it replaces is removed next
+        _core.replace_text(str(folder / _MANIFEST), manifest)  # what the file replaces is removed next
         _core.set_latest(str(folder.parent), tag)
         for other in folder.iterdir():
             if other.is_dir() and other.name != parts and (other.name in self._groups or other.name.startswith(_PARTS)):
@@ -123,7 +123,8 @@ class Program:
         return manifest["state"]
 
     def restore(self, tag: str | None = None) -> Any:
-        """After an ActorError: ends all actors, starts new ones and loads the last checkpoint. Returns its state."""
+        """Ends all actors after an ActorError, starts new ones and loads the last checkpoint. Returns the checkpoint's
+        state."""
         self.stop()
         self.start()
         return self.load(tag)
@@ -152,7 +153,7 @@ def _serve(address: str) -> Any:
             timeout=timedelta(minutes=10),
             master_listen_fd=listening.fileno(),
         )
-        listening.detach()  # it is the store's
+        listening.detach()  # the socket is the store's
     return store
 
 

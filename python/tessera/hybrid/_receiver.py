@@ -26,7 +26,7 @@ class Receiver(End):
 
     def give_back(self, sample: Hashable, gradients: Any = None) -> None:
         """Sends the gradients of what receive(sample) returned: those in .grad, or `gradients`, in the nesting of
-        receive() or a list of those of the tensors that require some; None for one that is zero. After the backward of
-        the sample; waits for nobody. Of a loss scale of the engine they are freed."""
+        receive() or a list with one for each tensor that requires some; None for a gradient that is zero. After the
+        backward of the sample; waits for nobody. The engine's loss scale is divided out."""
         given = None if gradients is None else _pytree.tree_leaves(gradients, is_leaf=lambda leaf: leaf is None)
         self._joining.call(f"sample {sample!r}", "give_back", text_of(sample), given)

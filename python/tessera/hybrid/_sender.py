@@ -20,8 +20,8 @@ class Sender(End):
         super().__init__(link, "source", _core.LinkSender, store, rank, engine)
 
     def send(self, outputs: Any, sample: Hashable, samples: Sequence[int] | None = None) -> None:
-        """Hands outputs over: tensors in any nesting of tuples, lists and dicts; sizes may change from call to call,
-        and the tensors after it. Tensors with a graph arrive as leaves that require gradients. `sample`: the
+        """Sends outputs: tensors in any nesting of tuples, lists and dicts; sizes may change from call to call,
+        and the tensors after the call. Tensors with a graph arrive as leaves that require gradients. `sample`: the
         micro-batch, by a number or text of your own or a tuple of them, which receive() must ask for. `samples`: how
         many rows of batch_dim each sample of this rank's batch has (all parts of its sequence together), where batches
         are dealt out to another number of ranks and a sample is more than one row. Waits the first time for all ranks

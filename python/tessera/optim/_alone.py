@@ -40,7 +40,8 @@ def check_rates(name: str, lr: float, betas: tuple[float, float], eps: float) ->
 
 
 def defaults_of(arguments: dict[str, Any]) -> Group:
-    """What a param group has: the arguments of a constructor (its locals()) that are not about something else."""
+    """The values that a param group has: the arguments of a constructor (its locals()) that are not about something
+    else."""
     others = ("self", "__class__", "params", "amsgrad", "ns_method")
     found = {name: value for name, value in arguments.items() if name not in others}
     return found | {"betas": tuple(found["betas"])} if "betas" in found else found
@@ -62,7 +63,7 @@ def _hold(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Work(NamedTuple):
-    """What one group has to do."""
+    """The work of one group."""
 
     group: Group
     params: list[torch.Tensor]
@@ -152,7 +153,7 @@ class KernelOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what its own state_dict() or that of torch.optim's class gave, for parameters in the same order."""
+        """Takes what state_dict() of this class or of torch.optim's gave, for parameters in the same order."""
         for number, group in enumerate(state_dict["param_groups"]):
             self._check_group(number, group)
         for key, state in state_dict["state"].items():
@@ -241,8 +242,8 @@ class AdamW(Adam):
 
 
 class FusedAdam(AdamW):
-    """Adam and AdamW (`adam_w_mode`, the default) with the arguments DeepSpeed configurations use. On a device, too,
-    where Tessera has its kernels."""
+    """Adam and AdamW (`adam_w_mode`, the default) with the arguments DeepSpeed configurations use. Runs on a device,
+    too, where Tessera has its kernels."""
 
     _on_cpu_only = False
 

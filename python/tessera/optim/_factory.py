@@ -86,7 +86,7 @@ def _check_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def nothing_trained(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> str:
-    """That, and why; empty where something is."""
+    """A text that nothing is trained, and why; empty where something is."""
     if optimizer is not None and any(param.requires_grad for param in params_of(optimizer.param_groups)):
         return ""
     params = list(model.parameters())
@@ -98,7 +98,8 @@ def nothing_trained(optimizer: torch.optim.Optimizer | None, model: nn.Module) -
 
 
 def keep_optimizer(optimizer: Any) -> Callable[[], None]:
-    """What gives a client's optimizer the attributes, hyper-parameters and states again that it has now."""
+    """Returns a call that gives a client's optimizer the attributes, hyper-parameters and states again that it has
+    now."""
     if isinstance(optimizer, Optimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -124,7 +125,7 @@ def keep_optimizer(optimizer: Any) -> Callable[[], None]:
 
 
 def describe(optimizer: torch.optim.Optimizer) -> str:
-    """Its class and hyper-parameters, to compare between ranks."""
+    """The optimizer's class and hyper-parameters, to compare between ranks."""
     return f"{class_of(optimizer)} {[plain_values(group) for group in optimizer.param_groups]}"
 
 
@@ -165,7 +166,7 @@ def trainable_groups(model: nn.Module, model_parameters: Any, keep_empty: bool =
 
 
 def as_lists(model_parameters: Any) -> list[Any] | None:
-    """With all that can be read once only in lists."""
+    """Makes lists of all that can be read once only."""
     if model_parameters is None:
         return None
     return [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in model_parameters]
@@ -197,7 +198,7 @@ def _build(
 
 
 def _given(params: dict[str, Any]) -> dict[str, Any]:
-    """Without what the configuration leaves open."""
+    """The parameters that the configuration does not leave open."""
     return {name: value for name, value in params.items() if value is not None and value != "auto"}
 
 

@@ -1,5 +1,5 @@
 """States that an engine which was destroyed has left with its client's optimizer: whole, or this rank's part of them,
-which says of what it is under CUT. States of an optimizer that runs itself or of the core's alike."""
+with CUT, which says what it is a part of. The states are of an optimizer that runs itself or of the core's alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ADVICE = (
 
 
 def part_of(core: _core.Engine, number: int) -> list[Any]:
-    """What of a parameter this rank's states are of."""
+    """The part of a parameter that this rank's states are of."""
     spec, mesh = core.param(number), core.mesh()
     return cut_of(
         *core.local_range(number), list(torch.Tensor.size(spec.tensor)), mesh.rank(spec.varies), mesh.size(spec.varies)
@@ -28,7 +28,7 @@ def part_of(core: _core.Engine, number: int) -> list[Any]:
 
 
 def part_in(core: _core.Engine, number: int, value: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a value that is whole, or of all of its slice of the model; None where it is neither."""
+    """This rank's part of a value that is whole, or of all of its slice of the model; None for any other value."""
     spec = core.param(number)
     if list(value.shape) == spec.whole_sizes:
         return core.local_part(number, value)
@@ -41,7 +41,7 @@ def part_in(core: _core.Engine, number: int, value: torch.Tensor) -> torch.Tenso
 
 
 def taken(core: _core.Engine, number: int, state: dict[str, Any]) -> dict[str, Any]:
-    """What the core here takes of such states. ConfigError where they are a part of another cut."""
+    """The states that the core here takes of such ones. ConfigError where they are a part of another cut."""
     if CUT not in state:
         return state
     begin, end, *of = part_of(core, number)
@@ -55,7 +55,7 @@ def taken(core: _core.Engine, number: int, state: dict[str, Any]) -> dict[str, A
 
 
 def warn_of_ended(core: _core.Engine, states: Iterable[Any]) -> None:
-    """Of what an optimizer brings to a new engine: states that ended with another one."""
+    """Warns of states that an optimizer brings to a new engine and that ended with another one."""
     ended = sum(CUT in state and len(state) == 1 and state[CUT][0] < state[CUT][1] for state in states if state)
     if ended and core.mesh().rank(list(_core.Axis.__members__.values())) == 0:
         warnings.warn(
@@ -66,7 +66,7 @@ def warn_of_ended(core: _core.Engine, states: Iterable[Any]) -> None:
 
 
 def refuse_parts(base: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step of torch's own."""
+    """A hook before torch's own step, which refuses states that are parts."""
     if not isinstance(base.state, dict):
         return  # an engine's
     parts = [state for state in base.state.values() if CUT in state]
@@ -78,7 +78,7 @@ def refuse_parts(base: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def leave(base: torch.optim.Optimizer, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-    """`base` has these states now, and no engine. It takes no step with parts among them."""
+    """Gives `base` these states, without an engine. It takes no step with parts among them."""
     base.state.update(states)
     if any(CUT in state for state in states.values()) and refuse_parts not in base._optimizer_step_pre_hooks.values():
         base.register_step_pre_hook(refuse_parts)

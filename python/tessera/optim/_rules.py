@@ -54,8 +54,8 @@ class NativeRule:
 
     rule: _core.Rule
     read: Callable[[torch.optim.Optimizer, Group, _core.GroupOptions], None]
-    counts_steps: bool  # its state has "step"
-    state_from_start: bool = False  # its state exists before the first update
+    counts_steps: bool  # the rule's state has "step"
+    state_from_start: bool = False  # the rule's state exists before the first update
 
 
 _RULES: dict[type, NativeRule] = {
@@ -122,12 +122,13 @@ _NOTED = ("params", "param_names", "lr", "eps", "weight_decay", "momentum", "dam
 
 
 def other_names(group: Group) -> list[str]:
-    """Of what a client's optimizer has in a param group from the start: what note_group() leaves, to be compared."""
+    """Names that a client's optimizer has in a param group from the start and note_group() leaves, to be compared."""
     return sorted(name for name in group if name not in _NOTED)
 
 
 def other_terms(group: Group, number: int, names: list[str]) -> list[str]:
-    """These as lines. What comes later is the optimizer's own memory: ranks without a part of a group may lack it."""
+    """The values of such names, as lines. Later names are the optimizer's own: ranks without a part of a group may lack
+    them."""
     return [f"{name} {_text(group.get(name))} in param group {number}" for name in names]
 
 

@@ -27,15 +27,15 @@ _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
 
 
 class Runner:
-    """What Engine.step() needs of an optimizer. `base` is the torch optimizer whose param_groups rule."""
+    """The calls by which Engine.step() runs an optimizer. `base` is the torch optimizer whose param_groups rule."""
 
     base: torch.optim.Optimizer
     states: OptimizerStates
-    _known: list[list[torch.Tensor]]  # what the param groups had when it last looked
+    _known: list[list[torch.Tensor]]  # parameters of the param groups when the runner last looked
 
     @property
     def external(self) -> Callable[[], None] | None:
-        """What the core calls in place of its own update; None: the core updates."""
+        """The update that the core calls in place of its own; None: the core updates."""
         return None
 
     def before_step(self) -> None:
@@ -56,7 +56,7 @@ class Runner:
             )
 
     def has_grown(self) -> bool:
-        """There are parameters, or groups, that it does not know of, and nothing is missing: check_kept()."""
+        """Whether there are parameters, or groups, that it does not know of, and nothing is missing: check_kept()."""
         return not self._is_known() and self._kept() and (self._has_groups() or any(new for _, new in self.grown()))
 
     def _has_groups(self) -> bool:
@@ -85,7 +85,7 @@ class Runner:
         return [(n, [p for p in g["params"] if id(p) not in known[n]]) for n, g in enumerate(groups)]
 
     def options_of(self, number: int) -> _core.GroupOptions:
-        """What the core gets of a group that it does not have yet."""
+        """The options of a group that the core does not have yet."""
         raise NotImplementedError
 
     def take_group(self, number: int, params: list[torch.Tensor]) -> None:
@@ -93,11 +93,11 @@ class Runner:
         raise NotImplementedError
 
     def note_params(self) -> None:
-        """From here on all parameters that the optimizer has are known to the runner."""
+        """Notes all parameters that the optimizer has now as known to the runner."""
         self._known = [list(group["params"]) for group in self.base.param_groups]
 
     def numbers(self, index: Mapping[int, int]) -> dict[int, int]:
-        """Of what the param groups have, by id: `index` has those of parameters."""
+        """Numbers of the parameters in the param groups, by id: `index` has those of the module's parameters."""
         return dict(index)
 
     def joined(self, number: int, param: torch.Tensor, group: int) -> None:
@@ -105,11 +105,11 @@ class Runner:
         raise NotImplementedError
 
     def after_step(self, applied: bool) -> None:
-        """Called after it."""
+        """Called after the step."""
 
     def gather(self, numbers: Collection[int]) -> dict[int, dict[str, Any]]:
-        """The whole states of these parameters, by their numbers in the core, for release(). Without those that cannot
-        be. Collective."""
+        """Returns the whole states of these parameters, by their numbers in the core, for release(). Those that cannot
+        be whole are left out. Collective."""
         raise NotImplementedError
 
     def release(self, cut: bool, whole: Mapping[int, dict[str, Any]]) -> None:
@@ -122,7 +122,7 @@ class Runner:
         for key in keys:
             value = self.states.get_full(number, key)
             if value is None or (value.dim() > 0 and value.shape != _SIZE(param)):
-                return None  # of a model that is cut, too
+                return None  # the model is cut, too
             state[key] = value.clone() if value.dim() == 0 else value.to(param.device, copy=True)
         return state
 
@@ -152,7 +152,7 @@ class NativeRunner(Runner):
         ]
 
     def _adopt_on_all(self, state: Mapping[Any, Any]) -> None:
-        """What fails on one rank is an error on all, and so are states of other steps. Collective."""
+        """Adopts states: an error of one rank is an error on all, and so are states of other steps. Collective."""
         problem: Exception | None = None
         steps = 0.0
         try:
@@ -172,7 +172,7 @@ class NativeRunner(Runner):
             )
 
     def _adopt(self, state: Mapping[Any, Any]) -> None:
-        """Takes states from plain dicts, and shows its own in their place."""
+        """Takes states from plain dicts, and shows the runner's own in their place."""
         for param in list(state):
             if self._view.manages(param) and state[param]:
                 self._view[param] = state[param]
@@ -286,7 +286,7 @@ class ExternalRunner(Runner):
         self.states = OwnStates(core, base, {number: target for number, _, target in self._masters})
 
     def _take_params(self, index: Mapping[int, int]) -> None:
-        """What fails on one rank is an error on all. Collective."""
+        """Puts targets into the param groups: an error of one rank is an error on all. Collective."""
         problem: Exception | None = None
         try:
             for group in self.base.param_groups:
@@ -382,7 +382,7 @@ class ExternalRunner(Runner):
                 state[name] = self._core.local_part(number, value.detach()).view(_SIZE(param)).clone()
 
     def _is_of(self, value: torch.Tensor, number: int) -> bool:
-        """It has one element for each of the parameter."""
+        """Whether the value has one element for each of the parameter."""
         return value.dim() > 0 and list(value.shape) == self._core.param(number).whole_sizes
 
     def _slice_like(self, value: Any, master: torch.Tensor, number: int) -> Any:

@@ -87,7 +87,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self._lent: dict[tuple[int, _core.Quantity], list[weakref.ref[torch.Tensor]]] = {}
 
     def indices(self) -> list[int]:
-        """In the core, of all its parameters."""
+        """The numbers of its parameters in the core."""
         return list(self._index.values())
 
     def manages(self, param: object) -> bool:
@@ -103,7 +103,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __getitem__(self, param: torch.Tensor) -> ParamState:
         if not self._present(param):
             if self.manages(param):
-                return ParamState(self, param, {})  # as torch's defaultdict before the first step
+                return ParamState(self, param, {})  # empty, as torch's defaultdict before the first step
             raise KeyError("this tensor is not optimized here")
         index = self._index[id(param)]
         state: dict[str, Any] = {}
@@ -144,7 +144,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
             self._core.set_param_step(index, max(1, self._core.param_step(index)))
 
     def _write(self, index: int, quantity: _core.Quantity, value: torch.Tensor) -> None:
-        """This rank's part, or all of it. Local: ranks may hold a part of other parameters each, and load alone."""
+        """Writes this rank's part, or all of the value. Local: ranks may hold a part of other parameters each, and load
+        alone."""
         view = self._core.local_view(index, quantity)
         if view is None:
             return

@@ -1,9 +1,9 @@
-"""Full and local values of what an optimizer keeps of a parameter, whoever keeps it: the core (its OptimizerStates), or
-an optimizer that runs itself (OwnStates). A runner has the one that is its own.
+"""Full and local values of what an optimizer keeps of a parameter, whoever keeps them: the core (its OptimizerStates),
+or an optimizer that runs itself (OwnStates). A runner has one of the two.
 
 Parameters go by their number in the core, states by their key as in torch's optimizer state. Values are fp32, full ones
-in the shape of the parameter; a number of its own ("step") is a tensor without dimensions. get_full and set_full are
-collective. ConfigError for a key that there is not.
+in the shape of the parameter; one number for a parameter ("step") is a tensor without dimensions. get_full and set_full
+are collective. ConfigError for a missing key.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 from tessera import _core
 from tessera.errors import ConfigError
 
-QUANTITIES = (_core.Quantity.State0, _core.Quantity.State1)  # of the core, in the order of its state names
+QUANTITIES = (_core.Quantity.State0, _core.Quantity.State1)  # the core's, in the order of its state names
 
 
 class OptimizerStates(Protocol):
     def get_full(self, number: int, key: str) -> torch.Tensor | None:
-        """None before there is one."""
+        """Returns the whole value of a state; None before there is one."""
 
     def set_full(self, number: int, key: str, full: torch.Tensor) -> None: ...
 
     def get_local(self, number: int, key: str) -> torch.Tensor | None:
-        """Of this rank's part; empty where that is."""
+        """Returns the value of this rank's part; empty where the part is empty."""
 
     def set_local(self, number: int, key: str, part: torch.Tensor) -> None: ...
 
 
 class _Kind(IntEnum):
-    """What a rank has for a key; the largest of all ranks is what the state is."""
+    """The kind of a rank's value for a key; the largest of all ranks is what the state is."""
 
     NOTHING = 0  # no part of the parameter, or no step yet
-    NUMBER = 1  # one for the whole parameter, such as "step"
+    NUMBER = 1  # one number for the whole parameter, such as "step"
     PART = 2  # a value for each element of this rank's part
     OTHER = 3  # such as Adafactor's rows and columns
-    UNKNOWN = 4  # it has states, and none of this name
+    UNKNOWN = 4  # the rank has states, and none of this name
 
 
 class OwnStates:
@@ -98,7 +98,7 @@ class OwnStates:
         return type(self._base).__name__
 
     def _of(self, number: int) -> dict[str, Any]:
-        """Empty where this rank has no part of it, or there was no step."""
+        """The states of a parameter. Empty where this rank has no part of it, or there was no step."""
         target = self._targets.get(number)
         return {} if target is None or target not in self._base.state else self._base.state[target]
 

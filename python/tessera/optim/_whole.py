@@ -19,25 +19,25 @@ _NS_METHODS = ("standard", "gram")  # two ways to compute one polynomial
 _LAMB, _MUON = (_core.options_of_type(name) for name in ("Lamb", "Muon"))
 _OF_LAMB, _OF_MUON = (_core.group_values(kind.rule, kind.defaults) for kind in (_LAMB, _MUON))
 assert _MUON.others is not None
-# What of a configured Muon is updated as by AdamW, where the configuration does not say (DeepSpeed's values).
+# Settings of what a configured Muon updates as AdamW, where the configuration does not say (DeepSpeed's values).
 _OF_OTHERS = _core.group_values(_core.Rule.Muon, _MUON.others)
 AUX_ADAM: dict[str, Any] = {name: _OF_OTHERS[name] for name in ("lr", "betas", "eps")}
 
 
 class WholeOptimizer(torch.optim.Optimizer):
     _rule: _core.Rule
-    shards: _core.Shards | None = None  # of an engine; None: parameters are whole
-    numbers: Mapping[int, int] = {}  # of parameters, by id, for shards
+    shards: _core.Shards | None = None  # an engine's; None: parameters are whole
+    numbers: Mapping[int, int] = {}  # the parameters' numbers for shards, by id
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters that have a gradient; returns what `closure` gave, or None."""
+        """Updates all parameters that have a gradient; returns what `closure` gave, or None."""
         loss = loss_of(closure)
         groups = [self.options(group) for group in self.param_groups]
         numbers, params, states, names = [], [], [], []
         for number, group in enumerate(self.param_groups):
             keys = _core.state_names(self._rule, [groups[number]])
-            for param in group["params"]:  # those with gradients are the same on all ranks
+            for param in group["params"]:  # parameters with gradients are the same on all ranks
                 if param.grad is not None:
                     numbers.append(number)
                     params.append(param)
@@ -75,7 +75,7 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # of a version that did not have them
+        for group in self.param_groups:  # groups of a version that did not have them
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
 
@@ -110,9 +110,9 @@ class Lamb(WholeOptimizer):
 class Muon(WholeOptimizer):
     """Muon (Jordan et al.): Nesterov momentum, made a nearly orthogonal matrix by five steps of a Newton-Schulz
     iteration in bf16, times sqrt(max(1, rows / columns)); decoupled weight decay. Parameters of more than two
-    dimensions count as matrices of their first one. Groups with use_muon False (vectors, embeddings, heads) are updated
-    as by AdamW (Adam with `adam_w_mode` False), with their `lr`, betas and eps. In an engine every rank gathers one
-    matrix after the other and computes all of them."""
+    dimensions count as matrices of the first dimension. Groups with use_muon False (vectors, embeddings, heads) are
+    updated as by AdamW (Adam with `adam_w_mode` False), with their `lr`, betas and eps. In an engine every rank gathers
+    one matrix after the other and computes all of them."""
 
     _rule = _core.Rule.Muon
 
@@ -149,7 +149,7 @@ def orthogonal(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def is_matrix(param: torch.Tensor, name: str) -> bool:
-    """What `param.use_muon` says, else the core's rule by name and dimensions."""
+    """Whether Muon updates a parameter: what `param.use_muon` says, else the core's rule by name and dimensions."""
     chosen = getattr(param, "use_muon", None)
     return _core.is_muon_matrix(name, param.dim()) if chosen is None else bool(chosen)
 

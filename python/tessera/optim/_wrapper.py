@@ -16,7 +16,7 @@ from tessera.optim._runners import Runner
 
 
 class Owner(Protocol):
-    """What the wrapper needs of its engine."""
+    """The part of an engine that the wrapper needs."""
 
     @property
     def loss_scaler(self) -> LossScaler: ...
@@ -32,7 +32,7 @@ class Optimizer(torch.optim.Optimizer):
     param_groups, so changed learning rates act in the next step. state_dict() holds this rank's part."""
 
     def __init__(self, engine: Owner, runner: Runner) -> None:
-        # torch's own __init__ would make groups and states of its own; both belong to the base.
+        # torch's own __init__ would make new groups and states; both belong to the base.
         self.optimizer = runner.base
         self._engine = weakref.ref(engine)
         self.overflow = False
@@ -46,12 +46,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer behind it: what is written to them counts."""
+        """The groups of the optimizer behind it: what is written to them counts."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the optimizer behind it; what ranks share is in parts there (tessera.state)."""
+        """The state of the optimizer behind it; what ranks share is in parts there (tessera.state)."""
         return self.optimizer.state
 
     @property
@@ -60,7 +60,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """What engine.step() does, after the closure if there is one."""
+        """Does engine.step(), after the closure if there is one."""
         loss = loss_of(closure)
         self._live_engine().step()
         return loss
@@ -70,8 +70,8 @@ class Optimizer(torch.optim.Optimizer):
         self._live_engine().zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the states; under "masters" that of the fp32 masters, by name, where parameters are only
-        their 16-bit copies; under "loss_scaler" the loss scale where the mode has one."""
+        """This rank's part of the states; under "masters" its part of the fp32 masters, by name, where parameters are
+        only their 16-bit copies; under "loss_scaler" the loss scale where the mode has one."""
         state = self.optimizer.state_dict()
         masters = self._live_engine().masters()
         if masters:
@@ -92,8 +92,8 @@ class Optimizer(torch.optim.Optimizer):
             self.loss_scaler.load_state_dict(scaler)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, on all ranks alike. Its parameters are trained from the next step on; not of the model: by the
-        values of rank 0. A group that is refused is not added. See docs/freezing_and_lora.md."""
+        """Adds a group as in torch, on all ranks alike. Its parameters are trained from the next step on; those that
+        are not of the model start with rank 0's values. A refused group is not added. See docs/freezing_and_lora.md."""
         self._live_engine().add_param_group(param_group)
 
     @property

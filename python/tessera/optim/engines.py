@@ -1,4 +1,4 @@
-"""What other packages need of optimizers, beside what users have in tessera.optim: how an engine builds one and runs
+"""The part of optimizers for other packages, beside what users have in tessera.optim: how an engine builds one and runs
 it."""
 
 from __future__ import annotations

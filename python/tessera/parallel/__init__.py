@@ -56,7 +56,7 @@ def plan_for(model: nn.Module, config: ConfigLike) -> ParallelPlan:
 
 
 def shard_model(model: nn.Module, config: ConfigLike, *, group: _mesh.OneGroup | None = None) -> ParallelPlan:
-    """Cuts `model` in place as `config` says, as tessera.initialize would; that takes the model as it is now.
+    """Cuts `model` in place as `config` says, as tessera.initialize would, which takes the model as it is then.
 
     Parameters of the meta device only change their sizes; load_slices() fills them. Else the first rank's values hold.
     `group`: the ranks that hold slices of one model (a torch ProcessGroup or a group of tessera); default: as
@@ -74,7 +74,7 @@ def shard_model(model: nn.Module, config: ConfigLike, *, group: _mesh.OneGroup |
         plan = make_plan(model, loaded, ranks.size)
         cutter = Cutter(model, plan, ranks, overlap=_core.overlaps_tensor_parallel(loaded))
         cutter.run()
-        if made:  # they end here; the engine brings its own
+        if made:  # the groups end here; the engine brings its own
             cutter.ranks.bind(None)
     finally:
         _mesh.discard(made)
@@ -82,5 +82,5 @@ def shard_model(model: nn.Module, config: ConfigLike, *, group: _mesh.OneGroup |
 
 
 def is_model_parallel_parameter(param: Any) -> bool:
-    """This rank's `param` is a slice, of a model that is cut."""
+    """Whether this rank's `param` is a slice, of a model that is cut."""
     return bool(getattr(param, "tensor_model_parallel", False))

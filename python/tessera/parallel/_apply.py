@@ -39,9 +39,9 @@ from tessera.parallel._regions import (
     refuse_router_loss,
 )
 
-_PLAN = "_tessera_parallel"  # of a model that is cut: ParallelPlan
-_SUMMED = "_tessera_summed"  # of parameters whose gradient is summed over the group
-_EXTRA = "_tessera_extra_cuts"  # of modules that are not cut: name -> ParamCut of their own parameters
+_PLAN = "_tessera_parallel"  # on a model that is cut: ParallelPlan
+_SUMMED = "_tessera_summed"  # on parameters whose gradient is summed over the group
+_EXTRA = "_tessera_extra_cuts"  # on modules that are not cut: name -> ParamCut of their own parameters
 
 # Makes a parameter whole that is partitioned, for good; and partitions it again once it is cut.
 Whole = Callable[[nn.Parameter], None]
@@ -54,7 +54,7 @@ def plan_of(model: nn.Module) -> ParallelPlan | None:
 
 
 def cuts_of(model: nn.Module) -> dict[int, ParamCut]:
-    """By id of the parameter: how those that are cut are cut."""
+    """The cuts of parameters that are cut, by id."""
     found: dict[int, ParamCut] = {}
     for module in model.modules():
         cut = cut_of(module)
@@ -102,7 +102,7 @@ class Cutter:
 
     def undo(self) -> None:
         while self._undo:
-            with contextlib.suppress(RuntimeError):  # of another rank that is gone
+            with contextlib.suppress(RuntimeError):  # another rank may be gone
                 self._undo.pop()()
 
     def _run(self) -> None:
@@ -133,7 +133,7 @@ class Cutter:
     # ---------------------------------------------------------------- modules
 
     def _carry_out(self, decision: _core.Decision) -> ModuleCut | None:
-        """Of a module that stays whole: None."""
+        """Carries a decision out. None for a module that stays whole."""
         module = self._model.get_submodule(decision.path)
         if decision.sum_gradient:
             self._sum(decision.path, module)
@@ -145,7 +145,7 @@ class Cutter:
         param = module._parameters[decision.param]
         assert param is not None
         ranges = tuple(tuple(mine) for mine in decision.ranges)
-        before = self._done.get(id(param))  # of a module that it is tied to
+        before = self._done.get(id(param))  # cut already, with a module that it is tied to
         of = ParamCut(tuple(param.shape) if before is None else before.sizes, decision.dim, ranges)
         if decision.param != "weight":
             return self._experts(module, decision, of)
@@ -437,7 +437,7 @@ def _check_embedding(module: nn.Embedding, path: str, dim: int) -> None:
 
 
 def ranks_of(model: nn.Module) -> Ranks:
-    """Of a model that is cut."""
+    """The ranks of a model that is cut."""
     found = next((cut.ranks for module in model.modules() if (cut := cut_of(module)) is not None), None)
     if found is None:
         raise ConfigError("[tensor_parallel] the model is not cut; call tessera.parallel.shard_model() first")
@@ -471,6 +471,6 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
 
 
 def plan_decisions(model: nn.Module) -> list[_core.Decision]:
-    """None of a model that was pickled."""
+    """The decisions by which `model` was cut; a model that was pickled has none."""
     plan = plan_of(model)
     return [] if plan is None or plan.core is None else plan.core.decisions

@@ -1,4 +1,4 @@
-"""What of an attention module has to follow when its projections are cut by heads.
+"""The parts of an attention module that follow when its projections are cut by heads.
 
 Note [Attention that is cut]
   Between the column-parallel projections and the row-parallel one a rank computes with its heads only. So such a
@@ -31,7 +31,7 @@ _WHOLE = (
     "q_a_layernorm",
     "kv_a_proj_with_mqa",
     "kv_a_layernorm",
-)  # of low-rank projections, before the cut
+)  # names of low-rank projections, before the cut
 _QUERIES = ("q_proj", "q", "query", "q_b_proj", "wq", "q_lin", "to_q")
 # scaled_dot_product_attention() on the CPU divides by the number of heads in torch 2.11, not in 2.13.
 # Classes of Transformers whose code cannot reshape for no head (Falcon's: of its newer decoder).
@@ -46,7 +46,7 @@ class Attention:
 
     path: str
     module: nn.Module
-    heads: int  # of the whole
+    heads: int  # of the whole model
     mine: list[Range]  # [rank]: its heads
     columns: dict[str, ParamCut]
 
@@ -56,16 +56,16 @@ class Attention:
 
 @dataclasses.dataclass
 class Follow:
-    """What follows. Paths are within the module."""
+    """The parts that follow. Paths are within the module."""
 
     attributes: list[tuple[nn.Module, str, Any]] = dataclasses.field(default_factory=list)
-    embeddings: list[tuple[str, ParamCut]] = dataclasses.field(default_factory=list)  # of each head, this rank's
+    embeddings: list[tuple[str, ParamCut]] = dataclasses.field(default_factory=list)  # of each head: by path, its cut
     params: list[tuple[str, ParamCut]] = dataclasses.field(default_factory=list)  # directly of the module
-    slices_bias: bool = False  # what is handed in for all heads
+    slices_bias: bool = False  # slices what is handed in for all heads
 
 
 def heads_of(module: nn.Module) -> int:
-    """As its class or its attributes say; 0 for what is no attention module."""
+    """The number of heads as a module's class or attributes say; 0 for a module without attention."""
     rule = rule_of(type(module))
     if rule is not None and rule.heads is not None:
         return number_at(module, rule.heads)
@@ -107,7 +107,7 @@ def check_heads(model: nn.Module, decisions: list[_core.Decision]) -> list[str]:
             continue
         if decision.param != "weight" or isinstance(model.get_submodule(decision.path), nn.Embedding):
             continue
-        tails = decision.tail or [0] * len(decision.sizes)  # of what all ranks share
+        tails = decision.tail or [0] * len(decision.sizes)  # outputs that all ranks share
         ends = list(itertools.accumulate(size - tail for size, tail in zip(decision.sizes, tails, strict=True)))
         parent, _, name = decision.path.rpartition(".")
         ranges = tuple((mine,) for mine in zip([0, *ends], ends, strict=False))
@@ -200,8 +200,8 @@ def _unknown(attention: Attention, name: str, param: torch.Tensor) -> ConfigErro
 
 
 def _local_numbers(attention: Attention, local: int) -> list[tuple[nn.Module, str, Any]]:
-    """What its configuration and the attributes that its class has registered are on this rank. (Of other attributes
-    the plan knows.)"""
+    """The values that the configuration and the attributes that the class has registered have on this rank. (Of other
+    attributes the plan knows.)"""
     module = attention.module
     config, rule = getattr(module, "config", None), rule_of(type(module))
 
@@ -217,7 +217,7 @@ def _local_numbers(attention: Attention, local: int) -> list[tuple[nn.Module, st
         mine = share(number_at(module, name))
         if mine is not None:
             found.append((module, name, mine))
-        elif rule is None or name != rule.key_heads:  # one key is every head's
+        elif rule is None or name != rule.key_heads:  # one key serves every head
             raise ConfigError(
                 f"[tensor_parallel] {attention.path}.{name} is {getattr(module, name)}, of which {local} of "
                 f"{attention.heads} heads have no whole part"

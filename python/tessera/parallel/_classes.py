@@ -1,5 +1,5 @@
-"""What no weight says of a class: how its models take their loss, and what its attention modules call their numbers of
-heads. Known of Transformers' models; given for other classes by register_class()."""
+"""Facts of a class that no weight says: how its models take their loss, and what its attention modules call their
+numbers of heads. Known for Transformers' models; given for other classes by register_class()."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 from tessera.errors import ConfigError
 
-_RULE = "_tessera_class_rule"  # of classes: ClassRule
+_RULE = "_tessera_class_rule"  # on classes: ClassRule
 _Class = TypeVar("_Class", bound=type[nn.Module])
 
-# Of Transformers: where loss_function finds a loss, what models that ask for it are called, and which do not ask.
+# Names of Transformers: where loss_function finds a loss, models that ask for it, and models that do not ask.
 _SLOT = "_loss_function"
 _ASKS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ModelWithLMHead")
 _ASKS_NOT = tuple(
@@ -51,16 +51,16 @@ def register_class(
     key_heads: str | None = None,
     widths: Sequence[str] = (),
 ) -> _Class:
-    """Says of a class what tensor parallelism cannot see in its weights; returns the class. It holds for subclasses
-    that have no forward() of their own. Local; before the model is cut, on every rank alike.
+    """Says of a class what tensor parallelism cannot see in its weights; returns the class. That holds for subclasses,
+    too, that have no forward() of their own. Local; before the model is cut, on every rank alike.
 
-    Of a model, `loss`: the attribute that forward() calls for its loss, as Transformers' models call loss_function:
+    For a model, `loss`: the attribute that forward() calls for its loss, as Transformers' models call loss_function:
     `loss(logits=..., labels=..., vocab_size=..., ignore_index=..., shift_labels=..., num_items_in_batch=...)`, of
     which only the first two must be given. With vocab_parallel_lm_head it gets this rank's slice of the logits
     [.., vocabulary], whole labels [..], which it shifts, and returns the mean. None: forward() needs whole logits.
-    Of an attention module, `heads`: its integer attribute that counts query heads; `key_heads`: key/value heads, where
-    there are fewer; `widths`: others that are a multiple of the heads. While it is cut they have this rank's values.
-    ConfigError for what is no class of modules, or no name."""
+    For an attention module, `heads`: the integer attribute that counts query heads; `key_heads`: key/value heads, where
+    there are fewer; `widths`: others that are a multiple of the heads. While the model is cut they have this rank's
+    values. ConfigError for what is no class of modules, or no name."""
     names = [name for name in (loss, heads, key_heads, *widths) if name is not None]
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigError(f"[register_class] {cls!r} is no class of modules")
@@ -71,7 +71,7 @@ def register_class(
 
 
 def rule_of(cls: type) -> ClassRule | None:
-    """Of the class, or of the one whose forward() it has."""
+    """The rule of the class, or of the class whose forward() it has."""
     for base in cls.__mro__:
         if _RULE in vars(base):
             rule: ClassRule = vars(base)[_RULE]
@@ -92,8 +92,8 @@ def number_at(module: nn.Module, name: str) -> int:
 
 
 def loss_of(model: nn.Module) -> tuple[bool, str | None]:
-    """Whether it is known how forward() takes its loss; and the attribute that it calls with the logits, None where it
-    needs whole logits."""
+    """Whether it is known how forward() takes its loss; and the attribute that forward() calls with the logits, None
+    where it needs whole logits."""
     rule = rule_of(type(model))
     if rule is not None:
         if rule.loss is not None and not callable(getattr(model, rule.loss, None)):

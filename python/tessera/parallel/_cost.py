@@ -1,4 +1,4 @@
-"""What a step sends along each axis of a mesh, from the sizes of a model of blocks."""
+"""Costs: what a step sends along each axis of a mesh, from the sizes of a model of blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tessera import _core
 from tessera.errors import ConfigError
 from tessera.parallel._rules import facts_of_config, first_number
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # of a layer
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # experts of a layer
 _GATED = ("gate_proj", "gate_up_proj", "w3", "wi_1")  # layers that only gated MLPs have
 
 

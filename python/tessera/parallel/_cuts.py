@@ -15,7 +15,7 @@ Range = tuple[int, int]
 class ParamCut:
     sizes: tuple[int, ...]  # of the whole
     dim: int  # along which it is cut
-    ranges: tuple[tuple[Range, ...], ...]  # [rank]: of that dim, joined in this order
+    ranges: tuple[tuple[Range, ...], ...]  # by rank: ranges of that dim, joined in this order
 
     def length(self, rank: int) -> int:
         return sum(end - begin for begin, end in self.ranges[rank])
@@ -24,7 +24,7 @@ class ParamCut:
         return (*self.sizes[: self.dim], self.length(rank), *self.sizes[self.dim + 1 :])
 
     def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """The slice of `rank`, contiguous, in memory of its own."""
+        """The slice of `rank`, contiguous, in new memory."""
         return _core.take_slice(whole.detach(), self.spec(rank))
 
     def gather(self, value: torch.Tensor, group: _core.Group, label: str) -> torch.Tensor:
@@ -33,5 +33,5 @@ class ParamCut:
         return _core.join_slices(slice_, self.spec(group.rank), group, label)
 
     def spec(self, rank: int) -> tuple[tuple[int, ...], int, tuple[Range, ...]]:
-        """For a ParamSpec."""
+        """The cut as a ParamSpec takes it."""
         return self.sizes, self.dim, self.ranges[rank]

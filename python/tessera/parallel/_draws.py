@@ -82,7 +82,8 @@ class Draws:
     # ---------------------------------------------------------------- forwards: Note [Forwards that draw]
 
     def begin(self, group: _core.Group, device: torch.device) -> None:
-        """Before a forward in training. Collective in the first one, and in those of models that draw."""
+        """Must be called before a forward in training. Collective in the first one, and in forwards of models that
+        draw."""
         if not self._decided:
             self._threads = len(set(_gather(_process(), group, device))) < group.size
             self._before = self._look_at(device)
@@ -100,7 +101,7 @@ class Draws:
             generator.manual_seed(self._next + (0 if self._late else _LARGEST))
 
     def end(self, group: _core.Group, device: torch.device) -> None:
-        """After a forward that went through; outside of regions. Collective in the first one."""
+        """Must be called after a forward that went through, outside of regions. Collective after the first forward."""
         if not self._decided:
             self._note(device)
             drew = self._moved or self.uneven
@@ -112,7 +113,7 @@ class Draws:
             self.give_up(device)
 
     def give_up(self, device: torch.device) -> None:
-        """After a forward that did not go through as well."""
+        """Must be called after any forward, also one that threw."""
         before, self._before = self._before, []
         for generator, state in zip(self._watched(device), before if self._decided else [], strict=False):
             now = generator.get_state()
@@ -121,7 +122,7 @@ class Draws:
         self.on |= self._late
 
     def agree(self, group: _core.Group, device: torch.device) -> None:
-        """What is drawn from here on, outside of regions, is drawn alike on all ranks: as the first one would have.
+        """Makes all ranks draw alike from here on, outside of regions: as the first rank would have.
         Collective."""
         number = torch.tensor([_number()], device=device)
         group.broadcast(number, 0, "seed of random draws")
@@ -140,7 +141,7 @@ class Draws:
         return [generator.get_state() for generator in self._watched(device)]
 
     def _note(self, device: torch.device) -> None:
-        """Until it is decided: whether others drew since the states were noted last."""
+        """Notes, until it is decided, whether others drew since the states were noted last."""
         if self._states is not None and not self._moved:
             pairs = zip(self._states, self._look_at(device), strict=True)
             self._moved = any(not before.equal(now) for before, now in pairs)
@@ -170,7 +171,7 @@ class Draws:
 
 
 def _gather(number: int, group: _core.Group, device: torch.device) -> list[int]:
-    """Of all ranks. Collective."""
+    """Returns the numbers of all ranks. Collective."""
     numbers = torch.zeros(group.size, dtype=torch.int64, device=device)
     group.all_gather(numbers, torch.tensor([number], device=device), "whether ranks draw random numbers")
     return numbers.tolist()

@@ -16,14 +16,14 @@ from tessera.parallel._cuts import ParamCut
 from tessera.parallel._draws import Draws, has_draws
 from tessera.parallel._modules import CUT, ModuleCut, Ranks, class_for, cut_of, takes_linear_forward, widths_of
 
-_HAND = "by hand"  # ModuleCut.rule of them
+_HAND = "by hand"  # ModuleCut.rule of modules that are cut by hand
 
 
 def column_linear(
     module: nn.Module, group: _mesh.OneGroup | None, *, gather: bool = False, kv_heads: int = 0, name: str = ""
 ) -> nn.Module:
-    """`module`, a linear layer, keeps this rank's outputs and is a ColumnLinear from now on; with `gather` its forward
-    returns all of them. `group`: the ranks that share it, as in tessera.parallel.shard_model(). Its outputs are dealt
+    """Makes `module`, a linear layer, a ColumnLinear that keeps this rank's outputs; with `gather` its forward
+    returns all of them. `group`: the ranks that share it, as in tessera.parallel.shard_model(). Outputs are dealt
     out evenly, by whole heads where `kv_heads` and the layer's `name` say so. Collective: the first rank's values."""
     cut = _cut(module, group, 0, kv_heads, name)
     cut.kind, cut.gather = "column", gather
@@ -34,8 +34,8 @@ def column_linear(
 
 
 def row_linear(module: nn.Module, group: _mesh.OneGroup | None, *, kv_heads: int = 0, name: str = "") -> nn.Module:
-    """As column_linear(): `module` keeps this rank's inputs and is a RowLinear; its forward returns the sum over the
-    ranks, to which the bias is added once."""
+    """Makes `module` a RowLinear that keeps this rank's inputs; arguments are those of column_linear(). Its forward
+    returns the sum over the ranks, to which the bias is added once."""
     cut = _cut(module, group, 1, kv_heads, name)
     cut.kind = "row"
     return _become(module, _modules._Row, cut)
@@ -55,7 +55,7 @@ def _cut(module: nn.Module, group: Any, dim: int, kv_heads: int, name: str) -> M
     ends = [sum(sizes[: rank + 1]) for rank in range(ranks.size)]
     ranges = tuple(((end - size, end),) for size, end in zip(sizes, ends, strict=True))
     own = Ranks(ranks, ranks.rank, ranks.size, True, Draws())
-    own.draws.on = False  # of an engine only: Note [Random draws] needs its forwards
+    own.draws.on = False  # draws need an engine's forwards: Note [Random draws]
     cut = ModuleCut(name, "", own, {"weight": ParamCut(tuple(weight.shape), dim, ranges)}, _HAND)
     cut.transposed = transposed
     return cut
@@ -103,7 +103,7 @@ def bind_hand(model: nn.Module, group: _core.Group) -> Ranks | None:
 
 
 def share(model: nn.Module, ranks: Ranks) -> None:
-    """All layers that were cut by hand have these, and draw as an engine's do."""
+    """Gives all layers that were cut by hand these ranks; the layers draw as an engine's do."""
     for _, cut in _cut_by_hand(model):
         cut.ranks = ranks
     ranks.draws = Draws(has_draws(model))
@@ -122,8 +122,8 @@ def has_rules(config: _core.Config) -> bool:
 
 
 class WholeSlices:
-    """Inside, parameters of `model` that are slices of a tensor-parallel group are whole on every rank of it; others
-    are left as they are. What is written to them there is this rank's slice afterwards. Collective over that group.
+    """Makes parameters of `model` that are slices of a tensor-parallel group whole on every rank of it, inside; others
+    are left as they are. Values written to these there are this rank's slice afterwards. Collective over that group.
     Parameters that stage 3 partitions are gathered by zero.GatheredParameters around this."""
 
     def __init__(self, params: torch.Tensor | Iterable[torch.Tensor], model: nn.Module) -> None:

@@ -1,5 +1,5 @@
-"""Ranks of a tensor-parallel group compute one batch together: a check that they were given the same, and what a shape
-error of theirs comes from."""
+"""Checks that ranks of a tensor-parallel group, which compute one batch together, were given the same, and explains
+shape errors of theirs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _gather_text(text: bytes, group: _core.Group, device: torch.device) -> list[
 
 
 def explain_sizes(model: nn.Module, error: BaseException) -> ConfigError | None:
-    """What a shape error of a forward of a cut model comes from, where a slice of a column layer's outputs went into a
+    """Explains a shape error of a forward of a cut model, where a slice of a column layer's outputs went into a
     layer that is whole, or this rank has none; None where that is not seen."""
     empty = isinstance(error, ZeroDivisionError) or "0 elements" in str(error)
     if empty and (path := _empty_column(model)) is not None:

@@ -1,4 +1,4 @@
-"""What the first forward with gradients shows of a model that is cut.
+"""Watches what the first forward with gradients shows of a model that is cut.
 
 Note [Whole parameters in regions]
   A whole parameter between a column-parallel layer and the next row-parallel one (a learned activation, a norm of one
@@ -30,7 +30,7 @@ _WATCHED = (*_LAYERS, "embedding", "vocabulary")
 
 
 class Watch:
-    """Of one model's modules, for one engine. It hangs in each of them until there is nothing more to see."""
+    """A watch over one model's modules, for one engine. It hangs in each module until there is nothing more to see."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._model = model
@@ -58,7 +58,7 @@ class Watch:
         cut.watch = None
 
     def after_forward(self) -> None:
-        """Of the first one: weights whose modules did not run must not get gradients before they do."""
+        """Called after the first forward: weights whose modules did not run must not get gradients before they do."""
         cuts = self._cuts()
         used = {id(p) for module, cut in cuts if id(cut) in self._ran for p in module.parameters(recurse=False)}
         for module, cut in cuts:
@@ -74,7 +74,7 @@ class Watch:
 
     @functools.cached_property
     def _layers(self) -> dict[int, ModuleCut]:
-        """By id of their parameters."""
+        """The cuts of layers, by id of their parameters."""
         return {id(p): c for m, c in self._cuts() if c.kind in _LAYERS for p in m.parameters(recurse=False)}
 
     @functools.cached_property

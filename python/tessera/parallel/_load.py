@@ -1,4 +1,4 @@
-"""This rank's slices from safetensors files, of which only they are read."""
+"""Loads this rank's slices from safetensors files, of which nothing else is read."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def load_slices(
 
 
 def _compute(model: nn.Module, device: Any) -> tuple[set[str], list[str]]:
-    """What is no parameter and on the meta device gets its values, where its module can be built anew. The names of
-    what did, and of what did not."""
+    """Gives values to what is no parameter and on the meta device, where its module can be built anew. Returns the
+    names of those that have got some, and of those that have not."""
     built: set[str] = set()
     empty: list[str] = []
     for prefix, module in model.named_modules():

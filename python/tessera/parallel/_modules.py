@@ -19,10 +19,10 @@ from tessera.errors import UsageError
 from tessera.parallel._cuts import ParamCut, Range
 from tessera.parallel._draws import Draws
 
-CUT = "_tessera_cut"  # of modules: ModuleCut
+CUT = "_tessera_cut"  # on modules: ModuleCut
 UP, DOWN = EXPERTS = ("gate_up_proj", "down_proj")  # parameters of experts in one tensor each
 BORDER = "tessera border"  # metadata of nodes of the autograd graph: what goes on is for this rank's slices
-SEQUENCE_DIM = 1  # of activations between blocks, [batch, sequence, hidden]
+SEQUENCE_DIM = 1  # dim of activations between blocks, [batch, sequence, hidden]
 
 
 class Ranks:
@@ -39,7 +39,7 @@ class Ranks:
 
     @property
     def cut_sequence(self) -> bool:
-        """Where the model has regions: in the forward that runs."""
+        """Whether sequences are cut in the forward that runs, for a model with regions."""
         return torch.is_grad_enabled() or not self.keeps_whole
 
     @property
@@ -94,14 +94,14 @@ class ModuleCut:
     path: str
     kind: str  # "column", "row", "embedding", "vocabulary", "experts", "shared tail"
     ranks: Ranks
-    params: dict[str, ParamCut]  # by name in the module; what is not here is whole
-    rule: str = ""  # that took it
+    params: dict[str, ParamCut]  # by name in the module; parameters without an entry are whole
+    rule: str = ""  # the rule that took it
     gather: bool = False  # the whole output on every rank
     transposed: bool = False  # the weight is [in, out]
     own_use: Range = (0, 0)  # "shared tail": outputs that every rank uses for heads of its own
     # [rank]: of a column layer's last outputs, which every rank needs whole: it gathers them.
     tail: tuple[int, ...] = ()
-    vocabulary: bool = False  # of the vocabulary
+    vocabulary: bool = False  # the dim that is cut is the vocabulary
     siblings: Siblings | None = None
     sequence: bool = False  # activations outside are cut along the sequence: Note [Sequence regions]
     watch: Any = None  # Watch, until this module showed what it had to: Note [Whole parameters in regions]
@@ -111,12 +111,12 @@ class ModuleCut:
 
     @property
     def cuts_sequence(self) -> bool:
-        """In the forward that runs."""
+        """Whether the running forward cuts the sequence."""
         return self.sequence and self.ranks.cut_sequence
 
     @property
     def is_partial(self) -> bool:
-        """In the forward that runs what comes out is one term of a sum over the ranks, which is taken later on."""
+        """Whether an output of the running forward is one term of a sum over the ranks, which is taken later on."""
         return self.mixed and self.ranks.cut_sequence
 
     @property
@@ -140,12 +140,12 @@ class ModuleCut:
         return f"tensor-parallel module '{self.path}'"
 
     def sizes(self) -> list[int]:
-        """Of the weight's dim, by rank."""
+        """Sizes of the weight's dim, by rank."""
         cut = self.params["weight"]
         return [cut.length(rank) for rank in range(self.ranks.size)]
 
     def own_weight(self) -> ParamCut:
-        """Of a column layer: as if there were no tail, which follows all ranks' own outputs."""
+        """The cut of a column layer's weight as if there were no tail, which follows all ranks' own outputs."""
         of = self.params["weight"]
         if not self.tail:
             return of
@@ -154,7 +154,7 @@ class ModuleCut:
         return ParamCut((*of.sizes[: of.dim], ends[-1], *of.sizes[of.dim + 1 :]), of.dim, ranges)
 
     def begin(self) -> int:
-        """Where this rank's slice of the weight's dim begins."""
+        """The begin of this rank's slice of the weight's dim."""
         return self.params["weight"].ranges[self.ranks.rank][0][0]
 
     def __deepcopy__(self, memo: Any) -> ModuleCut:
@@ -224,18 +224,19 @@ class _Row(_CutModule):
         return out
 
     def _is_whole(self, input: torch.Tensor) -> bool:
-        """It comes from a layer that is not cut."""
+        """Whether the input comes from a layer that is not cut."""
         cut = self._tessera_cut
         weight = cut.params["weight"]
         return input.size(-1) == weight.sizes[weight.dim] != weight.length(cut.ranks.rank)
 
 
 class ColumnLinear(_Column, nn.Linear):
-    """This rank's outputs; with `gather` all of them."""
+    """A linear layer with this rank's outputs; with `gather` all of them come out."""
 
 
 class RowLinear(_Row, nn.Linear):
-    """This rank's inputs, of which it takes its part where it gets all; the sum over the ranks."""
+    """A linear layer with this rank's inputs, of which it takes its part where it gets all; returns the sum over the
+    ranks."""
 
 
 class _SharedTail(_CutModule):
@@ -273,8 +274,8 @@ class _Experts(_CutModule):
 
     @contextlib.contextmanager
     def _bias_of_first_rank(self, rank: int) -> Iterator[None]:
-        """Inside, the bias is zero on other ranks, with its gradient: an attribute of the object itself comes before
-        nn.Module's look-up of parameters."""
+        """Makes the bias zero on other ranks inside the `with`, where it still gets its gradient: an attribute of the
+        object itself comes before nn.Module's look-up of parameters."""
         name = f"{DOWN}_bias"
         bias = self._parameters.get(name)
         if bias is None or rank == 0:
@@ -297,7 +298,8 @@ class _Embedded(_CutModule):
 
 
 class CutEmbedding(_Embedded, nn.Embedding):
-    """A slice of every row; the whole rows come out, or where `gather` is False this rank's slice of them."""
+    """An embedding with a slice of every row; whole rows come out, or where `gather` is False this rank's slice of
+    them."""
 
 
 class _VocabEmbedded(_CutModule):

@@ -31,11 +31,11 @@ class ParallelPlan:
     size: int
     source: str  # of the rules
     skipped: list[str]  # names of parameters that a rule leaves whole
-    summed: list[str]  # those of them whose gradient a rule sums
+    summed: list[str]  # names whose gradient a rule sums
     loss: str | None = None  # the model's attribute that takes the loss of slices of the logits; None: logits are whole
     regions: SequenceRegions | None = None  # where activations are cut along the sequence
     warnings: list[str] = dataclasses.field(default_factory=list)  # beside those of the core
-    notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by what is noted: the first module it is true of
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by note: the first module it is true of
 
     def __deepcopy__(self, memo: Any) -> ParallelPlan:
         return self
@@ -125,7 +125,7 @@ def _described(model: nn.Module) -> Iterator[_core.PlanModule]:
     names = set(_core.width_names())
     for path, module in model.named_modules():
         kind, weight = _kind(module), module._parameters.get("weight")
-        if cut_of(module) is not None:  # by hand: it stays as it is
+        if cut_of(module) is not None:  # cut by hand: it stays as it is
             kind, weight = _core.ModuleKind.Other, None
         if kind in (_core.ModuleKind.Linear, _core.ModuleKind.Conv1D, _core.ModuleKind.Other):
             if _used_by_parent(model, path):

@@ -42,13 +42,13 @@ SERVED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "bloom", *MI
 
 @dataclasses.dataclass(frozen=True)
 class SequenceRegions:
-    """Where the sequence is cut. Paths in the model."""
+    """The places where the sequence is cut. Paths in the model."""
 
     first: str  # the first block
     last: str  # the norm after the last one
     inner: tuple[str, ...]  # modules of the blocks that need the whole sequence
     norms: tuple[str, ...]  # modules whose parameters work on parts
-    mixed: tuple[str, ...] = ()  # those of the blocks' modules that enter a region themselves: Note [Mixed regions]
+    mixed: tuple[str, ...] = ()  # modules of the blocks that enter a region themselves: Note [Mixed regions]
     sums: tuple[str, ...] = ()  # those of them that leave it themselves; the others end in a row layer
     whole: tuple[str, ...] = ()  # in them: modules whose parameters are whole
 
@@ -166,7 +166,8 @@ def _check_block(path: str, block: nn.Module, mine: dict[str, Any], found: _Foun
 
 
 def _check_inner(path: str, module: nn.Module, layers: dict[str, Any]) -> None:
-    """Its direct children begin and end the region; nothing else has weights but norms of heads."""
+    """Refuses a module whose direct children do not begin and end the region, or with other weights than norms of
+    heads."""
     for name, child in module.named_modules():
         at = f"{path}.{name}" if name else path
         weights = list(child.parameters(recurse=False))
@@ -181,7 +182,7 @@ def _check_inner(path: str, module: nn.Module, layers: dict[str, Any]) -> None:
 
 
 def _is_mixed(path: str, module: nn.Module, layers: dict[str, Any]) -> bool:
-    """With layers that are whole, or further down than its children."""
+    """Whether a module has layers that are whole, or layers further down than its children."""
     for name, child in module.named_modules():
         if any(True for _ in child.parameters(recurse=False)):
             whole = (f"{path}.{name}" if name else path) not in layers and not is_norm(child)
@@ -253,7 +254,7 @@ class EnterRegion:
     """A forward pre-hook of a module with column-parallel layers: the whole sequence."""
 
     def __init__(self, module: nn.Module, cut: ModuleCut) -> None:
-        self._cut = cut  # of one of its column layers
+        self._cut = cut  # the cut of one of the module's column layers
         self._name = _first_argument(module)
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -280,7 +281,7 @@ class EnterMixed:
 
 
 class LeaveMixed:
-    """Its forward hook, where no row layer ends it: this rank's part of the sum."""
+    """A mixed module's forward hook, where no row layer ends it: returns this rank's part of the sum."""
 
     def __init__(self, ranks: Ranks, path: str) -> None:
         self._ranks, self._label = ranks, f"sequence after '{path}'"

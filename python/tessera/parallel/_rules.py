@@ -1,4 +1,4 @@
-"""From the configuration and what a model says of itself to the core's rules: which modules are cut, and how."""
+"""Makes the core's rules from the configuration and what a model says of itself: which modules are cut, and how."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def first_number(config: Any, *names: str) -> int:
-    """Of the attributes that are integers; 0 without any."""
+    """The first of these attributes that is an integer; 0 without any."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -59,7 +59,7 @@ def facts_of(model: nn.Module) -> _core.ModelFacts:
 
 
 def _heads_of_modules(model: nn.Module) -> dict[str, _core.ModelFacts]:
-    """Of a model without a configuration: those of the attention modules that say how many heads they have."""
+    """Facts of a model without a configuration, by attention module that says how many heads it has."""
     found: dict[str, _core.ModelFacts] = {}
     for path, module in model.named_modules():
         heads = heads_of(module)
@@ -106,7 +106,8 @@ def model_type(model: nn.Module) -> str:
 
 
 def rules_for(model: nn.Module, config: _core.Config, size: int) -> _core.PartitionRules:
-    """The first source that is there: the configuration's rules or preset, the model's own tp_plan, heuristics."""
+    """The rules of the first source that is there: the configuration's rules or preset, the model's tp_plan,
+    heuristics."""
     configured = _core.partition_rules(config, facts_of(model), size, matcher)
     if configured is not None:
         return configured
@@ -144,7 +145,7 @@ _STYLES = {
 # Experts in one tensor each, which plans deal out whole. Here each is cut, and the router works as in the whole model.
 _EXPERTS = {"gate_up_proj": _core.Partition.Column, "down_proj": _core.Partition.Row}
 _EXPERT_STYLES = ("grouped_gemm", "packed_colwise", "rowwise")
-# Of modules around those, and of input embeddings, which tensor_parallel decides about: there is nothing to do.
+# Styles of modules around these, and of input embeddings, which tensor_parallel decides about: there is nothing to do.
 _AROUND = (
     *("local", "gather", "ep_router", "ep_dispatch_experts", "moe_tp_experts", "moe_identity_expert"),
     *("embedding_rowwise", "embedding_colwise"),
@@ -156,8 +157,8 @@ _NEVER_CUT = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 def tp_plan_of(model: nn.Module) -> dict[str, str]:
-    """Of the configuration's base model, the class and the instance; what an instance only repeats with the path of its
-    base model before it counts once."""
+    """The plan of the configuration's base model, the class and the instance; what an instance only repeats with the
+    path of its base model before it counts once."""
     plan: dict[str, str] = {}
     config = getattr(model, "config", None)
     for source in (config, getattr(config, "text_config", None)):

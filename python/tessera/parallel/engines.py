@@ -1,5 +1,5 @@
-"""What other packages need of models that are cut, beside what users have in tessera.parallel: an engine's model, cut
-before its core takes parameters, whole where they leave it."""
+"""The part of cut models for other packages, beside what users have in tessera.parallel: an engine's model, cut
+before its core takes parameters, whole where they leave the engine."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class TensorParallel:
 
     @property
     def cuts_params(self) -> bool:
-        """What ranks of a tensor-parallel group hold of some parameters are slices."""
+        """Whether ranks of a tensor-parallel group hold slices of some parameters."""
         return (self.plan is not None or self._by_hand) and self._group.size > 1
 
     @property
     def cuts_sequence(self) -> bool:
-        """What ranks of a tensor-parallel group hold between blocks differs."""
+        """Whether ranks of a tensor-parallel group hold different values between blocks."""
         return self.plan is not None and self.plan.regions is not None
 
     def release(self) -> None:
@@ -101,7 +101,7 @@ class TensorParallel:
             undo()
 
     def spec_of(self, param: torch.Tensor) -> tuple[_core.Axes, _Spec | None]:
-        """For a ParamSpec: along which axes it differs, and which slice it is."""
+        """The fields of a ParamSpec: axes along which the parameter differs, and which slice it is."""
         cut = self._cuts.get(id(param))
         if cut is not None:
             return _core.Axes(_core.Axis.Tp), cut.spec(self._group.rank)
@@ -122,14 +122,14 @@ class TensorParallel:
             self._watch = Watch(self._model, self._ranks)
 
     def explained(self, error: BaseException) -> BaseException:
-        """Of a forward: `error`, or one that says which module and rule it comes from."""
+        """An error of a forward: `error`, or one that says which module and rule it comes from."""
         explained = explain_sizes(self._model, error) if self.cuts_params else None
         if explained is not None:
             explained.__cause__ = error
         return explained or error
 
     def after_forward(self, device: torch.device) -> None:
-        """Of one that went through. Collective as before_forward()."""
+        """Must be called after a forward that went through. It is collective where before_forward() is."""
         if self._draws is not None:
             self._draws.leave(device)
             self._draws.end(self._group, device)
@@ -138,7 +138,7 @@ class TensorParallel:
             self._watch, self._seen = None, True
 
     def end_forward(self, device: torch.device) -> None:
-        """Of any."""
+        """Must be called after any forward."""
         draws, self._draws = self._draws, None
         if draws is not None:
             draws.leave(device)

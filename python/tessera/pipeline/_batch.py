@@ -15,7 +15,7 @@ from tessera.pipeline._module import PipelineModule
 
 
 class StageEngine(Protocol):
-    """What computes on a stage: its PipelineEngine."""
+    """The engine that computes on a stage: a PipelineEngine."""
 
     @property
     def module(self) -> PipelineModule: ...
@@ -45,7 +45,7 @@ class Batch:
     keeps_outputs: bool = False
     outputs: list[Any] = field(
         default_factory=list
-    )  # of the last layer, by micro-batch: where asked, or without a loss
+    )  # outputs of the last layer, by micro-batch: where asked, or without a loss
 
     _batches: Sequence[tuple[Any, Any]] | None = None
 
@@ -88,7 +88,7 @@ class Batch:
         loss_fn = self.engine.module.loss_fn
         loss = outputs if loss_fn is None else loss_fn(outputs, self._micro_batch(micro)[1])
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            if loss_fn is None and not self.trains:  # of a model without a loss
+            if loss_fn is None and not self.trains:  # the model has no loss
                 self.outputs += [] if self.keeps_outputs else [outputs]
                 return None
             who = "the last layer" if loss_fn is None else "loss_fn"

@@ -134,7 +134,7 @@ class PipelineEngine(Engine):
 
     @property
     def micro_batches(self) -> int:
-        """Of one train_batch()."""
+        """How many micro-batches one train_batch() takes."""
         return self.gradient_accumulation_steps()
 
     @property

@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline are: stages are runs of neighbours, and inside a stage lie the axes of an engine."""
+"""The places of a pipeline's ranks: stages are runs of neighbours, and inside a stage lie the axes of an engine."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Grid:
         self.size = everyone.size // stages
         self.rank = everyone.rank
         self.stage, self.place = divmod(self.rank, self.size)
-        self.device: torch.device | None = None  # of all processes: a mesh does not say
+        self.device: torch.device | None = None  # the device of all processes: a mesh does not say it
         self.groups = OwnGroups()
-        self.stage_ranks: Any = None  # as Engine takes it: None is all processes
+        self.stage_ranks: Any = None  # the ranks as Engine takes them: None is all processes
         self.axes: list[_core.Axes] = []  # of a stage that is one of several: its engine's groups
         self._asked = (shards, sp, tp)
         self._shape = _core.mesh_shape(self.size, shards, sp, tp)
@@ -76,11 +76,11 @@ class Grid:
         )
 
     def forget(self) -> None:
-        """What holds the process groups."""
+        """Lets go of the process groups."""
         self.__dict__.pop("ranks", None)
 
     def _mesh(self, everyone: _core.Group, rows: list[list[int]]) -> Any:
-        """Of this stage; its groups are made together with those of the others."""
+        """The mesh of this stage; its groups are made together with those of the others."""
         _core.check_asked(everyone, self.device or torch.device("cpu"), *self._asked)
         shape = self._shape
         self.axes = shape.groups()
@@ -109,7 +109,7 @@ class Grid:
         return f"stage {rank // self.size} (rank {rank})"
 
     def tied(self, model: PipelineModule) -> list[tuple[str, list[int], list[tuple[str, nn.Parameter]]]]:
-        """As the core takes what is on several stages: key, stages, parameters of the copy here."""
+        """Tied modules that are on several stages, as the core takes them: key, stages, parameters of the copy here."""
         return [
             (key, stages, self._params(model, key) if self.stage in stages else [])
             for key, stages in model.tied_stages().items()

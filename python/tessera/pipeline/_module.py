@@ -70,9 +70,9 @@ class PipelineModule(nn.Module):
     Each takes what the one before it returned, as one argument: a tensor, or tuples, lists and dicts of tensors.
     `num_stages`: ranks are `num_stages` runs of neighbours, one run a stage. `num_chunks`: parts of the model on each
     stage, for the interleaved schedule.
-    `loss_fn(outputs, labels)`: of the last stage; without it the last layer returns the loss.
+    `loss_fn(outputs, labels)`: the loss on the last stage; without it the last layer returns the loss.
     `partition_method`: "uniform", "parameters" or "type:REGEX" of class names.
-    `activation_checkpoint_interval`: layers between two saved activations, what is between is computed again in the
+    `activation_checkpoint_interval`: layers between two saved activations; layers between are computed again in the
     backward; 0 saves all. `checkpointable_layers`: class names that may be; default: those with trained parameters.
     `seed_layers`: layer i is built after torch.manual_seed(base_seed + i) (`seed_fn` for another generator): the same
     weights for any number of stages.
@@ -130,7 +130,7 @@ class PipelineModule(nn.Module):
         return range(self.bounds[part], self.bounds[part + 1])
 
     def tied_stages(self) -> dict[str, list[int]]:
-        """By key: the stages that have a copy, in ascending order."""
+        """The stages that have a copy of a tied module, in ascending order, by key."""
         found: dict[str, set[int]] = {}
         for stage in range(self.num_stages):
             for chunk in range(self.num_chunks):
@@ -170,7 +170,7 @@ class PipelineModule(nn.Module):
         return inputs
 
     def function_of(self, number: int) -> LayerFunction:
-        """What a layer of this stage does; modules as they are now, whoever has put others in their place."""
+        """The function of a layer of this stage; modules as they are now, whoever has put others in their place."""
         layer = self._list[number]
         if isinstance(layer, TiedLayerSpec):
             module = self.tied_modules[layer.key]

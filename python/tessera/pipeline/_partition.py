@@ -11,8 +11,8 @@ from tessera.errors import ConfigError
 
 
 def bounds_of(method: str, parts: int, parameters: Sequence[int], classes: Sequence[str]) -> list[int]:
-    """As split(): "uniform" (layers alike), "parameters" (trained ones), or "type:REGEX" (layers whose class name the
-    expression finds, whatever its letter case)."""
+    """Boundaries as split() gives them: "uniform" (layers alike), "parameters" (trained ones), or "type:REGEX" (layers
+    whose class name the expression finds, whatever its letter case)."""
     wanted = method.lower()
     if wanted == "uniform":
         return split([1.0] * len(classes), parts)

@@ -1,4 +1,4 @@
-"""Attention over a sequence that ranks share (Ulysses, arXiv 2309.14509): outside of it a rank has a part of the
+"""Attention over a sequence that ranks share (Ulysses, arXiv 2309.14509): outside a rank has a part of the
 sequence and all heads, inside all of the sequence and a part of the heads."""
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def check_sequence_dim(sequence_dim: Any, label: str) -> int:
 
 
 def to_heads(x: torch.Tensor, group: OneGroup, *, sequence_dim: int = 1) -> torch.Tensor:
-    """This rank's part of the sequence with all heads becomes the whole sequence with this rank's heads. `x`: [batch,
-    sequence, heads, ...], or [sequence, batch, heads, ...] with sequence_dim 0. Heads need not divide: rank r has the
-    r-th of nearly equal parts, the larger ones first. `group`: a torch ProcessGroup or a group of tessera. Collective,
-    in the backward too."""
+    """Turns this rank's part of the sequence with all heads into the whole sequence with this rank's heads. `x`:
+    [batch, sequence, heads, ...], or [sequence, batch, heads, ...] with sequence_dim 0. Heads need not divide: rank r
+    has the r-th of nearly equal parts, the larger ones first. `group`: a torch ProcessGroup or a group of tessera.
+    Collective, in the backward too."""
     ranks = core_group(group)
     check_sequence_dim(sequence_dim, "to_heads")
     if ranks.size == 1:
@@ -46,7 +46,7 @@ def to_heads(x: torch.Tensor, group: OneGroup, *, sequence_dim: int = 1) -> torc
 
 
 def to_sequence(x: torch.Tensor, group: OneGroup, *, sequence_dim: int = 1, heads: int | None = None) -> torch.Tensor:
-    """What to_heads() gave, back. `heads`: how many there are in all; if not given, the ranks ask each other.
+    """Turns what to_heads() gave back. `heads`: how many there are in all; if not given, the ranks ask each other.
     Collective, in the backward too."""
     ranks = core_group(group)
     check_sequence_dim(sequence_dim, "to_sequence")
@@ -73,7 +73,7 @@ class SequenceAttention(nn.Module):
 
     parts: local attentions and exchanges by which the heads go (fewer where a rank has fewer key/value heads, one where
     the ranks have unequally many): while a part's attention runs, the others' exchanges are on their way, in the
-    backward too. Bytes are the same. For a local_attention that treats heads alike: it does not know which it has.
+    backward too. Bytes are the same. For a local_attention that treats heads alike: it does not know which part it has.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class SequenceAttention(nn.Module):
         self.group = core_group(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceAttention:
-        """With a copy of a local attention that is a module, and the same ranks."""
+        """Copies a local attention that is a module, and keeps the same ranks."""
         import copy
 
         copied = type(self)(copy.deepcopy(self.local_attn, memo), self.group, parts=self.parts)

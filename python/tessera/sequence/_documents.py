@@ -11,14 +11,14 @@ import torch
 Ranges = list[tuple[int, int]]
 Attention = Callable[
     ..., tuple[torch.Tensor, Any]
-]  # of Transformers: [batch, heads, tokens, width] to [batch, tokens, heads, width]
+]  # Transformers' layouts: [batch, heads, tokens, width] to [batch, tokens, heads, width]
 
 _BLOCK = 256  # least number of queries that share a window's mask
 
 
 def documents(position_ids: torch.Tensor) -> list[Ranges]:
-    """For each row of [rows, tokens] where its documents are; one entry where all rows are alike. A document begins
-    where the position is not the one before plus 1."""
+    """Where the documents of each row of [rows, tokens] are; one entry where all rows are alike. A document begins at a
+    token whose position is not the position before it plus 1."""
     starts = (position_ids[:, 1:] - position_ids[:, :-1] != 1).cpu()
     rows = []
     for row in starts:

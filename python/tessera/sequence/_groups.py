@@ -15,7 +15,7 @@ from tessera.errors import ConfigError
 class SequenceParallelGroups:
     """The ranks that share a sequence with this one (`sequence`), those that have another batch (`data`), both, over
     which gradients are averaged and states sharded (`both`), and those that hold other slices of the model (`tensor`,
-    none by default): torch ProcessGroups or groups of tessera. To be given to tessera.initialize as `group`."""
+    none by default): torch ProcessGroups or groups of tessera. Passed to tessera.initialize as `group`."""
 
     def __init__(self, sequence: Any, data: Any, both: Any, tensor: Any = None) -> None:
         self.sequence, self.data, self.both = sequence, data, both
@@ -59,9 +59,9 @@ class SequenceParallelGroups:
 
 
 def make_groups(sequence_parallel_size: int, *, tensor_parallel_size: int = 1) -> SequenceParallelGroups:
-    """All processes: `tensor_parallel_size` that follow one another hold slices of one model (then
+    """Makes groups of all processes: `tensor_parallel_size` that follow one another hold slices of one model (then
     tensor_parallel.autotp_size must say the same), `sequence_parallel_size` neighbours of those share a sequence, and
-    each such row has a batch of its own. Creates the default process group if there is none. Collective over all
+    each such row has its own batch. Creates the default process group if there is none. Collective over all
     processes."""
     init_distributed()
     sizes = {"sequence_parallel_size": sequence_parallel_size, "tensor_parallel_size": tensor_parallel_size}

@@ -26,7 +26,7 @@ from tessera.sequence._documents import Attention, Ranges, attend, documents
 from tessera.sequence._groups import SequenceParallelGroups, make_groups
 
 _LABEL = "TransformersAttention"
-_MARK = "_tessera_sequence_parallel"  # of modules of a registered model
+_MARK = "_tessera_sequence_parallel"  # on modules of a registered model
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _LOCAL_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of this rank's part only
 _registering = threading.Lock()
@@ -58,7 +58,7 @@ class TransformersAttention:
         self.disable_in_eval = disable_in_eval
         self.parts = parts
         self._last: tuple[Any, int, Any] | None = None  # position_ids of this rank, their version, those of all
-        self._layer: int | None = None  # that called last
+        self._layer: int | None = None  # the layer that called last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransformersAttention:
         return self
@@ -83,12 +83,12 @@ class TransformersAttention:
         parts: int = 1,
         tensor_parallel_size: int = 1,
     ) -> SequenceParallelGroups | None:
-        """From now on the model's attention runs over sequence_parallel_size ranks. Returns the groups, to be given to
-        tessera.initialize as `group`; None, and nothing changes, for a size of 1.
+        """Lets the model's attention run over sequence_parallel_size ranks from now on. Returns the groups, to be given
+        to tessera.initialize as `group`; None, and nothing changes, for a size of 1.
 
-        model_name_or_path: a model, what has a `.config`, or a name or path: then it holds for all models of that type
-        made later. core_attn_implementation: the model's own attn_implementation, which runs inside: "sdpa" or one of
-        flash attention. seq_length: of all ranks together, and micro_batch_size: checked at each call if
+        model_name_or_path: a model, what has a `.config`, or a name or path: then the call holds for all models of that
+        type made later. core_attn_implementation: the model's own attn_implementation, which runs inside: "sdpa" or one
+        of flash attention. seq_length: of all ranks together, and micro_batch_size: checked at each call if
         seq_length_is_variable is False. disable_in_eval: modules in eval mode attend to their own rank's tokens only,
         which then are a whole sequence. max_length: another name of seq_length. groups: in place of new ones, over all
         processes. parts: of the heads, as in SequenceAttention. tensor_parallel_size: of the new groups, where
@@ -169,7 +169,8 @@ class TransformersAttention:
         rows: list[Ranges] | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        """Of some of this rank's heads, over the whole sequence. [batch, sequence, heads, head_dim]."""
+        """Runs the local attention of some of this rank's heads, over the whole sequence. [batch, sequence, heads,
+        head_dim]."""
         kwargs = dict(kwargs)
         if self.implementation.startswith("flash_attention"):
             kwargs["position_ids"] = self._last[2][0] if self._last is not None and rows is not None else None
@@ -209,11 +210,11 @@ class TransformersAttention:
             )
 
     def _documents(self, module: nn.Module, mine: torch.Tensor | None) -> list[Ranges] | None:
-        """Where the documents of all ranks' tokens are, None where the model does not say.
+        """Where the documents of all ranks' tokens are; None where the model does not say.
 
-        The ranks gather in a layer that does not follow the one before: the first of a forward, and those that a
-        backward computes again. That is the same layer on all of them, whatever one rank's tensors are: an offload hook
-        may copy them. A layer that follows has the positions of the one before."""
+        The ranks gather positions in a layer that does not follow the layer called before it: the first of a forward,
+        and those that a backward computes again. All ranks gather in the same layer, whatever one rank's tensors are:
+        an offload hook may copy them. A layer that follows has the positions of the layer before it."""
         layer = getattr(module, "layer_idx", None)
         follows = layer is not None and self._layer is not None and layer == self._layer + 1
         self._layer = layer
@@ -258,7 +259,8 @@ class _Module:
 
 
 class _Dispatch:
-    """What ALL_ATTENTION_FUNCTIONS has under one name: `original`, or for modules of registered models theirs."""
+    """What ALL_ATTENTION_FUNCTIONS has under one name: it calls the registered model's function for modules of
+    registered models, and `original` for others."""
 
     def __init__(self, original: Attention) -> None:
         self.original = original
@@ -293,8 +295,8 @@ def _dispatch(implementation: str) -> _Dispatch:
 
 
 def attends_locally(model: nn.Module) -> list[str]:
-    """Nothing, or a line for the log: the model's causal attention is as Transformers has it, and not registered, so it
-    exchanges nothing with the other ranks of a sequence."""
+    """Returns a line for the log where the model's causal attention is as Transformers has it, and not registered, so
+    that it exchanges nothing with the other ranks of a sequence; else nothing."""
     if "transformers" not in sys.modules:
         return []
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -319,7 +321,7 @@ def attends_locally(model: nn.Module) -> list[str]:
 
 
 def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward of a registered model."""
+    """Called before a forward of a registered model."""
     attention = model.__dict__.get(_MARK)
     if attention is None or not attention.active(model) or "position_ids" in kwargs:
         return
@@ -343,8 +345,8 @@ def _makes_masks(module: nn.Module) -> bool:
 
 
 def _no_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Before the forward of a stack: a mask of 4 dims is one that Transformers takes for ready, and makes none of
-    [tokens, tokens] that nobody would read."""
+    """Called before the forward of a stack: a mask of 4 dims is one that Transformers takes for ready, and makes none
+    of [tokens, tokens] that nobody would read."""
     attention = module.__dict__.get(_MARK)
     if attention is None or not attention.active(module):
         return None

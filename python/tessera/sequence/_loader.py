@@ -42,7 +42,7 @@ class SequenceLoader:
         self.device = torch.device(device)
         self._iterator = iter(dl)
         self._ready: collections.deque[Batch] = collections.deque()
-        self._ranks: _core.Group | None = None  # of sp_group, once they have met
+        self._ranks: _core.Group | None = None  # ranks of sp_group, once they have met
 
     def __len__(self) -> int:
         return len(self.dl) * self.sp_world_size
@@ -57,8 +57,8 @@ class SequenceLoader:
         return self._ready.popleft()
 
     def _deal(self) -> list[Batch]:
-        """This rank's parts of the next batch of every rank. All ranks stop with the first one that does, and fail with
-        one that fails: it with its own error, whatever that is, the others with what it says."""
+        """Returns this rank's parts of the next batch of every rank. All ranks stop with the first one that does, and
+        fail with one that fails: that rank with its own error, whatever it is, the others with what it says."""
         problem: Exception | None = None
         parts: list[Part] = []
         try:
@@ -88,7 +88,7 @@ class SequenceLoader:
         return [_BATCHES.join(note, theirs) for (note, _), theirs in zip(came, tensors, strict=True)]
 
     def _values_of_all(self, own: Any) -> list[Any]:
-        """What each rank passes, as JSON can say it."""
+        """Returns what each rank passes, as JSON can say it."""
         if self._ranks is None:
             self._ranks = _core.single_group() if self.sp_world_size == 1 else core_group(self.sp_group)
         texts = _core.texts_of(self._ranks, json.dumps(own), "parts of batches", self.device)

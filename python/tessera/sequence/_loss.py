@@ -24,7 +24,7 @@ def sequence_cross_entropy(logits: torch.Tensor, target: torch.Tensor, group: On
 
 def mean_over_sequence(loss: torch.Tensor, labels: torch.Tensor, group: OneGroup | None) -> torch.Tensor:
     """The mean over all tokens of the sequence, on every rank of `group`: `loss` is this rank's mean over its tokens,
-    those whose label is not -100 (NaN where it has none). To call backward() on, on every rank of the group: gradients
+    those whose label is not -100 (NaN where it has none). Every rank of the group calls backward() on it: gradients
     that the engine (or any other average over ranks) makes of it are those of one rank with the whole sequence.
     Collective in forward only.
     """

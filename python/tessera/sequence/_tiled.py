@@ -50,7 +50,7 @@ class _Tiles:
 
 
 def _factors(tiles: _Tiles, reduction: str | None, valid: torch.Tensor | None) -> list[float]:
-    """What each tile's loss counts for: 1 in a sum, its share of the tokens (those that are `valid`) in a mean."""
+    """The weight of each tile's loss: 1 in a sum, the tile's share of the tokens (those that are `valid`) in a mean."""
     if reduction == "sum":
         return [1.0] * len(tiles.ranges)
     if reduction != "mean":

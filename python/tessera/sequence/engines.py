@@ -1,4 +1,4 @@
-"""What an engine needs of sequences that ranks share, beside what users have in tessera.sequence."""
+"""The part of sequences that ranks share for engines, beside what users have in tessera.sequence."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from tessera._outputs import may_hold_tensors, tensors_in
 from tessera.errors import UsageError
 from tessera.zero._owners import Home, home_of, hooks_of, set_home
 
-_SCOPE = "_tessera_scope"  # of modules: the core's number
-_EXTERNAL = "_tessera_external"  # of modules: parameters of others that their forward reads
+_SCOPE = "_tessera_scope"  # on modules: the core's number
+_EXTERNAL = "_tessera_external"  # on modules: parameters of others that their forward reads
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """`module`, which does not own `parameter`, uses it in its forward: it is gathered there too. Before or after
-    tessera.initialize. A parameter that is read as an attribute in a forward registers itself."""
+    """Says that `module`, which does not own `parameter`, uses it in its forward: it is gathered there too. Before or
+    after tessera.initialize. A parameter that is read as an attribute in a forward registers itself."""
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(f"[zero] register_external_parameter takes a Parameter, got {type(parameter).__name__}")
     known = module.__dict__.setdefault(_EXTERNAL, [])
@@ -42,20 +42,20 @@ def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) ->
 
 
 def _use_in(module: nn.Module, param: torch.Tensor) -> None:
-    """From now on `param`, when an engine partitions it, is gathered with `module` too."""
+    """Gathers `param`, when an engine partitions it, with `module` too, from now on."""
     home = home_of(param)
     partition = hooks_of(param)
     if home is None or partition is None:
         return
     scope = module.__dict__.get(_SCOPE)
-    if scope is None:  # a module without parameters of its own
+    if scope is None:  # the module has no parameters of its own
         scope = home[0].add_module([home[1]])
         partition.hook(module, scope)
         if home[0].inside_module():
             partition.hooked_late.add(scope)
     else:
         home[0].register_external(scope, home[1])
-    # Its first call may be under way, which no hook has seen begin: the one around it has the parameter, too.
+    # The module's first call may be under way, which no hook has seen begin: the one around it has the parameter, too.
     if scope in partition.hooked_late and home[0].inside_module():
         home[0].use_elsewhere(home[1])
 
@@ -94,7 +94,7 @@ class _Calls(list["_Scope"]):
             inner.forget()
 
     def end_all(self, core: _core.Engine, depth: int = 0) -> None:
-        """Those that are `depth` calls deep or deeper are over, for the core too."""
+        """Ends calls that are `depth` deep or deeper, for the core too."""
         while len(self) > depth:
             scope = self.pop()
             if scope.forget() and not core.destroyed():
@@ -114,7 +114,7 @@ class _Scope:
         self.cover = cover
         self.number = number
         self.owned = owned
-        # Of calls under way: whether the core wants their tensors; None: it does not know of the call.
+        # For calls under way: whether the core wants their tensors; None: the core does not know of the call.
         self.outer: list[bool | None] = []
         for params in owned:
             params.cover = cover
@@ -158,7 +158,7 @@ class _Scope:
                 _read_elsewhere(tensor)
 
     def forget(self) -> bool:
-        """The innermost call is over. True where the core knows of it."""
+        """Ends the innermost call. True where the core knows of it."""
         if self.outer.pop() is None:
             return False
         for params in self.owned:
@@ -167,8 +167,8 @@ class _Scope:
 
 
 def _hides(output: Any) -> bool:
-    """What the backward goes through may lie in an output in which no tensor is seen, or in what the forward left
-    elsewhere. None is also the output of a forward that raised."""
+    """Whether what the backward goes through may lie in an output in which no tensor is seen, or in what the forward
+    left elsewhere. None is also the output of a forward that raised."""
     return may_hold_tensors(output) or (output is None and sys.exc_info()[0] is None)
 
 
@@ -231,8 +231,8 @@ class Partition:
         return scope
 
     def hide_from_compiler(self, model: nn.Module) -> None:
-        """torch.compile leaves the hooks that call the core to Python: a break in the graph at each unit, where it
-        would take them apart, and give up after some. Those inside a unit do nothing while it runs."""
+        """Makes torch.compile leave the hooks that call the core to Python: a break in the graph at each unit, where it
+        would take them apart, and give up after some. Hooks inside a unit do nothing while it runs."""
         for module in model.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key, hook in hooks.items():
@@ -242,8 +242,8 @@ class Partition:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a forward of the engine: module calls that it interrupts end with it, and those that an earlier one
-        outside of it left end before."""
+        """Surrounds a forward of the engine: module calls that the forward interrupts end with it, and those that an
+        earlier one left outside of it end before."""
         self.end_stray()
         if self._forwards == 0:
             self.hooked_late.clear()

@@ -31,13 +31,13 @@ from tessera._mesh import Ranks, core_mesh, mesh_sizes
 from tessera.errors import ConfigError
 from tessera.zero._owners import Home, holder_of, set_home
 
-_EARLY = "_tessera_early"  # of modules: the EarlyParameters that hold what the module owns
+_EARLY = "_tessera_early"  # on modules: the EarlyParameters that hold what the module owns
 
 
 class EarlyParameters:
     """The partitioned parameters of one construction; what GatheredParameters asks before there is an engine."""
 
-    OPEN_ELEMENTS = 1 << 21  # that code which reads parameters while a model is built keeps whole at most
+    OPEN_ELEMENTS = 1 << 21  # elements that code which reads parameters while a model is built keeps whole at most
 
     def __init__(self, mesh: _core.Mesh, device: torch.device | None, *home: Any) -> None:
         """`device`: where parameters of the CPU are moved to before they are partitioned, if anywhere. `home`: where
@@ -47,7 +47,7 @@ class EarlyParameters:
         self._read: dict[int, int] = {}  # open because they were read: number -> elements, oldest first
 
     def __deepcopy__(self, memo: Any) -> EarlyParameters:
-        return self  # a copied module's parameters are whole; its owner here is as good as any
+        return self  # a copied module's parameters are whole; its owner here serves, too
 
     def add(self, name: str, param: nn.Parameter, dtype: torch.dtype) -> None:
         if self._device is not None and param.device.type == "cpu":
@@ -118,7 +118,8 @@ def _whole(param: Any) -> Any:
 
 
 def early_of(param: torch.Tensor) -> tuple[_core.EarlyParams | None, int]:
-    """For a ParamSpec: who holds `param`, when it was partitioned before there was an engine."""
+    """The early holder of `param`, when it was partitioned before there was an engine, and its number there, for a
+    ParamSpec."""
     holder = holder_of(param)
     if holder is None or not isinstance(holder[0], EarlyParameters):
         return None, -1
@@ -184,7 +185,7 @@ class Init:
     Collective: all ranks build the same modules in the same order. With one rank parameters are only cast.
     `group`: the ranks that share the parameters (a torch ProcessGroup or a group of tessera; default: all processes).
     `remote_device`: where each rank's part lives, "cpu" (with `pin_memory` page-locked), or "nvme" in the nvme_path of
-    the configuration's offload_param; that of the configuration's offload_param if it says so. Then one rank
+    the configuration's offload_param; the default is that offload_param's device. With either one rank
     partitions too.
     ConfigError for arguments that make no sense, NotImplementedError for what is not served, RuntimeError when
     the environment says that there are more ranks than the process group has.
@@ -306,7 +307,7 @@ def _home(remote_device: Any, pin_memory: bool, config: _core.Config | None) -> 
 
 
 def _mesh(group: Any, config: _core.Config | None) -> _core.Mesh:
-    # Over the ranks of all slices of the model, too: what is to be cut is whole as yet.
+    # The ranks of all slices of the model are included: what is to be cut is whole as yet.
     sizes = {} if config is None else {**mesh_sizes(config), "tp": 1}
     mesh, _ = core_mesh(group, **sizes, device=group_device(group))
     expected = distributed.launched(rendezvous=False).size if group is None and mesh.batch_size() == 1 else 1

@@ -13,7 +13,7 @@ from torch import nn
 from tessera import _core
 from tessera._loans import Loans
 
-_HOME = "_tessera_home"  # of parameters: Home
+_HOME = "_tessera_home"  # on parameters: Home
 _COPIER = "__deepcopy__"  # _Copier
 _PICKLER = "__reduce_ex__"  # _Pickler
 
@@ -31,7 +31,7 @@ class Holder(Protocol):
 
 
 class Hooks(Protocol):
-    """What an engine has put on the modules that use its partitioned parameters (zero/_hooks.py)."""
+    """The hooks that an engine has put on the modules that use its partitioned parameters (zero/_hooks.py)."""
 
     hooked_late: set[int]
 
@@ -55,8 +55,8 @@ def _marks_in(attributes: dict[str, Any]) -> list[str]:
 
 
 class Home(Mark):
-    """Where a parameter lives: its holder, its number there, with an engine that engine, and, where it partitions, the
-    hooks around it."""
+    """Where a parameter lives: its holder, its number there, with an engine that engine, and, where the engine
+    partitions, the hooks around it."""
 
     __slots__ = ("engine", "holder", "number", "partition")
 
@@ -81,8 +81,8 @@ class _OfParam(Mark):
 
 
 class _Copier(_OfParam):
-    """copy.deepcopy of a parameter: a whole one, in nobody's care. Of a partitioned one collective, unless it is
-    whole."""
+    """copy.deepcopy of a parameter: makes a whole one, in nobody's care. Collective for a partitioned one, unless that
+    is whole."""
 
     __slots__ = ()
 
@@ -108,7 +108,8 @@ class _Copier(_OfParam):
 
 
 class _Pickler(_OfParam):
-    """What pickle and torch.save write of a parameter, whole or with an error: one in nobody's care, of plain data."""
+    """The form in which pickle and torch.save write a parameter, whole or with an error: one in nobody's care, of plain
+    data."""
 
     __slots__ = ()
 
@@ -118,7 +119,7 @@ class _Pickler(_OfParam):
         marks = {name: attributes.pop(name) for name in _marks_in(attributes)}
         try:
             make, arguments, *rest = type(param).__reduce_ex__(param, protocol)
-            # What is made of them is written later, when the marks are there again.
+            # What is made of the arguments is written later, when the marks are there again.
             return (make, tuple(dict(one) if one is attributes else one for one in arguments), *rest)
         finally:
             attributes.update(marks)
@@ -158,13 +159,13 @@ def home_of(param: torch.Tensor) -> tuple[_core.Engine, int] | None:
 
 
 def hooks_of(param: torch.Tensor) -> Hooks | None:
-    """What hooks the modules that use `param`, where a live core partitions it."""
+    """The hooks of the modules that use `param`, where a live core partitions it."""
     home: Home | None = getattr(param, _HOME, None)
     return None if home is None or home.partition is None or home_of(param) is None else home.partition()
 
 
 class ParamStatus(enum.Enum):
-    """Where the values of a partitioned parameter are."""
+    """The place where the values of a partitioned parameter are."""
 
     AVAILABLE = 1  # whole
     NOT_AVAILABLE = 2  # partitioned

@@ -19,8 +19,8 @@ Part = tuple[Holder, list[int]]  # parameters of one holder, by their numbers th
 
 
 class Region:
-    """Inside the `with` the parameters of `parts` are whole. `writes`: whose values hold afterwards, with FromRank
-    those of `writer`; None_: nothing may be written. After an error nobody's hold. Collective."""
+    """Makes the parameters of `parts` whole inside the `with`. `writes`: whose values hold afterwards, with FromRank
+    those of `writer`; None_: nothing may be written. After an error no rank's values hold. Collective."""
 
     def __init__(self, parts: list[Part], writes: _core.Writes = _core.Writes.None_, writer: int = 0) -> None:
         self._parts = parts
@@ -56,7 +56,8 @@ def _drop(parts: list[Part]) -> None:
 
 
 def parts_of(params: Iterable[torch.Tensor], writable: bool) -> list[Part]:
-    """Where `params` are that are to be gathered. `writable`: some rank's values may hold in the end."""
+    """The holders of those `params` that must be gathered, with numbers. `writable`: some rank's values may hold in the
+    end."""
     numbers: dict[int, tuple[Holder, list[int]]] = {}
     for param in params:
         found = holder_of(param)
@@ -74,9 +75,9 @@ class GatheredParameters:
 
     Collective: every rank opens and closes the region with the same parameters. Those of a model that zero.Init built
     need no engine. `modifier_rank`: what that rank (of the data-parallel group) writes holds on all ranks, in every
-    stage and also of small and frozen parameters; of an expert or a slice, what the rank in its place writes. None:
-    writing is an error (UsageError, when the region ends), but of parameters that are not partitioned, where it is each
-    rank's own affair.
+    stage and also for small and frozen parameters; for an expert or a slice, what the rank in its place writes. None:
+    writing is an error (UsageError, when the region ends), but for parameters that are not partitioned, where it is
+    each rank's own affair.
     `fwd_module`: also registers the parameters as external to that module. Regions must not overlap. A whole unit is
     gathered, also for one parameter of it.
     """
@@ -94,7 +95,7 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
         self._open = Region([])
         self._ids = frozenset(map(id, self.params))
-        self._engines: list[weakref.ref[Any]] = []  # whose these parameters are, while they are gathered
+        self._engines: list[weakref.ref[Any]] = []  # engines that hold these parameters, while they are gathered
         if fwd_module is not None:
             for param in self.params:
                 register_external_parameter(fwd_module, param)
@@ -112,7 +113,7 @@ class GatheredParameters:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Inside, the parameters are as outside the region. Collective."""
+        """Lets the parameters be as outside the region inside this `with`. Collective."""
         self._open.__exit__(None, None, None)
         try:
             yield

@@ -1,4 +1,4 @@
-"""What other packages need of partitioned parameters, beside what users have in tessera.zero: who holds a parameter,
+"""The part of partitioned parameters for other packages, beside what users have in tessera.zero: who holds a parameter,
 the hooks of an engine's modules, regions, what zero.Init has made."""
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ namespace tessera::checkpoint::deepspeed {
 
 namespace {
 
-constexpr const char* kVersionOfDeepSpeed = "0.19.8";  // whose files these are
-constexpr int64_t kGroupAlignment = 2;                 // of flat groups of stages 1 and 2, in elements for each rank
-constexpr int64_t kSubGroup = 1'000'000'000;           // elements, the default of its stage3_sub_group_size
+constexpr const char* kVersionOfDeepSpeed = "0.19.8";  // the version whose layout these files have
+constexpr int64_t kGroupAlignment = 2;                 // flat groups of stages 1 and 2, in elements for each rank
+constexpr int64_t kSubGroup = 1'000'000'000;           // elements: the default of DeepSpeed's sub_group_size
 constexpr int64_t kZeros = int64_t{1} << 22;           // zeros in memory
 constexpr const char *kModelStates = "mp_rank_00_model_states.pt",
                      *kShardedStates = "zero_pp_rank_0_mp_rank_00_model_states.pt";
@@ -28,7 +28,7 @@ void put_zeros(int64_t count, at::ScalarType dtype, const Streamed::Sink& sink) 
 }
 
 Style style_of_files() {
-  return {Objects::Kept, true};  // what the source refuses is not here
+  return {Objects::Kept, true};  // the source refuses objects before they come here
 }
 
 }  // namespace
@@ -44,7 +44,7 @@ Files::Files(Source& source, int64_t stage, int64_t world) : source_(source), st
       groups_.push_back({number, all[number]});
 }
 
-// Stage 3 cuts a param group after the parameter with which a part has this many elements on a rank.
+// Stage 3 cuts a param group after the parameter with which a rank's part reaches sub_group_size elements.
 void Files::add_sub_groups(size_t number, const Names& names) {
   const Value* zero = find(source_.config(), "zero_optimization");
   const Value* given = zero != nullptr && zero->is_dict() ? find(*zero, "sub_group_size") : nullptr;
@@ -161,7 +161,7 @@ Value Files::param_shapes() {
   return list(all);
 }
 
-// Nothing of the parameters: they are in the optim-states and the fragments.
+// The state dict of stage 3 has empty tensors as parameters: their values are in the optim-states and the fragments.
 Value Files::sharded_module(int64_t rank) {
   const bool same_ranks = source_.run().value("ranks", "") == ranks_text(world_);
   const Value state = source_.module(same_ranks ? rank : 0);
@@ -186,7 +186,7 @@ Value Files::frozen(int64_t rank) {
   return fragments;
 }
 
-// Of stage 0.
+// The optimizer's state in the model-states of stage 0.
 Value Files::whole_optimizer() {
   std::vector<Shape> numbers, group_numbers;
   const Value states = values().items(Kind::Dict), flat = values().items(Kind::Dict);
@@ -252,7 +252,7 @@ Value Files::optim_states(int64_t rank) {
   return made;
 }
 
-// Stages 1 and 2.
+// The optimizer's state in the optim-states of stages 1 and 2.
 Value Files::flat_group_state(int64_t rank) {
   const Value states = values().items(Kind::Dict);
   Items masters, mappings;
@@ -287,7 +287,7 @@ Value Files::flat_group_state(int64_t rank) {
   });
 }
 
-// Stage 3.
+// The optimizer's state in the optim-states of stage 3.
 Value Files::sharded_state(int64_t rank) {
   const Value states = values().items(Kind::Dict);
   Items masters;
@@ -328,7 +328,7 @@ Value Files::flat_state(const Group& group, const Part& part) {
   return state;
 }
 
-// Where in this rank's part of the flat group its parameters are.
+// Where each parameter lies in this rank's part of the flat group.
 Value Files::mapping(const Group& group, shard::Range range) {
   const Value places = values().items(Kind::Ordered);
   int64_t begin = 0;

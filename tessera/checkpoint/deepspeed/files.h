@@ -12,17 +12,17 @@ namespace tessera::checkpoint::deepspeed {
 
 class Files {
  public:
-  // Value error for what is no stage or number of ranks.
+  // Value error for a stage or a number of ranks that cannot be.
   Files(Source& source, int64_t stage, int64_t world);
 
-  // The files of that rank, through to the disk, into a folder that is there.
+  // Writes the files of rank `rank`, through to the disk, into a folder that exists.
   void write(const std::string& folder, int64_t rank);
 
  private:
   friend void write_universal(Source& source, const std::string& folder);
-  // What is one flat tensor there: a param group, or in stage 3 a part of one.
+  // What DeepSpeed's optim-states hold as one flat tensor: a param group, or in stage 3 a part of one.
   struct Group {
-    size_t number = 0;  // of the param group
+    size_t number = 0;  // the number of the param group
     Names names;
   };
   Values& values() { return source_.values(); }
@@ -46,7 +46,7 @@ class Files {
   Value sharded_state(int64_t rank);
   Value flat_state(const Group& group, const Part& part);
   Value mapping(const Group& group, shard::Range range);
-  // Elements `range` of the parameters one after the other, then zeros.
+  // Elements `range` of the group's parameters, laid one after the other, then zeros up to `size`.
   Value elements(const Group& group, shard::Range range, int64_t size, const std::string& kind);
   // Stage 3: a rank's part of every parameter, padded with zeros.
   Value parts(const Names& names, const std::string& kind, at::ScalarType dtype, int64_t rank);
@@ -57,8 +57,8 @@ class Files {
   std::vector<Group> groups_;
 };
 
-// Whole tensors, which DeepSpeed loads at any stage (1 to 3) and number of ranks, into a folder that is there. With model-states
-// under the names that either stage looks for.
+// Writes whole tensors, which DeepSpeed loads at any stage (1 to 3) and number of ranks, into a folder that exists, and
+// model-states under the two names that stages 1 and 2, and stage 3, look for.
 void write_universal(Source& source, const std::string& folder);
 
 }  // namespace tessera::checkpoint::deepspeed

@@ -25,7 +25,7 @@ Folder::Folder(std::string folder, const std::vector<std::string>& names, const 
   stage = read_states(optims, all.begin()->first.first >= 0);
 }
 
-// Model-states files by data-parallel (-1: of all) and tensor-parallel rank, optim-states by the former.
+// Sorts model-states files by data-parallel rank (-1: one file for all) and tensor-parallel rank, optim-states by the first.
 void Folder::sort_names(const std::vector<std::string>& names, Models& all, Optims& optims) {
   static const std::regex optim_name(R"((bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt)");
   static const std::regex model_name(R"((?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d{1,9})_model_states\.pt)");
@@ -129,7 +129,7 @@ int64_t Folder::step_of(const PtFile& file, const Value& value) const {
   return number_of(Value::of(step.item<double>()), kMostNumber);
 }
 
-// Beside those of flat groups, where we wrote the file.
+// Reads the updates that we write by parameter beside those of flat groups; DeepSpeed's own files have none.
 void Folder::read_own_steps(const PtFile& file, const Value& holder) {
   const Value* steps = deepspeed::find(holder, kOwnSteps);
   const Items none;
@@ -152,7 +152,7 @@ void Folder::set_scaler_from(const Find& find) {
   const Value *iteration = find("cur_iter"), *dynamic = find("dynamic_loss_scale");
   const int64_t steps = iteration == nullptr ? 0 : number_of(*iteration, kMostNumber);
   const bool fixed = dynamic != nullptr && dynamic->is(Kind::Bool) && dynamic->number == 0;
-  if (scale == 1 && (iteration == nullptr || fixed)) return;  // what the modes without loss scaling have
+  if (scale == 1 && (iteration == nullptr || fixed)) return;  // the state of the modes without loss scaling
   scaler = Scaler{scale, steps, std::max<int64_t>(0, steps - integer("last_overflow_iter", -1) - 1),
                   std::max<int64_t>(1, integer("cur_hysteresis", 1))};
 }

@@ -24,7 +24,7 @@ struct Trained {
   std::string name;
   Shape shape;
   int64_t step = 0;
-  Value numbers;  // a dict of states that are not one value for each element, or None
+  Value numbers;  // a dict of the states that are not one value for each element, or None
   std::vector<std::pair<std::string, Held>> tensors;  // by kind
 };
 struct Scaler {
@@ -40,28 +40,28 @@ struct Folder {
   [[noreturn]] void fail(const Parts&... parts) const {
     TESSERA_FAIL(IoError, "[checkpoint] '", path, "' ", parts...);
   }
-  // Of the module's state dict: the tensor of that name; null where there is none.
+  // The tensor of that name in the module's state dict; null where there is none.
   const TensorRef* held(const std::string& name) const;
   const Trained* find(const std::string& name) const;
   bool is_buffer(const std::string& name) const { return buffers.contains(name); }
-  // Other names of tied parameters, with the name that has the values.
+  // Names of tied parameters besides the first, each with the name under which the values are kept.
   std::vector<std::pair<std::string, std::string>> aliases() const;
-  // By param group, or sub-group of one.
+  // Names and shapes of the parameters of each param group, or of each sub-group of one.
   std::vector<std::vector<std::pair<std::string, Shape>>> shapes() const;
 
   std::string path;
   DeepSpeedHints hints;
-  Values values;  // made here
+  Values values;  // values made while the folder is read
   std::vector<std::pair<std::string, std::unique_ptr<PtFile>>> files;
-  const PtFile* model_file = nullptr;     // of the first rank
-  std::map<int64_t, std::string> models;  // by data-parallel rank; -1: of all
+  const PtFile* model_file = nullptr;     // the first rank's file
+  std::map<int64_t, std::string> models;  // file names by data-parallel rank; -1: one file for all ranks
   Value state;                            // what model_file holds
   int64_t stage = 0;
   bool universal = false, has_own_buffers = false;
-  std::map<std::string, bool> buffers;  // their names; whether the module has a tensor
+  std::map<std::string, bool> buffers;  // by name: whether the module has a tensor for the buffer
   std::vector<std::string> buffer_names;
   std::vector<Trained> trained;
-  Items groups;  // hyper-parameters, a dict each
+  Items groups;  // hyper-parameters of each param group, a dict each
   std::vector<std::vector<std::string>> group_names;
   std::optional<Scaler> scaler;
 
@@ -80,7 +80,7 @@ struct Folder {
   void set_scaler_from(const Find& find);
   void set_groups(const Value& given);
 
-  // Of a flat group: by kind what each rank has, the step count, and states that are no tensors of its length.
+  // A flat group's states: by kind what each rank has, the step count, and states that are no tensors of the group's length.
   struct Flat {
     std::vector<std::pair<std::string, std::vector<const TensorRef*>>> parts;
     int64_t step = 0;
@@ -99,8 +99,8 @@ struct Folder {
   void read_universal_param(const PtFile& common, const std::string& name, const Shape& shape, const Value& state);
 
   std::unordered_map<std::string, const TensorRef*> module_;
-  std::unordered_map<std::string, size_t> index_;   // in trained
-  std::unordered_map<std::string, size_t> opened_;  // in files
+  std::unordered_map<std::string, size_t> index_;   // a name's index in `trained`
+  std::unordered_map<std::string, size_t> opened_;  // a name's index in `files`
 };
 
 }  // namespace tessera::checkpoint::deepspeed

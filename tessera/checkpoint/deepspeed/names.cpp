@@ -99,7 +99,7 @@ Table make_table() {
           std::pair{"list", Meaning::List}, std::pair{"bytes", Meaning::Bytes}, std::pair{"int", Meaning::Number},
           std::pair{"float", Meaning::Number}})
       table.emplace(module + name, meaning);
-  // What torch's own pickler in C++ puts around lists.
+  // The functions that torch's pickler in C++ calls with a list, which they return.
   for (const char* kind : {"int", "double", "bool", "tensor"})
     table.emplace(std::string("torch.jit._pickle.build_") + kind + "list", Meaning::Same);
   return table;

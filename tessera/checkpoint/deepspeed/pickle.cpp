@@ -15,7 +15,7 @@ namespace {
 constexpr int kLargestKey = 1000;  // parts of a tuple that is a key, with those of tuples in it
 constexpr int64_t kMostSize = int64_t{1} << 56;
 constexpr size_t kMostDims = 64;
-constexpr int64_t kBytesOfValue = 64;  // that count as one where a text is made of another
+constexpr int64_t kBytesOfValue = 64;  // a made text counts as one value for so many bytes
 
 // The operations of protocols 2 to 5 that torch.save writes, by their byte.
 // clang-format off
@@ -133,7 +133,7 @@ Value Machine::run() {
   return value;
 }
 
-// False at the end.
+// Runs one operation; false at the pickle's end.
 bool Machine::step(Op op) {
   switch (op) {
     case Op::Stop:
@@ -316,7 +316,7 @@ void Machine::push_integer(uint32_t bytes) {
   constexpr uint32_t kWord = 8;
   const char* from = take(bytes);
   if (bytes > kWord) return push(values_.text(std::string(from, bytes), Kind::Large));
-  int64_t value = bytes > 0 && from[bytes - 1] < 0 ? -1 : 0;  // its sign
+  int64_t value = bytes > 0 && from[bytes - 1] < 0 ? -1 : 0;  // the sign fills the upper bytes
   std::memcpy(&value, from, bytes);
   push(Value::of(value));
 }
@@ -327,7 +327,7 @@ void Machine::get(uint32_t place) {
   push(found->second);
 }
 
-// Of a dict or set: plain, as all that reads it later must be able to compare it.
+// Checks a key of a dict or set: only plain values, as every later reader must be able to compare keys.
 const Value& Machine::key(const Value& value) const {
   std::vector<Value> pending{value};
   int count = 0;
@@ -392,7 +392,7 @@ void Machine::add(Items items) {
 void Machine::build() {
   const Value state = pop();
   const Value& target = top();
-  if (target.is(Kind::Ordered)) return;  // _metadata of a module's state dict
+  if (target.is(Kind::Ordered)) return;  // the state is _metadata of a module's state dict
   if (!target.is(Kind::Object)) unfit("a state of ", shown(target));
   target.object->steps.push_back({Step::What::State, {state}});
 }
@@ -455,7 +455,7 @@ Value Machine::call_known(const Name& function, const Value& args, bool is_new) 
     case Meaning::Parameter:
       tensor_of(at(args, size_t{0}));
       return items[0];
-    case Meaning::FromType: {  // of tensors with attributes of their own, which are left out
+    case Meaning::FromType: {  // a tensor with attributes of its own, which are left out
       const Value& made_by = at(args, size_t{0});
       const bool known = made_by.is(Kind::Name) && items.size() == 4 &&
                          (made_by.name->meaning == Meaning::Tensor || made_by.name->meaning == Meaning::Parameter);
@@ -502,7 +502,7 @@ Value number_from(const std::string& data) {
   return Value::of(static_cast<Plain>(value));
 }
 
-// NumPy's numbers as Python's.
+// A number of NumPy's becomes a number of Python's.
 Value Machine::make_scalar(const Value& function, const Value& args, bool is_new) {
   const auto dtype = args.items->size() == 2 ? numpy_dtype(args.items->front()) : std::nullopt;
   if (!dtype || !args.items->back().is(Kind::Bytes)) {

@@ -10,14 +10,14 @@
 
 namespace tessera::checkpoint::deepspeed {
 
-// What a pickle refers to.
+// What a pickle refers to and does not hold.
 struct Outside {
   std::function<Storage(const Value& id)> storage;
-  // A name that is in no table, where objects are refused; throws.
+  // Called where objects are refused, for a name that is in no table; throws.
   std::function<void(const Name& name)> refuse;
 };
 
-// What was pickled; its parts lie in `values`. Unfit for what is damaged, and for what would take unbounded memory.
+// Returns the pickled value; its parts lie in `values`. Unfit for a pickle that is damaged or would take unbounded memory.
 Value read_pickle(const std::string& bytes, Objects objects, const Outside& outside, Values& values);
 
 }  // namespace tessera::checkpoint::deepspeed

@@ -22,7 +22,7 @@ bool is_unsigned(at::ScalarType dtype) {
   return dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
 }
 
-// Of what NumPy pickles: version, shape, dtype, whether in Fortran's order, bytes. Undefined for numbers that are not known.
+// The tensor of a pickled NumPy array (version, shape, dtype, Fortran's order or not, bytes); undefined for an unknown dtype.
 at::Tensor array_of(const Object& object) {
   const Value* state = object.raw();
   if (state == nullptr || !state->is(Kind::Tuple) || state->items->size() != 5) return {};
@@ -99,7 +99,7 @@ class Writer {
   const Style style_;
   Written written_;
   std::unordered_map<const void*, uint32_t> memo_;
-  Values made_;  // what is written beside the values: memo_ has their places
+  Values made_;  // values that the writer makes itself, kept because memo_ has their addresses
   int depth_ = 0;
 };
 
@@ -110,7 +110,7 @@ void Writer::keep(const void* node) {
   number(place);
 }
 
-// Written before, and again now.
+// Whether the node was written before; if so, writes a reference to it.
 bool Writer::is_kept(const void* node) {
   const auto found = memo_.find(node);
   if (found == memo_.end()) return false;
@@ -201,7 +201,7 @@ void Writer::write_node(const Value& value) {
   }
 }
 
-// As torch.load(weights_only=True) takes them: characters up to 255 in another coding.
+// Bytes as torch.load(weights_only=True) takes them: a text of characters up to 255 and the call that encodes it as latin1.
 void Writer::write_bytes(const Value& value) {
   if (value.text->empty()) {
     global("__builtin__", "bytes");
@@ -356,7 +356,7 @@ void Writer::write_as_it_came(const Value& value) {
   }
 }
 
-// Elements of any dtype. Those of unsigned ones, for which torch has no class of storages, are of one of bytes.
+// Writes a tensor of any dtype. Torch has no class of storages for unsigned dtypes but uint8: their storage is one of bytes.
 void Writer::write_tensor(const void* node, Streamed tensor) {
   const bool untyped = is_unsigned(tensor.dtype);
   const char* kind = untyped ? "UntypedStorage" : storage_name(tensor.dtype);
@@ -393,7 +393,7 @@ void Writer::write_tensor(const void* node, Streamed tensor) {
   written_.storages.push_back(std::move(tensor));
 }
 
-// What a blob has in the place of an array or a stream.
+// Writes the array or the stream that a dict with a blob's mark stands for; false for any other dict.
 bool Writer::write_marked(const Value& dict) {
   if (dict.items->size() != 2) return false;
   const Value &key = dict.items->front(), &held = dict.items->back();
@@ -408,7 +408,7 @@ bool Writer::write_marked(const Value& dict) {
   return false;
 }
 
-// As NumPy does in all its versions.
+// Writes an array under the names that every version of NumPy can load.
 void Writer::write_array(const Value& value, const TensorRef& tensor) {
   const at::Tensor array = tensor.storage->file->read(tensor);
   std::string data(array.nbytes(), '\0');

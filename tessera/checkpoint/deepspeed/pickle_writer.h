@@ -14,17 +14,17 @@ namespace tessera::checkpoint::deepspeed {
 //   key there, {"numpy.ndarray": tensor} and {"io.BytesIO": (bytes, position)}, and records of DeepSpeed's classes dicts with
 //   their name under "__class__". A file for DeepSpeed has the arrays and streams themselves.
 struct Style {
-  // Of classes that are not known: as dicts with their name, an error, or as they came, which only a reader that is told to
-  // trust them runs.
+  // How objects of unknown classes are written: Inert as dicts with the class's name, Refused as an error, Kept as they came,
+  // which only a reader that is told to trust the file runs.
   Objects objects = Objects::Refused;
   bool of_deepspeed = false;
 };
 
 struct Written {
   std::string pickle;
-  std::vector<Streamed> storages;  // by key, which is their number
+  std::vector<Streamed> storages;  // by key: a storage's key is its number
 };
-// Unfit for what cannot be written. Tensors are read when their storage's chunks are asked for.
+// Unfit for a value that cannot be written. A tensor is read when its storage's chunks are asked for.
 Written write_pickle(const Value& value, Style style);
 
 }  // namespace tessera::checkpoint::deepspeed

@@ -60,7 +60,7 @@ Held whole(const TensorRef& tensor) {
     add_piece(held, tensor, 0, 0, numel);
     return held;
   }
-  // Runs of the last dims that lie one after the other.
+  // The last dims whose elements lie one after the other form a run, and each run is a piece.
   size_t last = tensor.shape.size();
   int64_t run = 1;
   while (last > 0 && (tensor.shape[last - 1] == 1 || tensor.strides[last - 1] == run))

@@ -14,8 +14,8 @@ namespace tessera::checkpoint::deepspeed {
 namespace {
 
 constexpr int64_t kPickleLimit = int64_t{1} << 30;     // bytes of data.pkl
-constexpr int64_t kDirectoryLimit = int64_t{1} << 27;  // of the archive
-// Sizes of the parts of an archive, and what they begin with.
+constexpr int64_t kDirectoryLimit = int64_t{1} << 27;  // the archive's directory, in bytes
+// Sizes of an archive's parts, and the marks that they begin with.
 constexpr int64_t kLocalHeader = 30, kEntry = 46, kEnd = 22, kEnd64 = 56, kLocator = 20, kLongestComment = 65535;
 constexpr uint32_t kLocalMark = 0x04034b50, kEntryMark = 0x02014b50, kEndMark = 0x06054b50, kEnd64Mark = 0x06064b50,
                    kLocatorMark = 0x07064b50;
@@ -31,7 +31,7 @@ T number_at(const std::string& bytes, size_t at) {
   return value;
 }
 
-// Numbers that do not fit into 32 bits follow in an extra field, those of them that are needed, in this order.
+// A number that does not fit into 32 bits stands in an extra field, which holds only such numbers, in the order of `numbers`.
 void read_large(const std::string& extra, const std::vector<int64_t*>& numbers) {
   size_t at = 0;
   while (at + 4 <= extra.size()) {
@@ -126,7 +126,7 @@ std::string PtFile::bytes_at(int64_t offset, int64_t bytes) const {
   return text;
 }
 
-// The directory stands at the end of the file, and where it begins at the end of that.
+// The directory stands at the end of the file; where it begins is said in the end record behind it.
 std::vector<PtFile::Entry> PtFile::entries() const {
   const int64_t tail = std::min(size_, kEnd + kLongestComment);
   const std::string last = bytes_at(size_ - tail, tail);
@@ -195,7 +195,7 @@ std::string PtFile::contents(const Entry& entry) const {
   return data;
 }
 
-// The record that a persistent id names.
+// The storage that a persistent id names.
 Storage PtFile::storage_of(const Value& id) const {
   if (!id.is(Kind::Tuple) || id.items->size() != 5 || !id.items->front().is_text("storage"))
     fail("is damaged: its pickle refers to something that is no storage");

@@ -1,5 +1,5 @@
-// Files of torch.save: zip archives whose records are stored as they are, data.pkl (pickle.h) and one for every storage. They are
-// read in place: nothing but the pickle, until a tensor is asked for.
+// Files of torch.save: zip archives whose records are stored as they are, data.pkl (pickle.h) and one for every storage. Only the
+// pickle is read when a file is opened; a tensor is read from its place when it is asked for.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,10 +18,10 @@ namespace tessera::checkpoint::deepspeed {
 
 class PtFile {
  public:
-  // `number`: of the file among those of a manifest. IoError that names the file for what is damaged, or holds objects of
-  // unknown classes where these are refused.
+  // `number`: the file's index in a manifest. IoError that names the file where it is damaged, or holds objects of
+  // unknown classes and these are refused.
   PtFile(const std::string& path, Objects objects, int number = 0);
-  // The same of bytes in memory, which `path` names in errors.
+  // Reads a file that lies in memory; errors name it `path`.
   PtFile(std::string bytes, const std::string& path, Objects objects);
   PtFile(const PtFile&) = delete;
   PtFile& operator=(const PtFile&) = delete;
@@ -30,9 +30,9 @@ class PtFile {
   int number() const { return number_; }
   int64_t size() const { return size_; }
   const Value& value() const { return value_; }
-  // The records of tensors, in order of their place.
+  // The tensors' records, in order of their place in the file.
   std::vector<Block> blocks() const;
-  // The tensor in memory, contiguous, its storage checked.
+  // Reads the tensor into memory, contiguous, and checks its storage's checksum.
   at::Tensor read(const TensorRef& tensor) const;
 
   template <class... Parts>
@@ -57,7 +57,7 @@ class PtFile {
   Storage storage_of(const Value& id) const;
 
   std::string path_;
-  std::optional<io::File> file_;  // while it is opened: a checkpoint may have more files than a process
+  std::optional<io::File> file_;  // only while the file is opened: a checkpoint may have more files than a process may
   std::optional<std::string> bytes_;
   Objects objects_;
   int number_ = 0;

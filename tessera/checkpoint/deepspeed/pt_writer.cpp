@@ -12,12 +12,12 @@ namespace tessera::checkpoint::deepspeed {
 
 namespace {
 
-constexpr int64_t kStorageAlignment = 64;  // of storages, as torch.save has it
+constexpr int64_t kStorageAlignment = 64;  // a storage's alignment in bytes, as torch.save has it
 constexpr const char* kRoot = "archive/";
-constexpr uint16_t kVersion45 = 45;         // of the format: with numbers of 64 bits
-constexpr uint16_t kDate = 33;              // 1980-01-01, the first there is
+constexpr uint16_t kVersion45 = 45;         // the format's version with numbers of 64 bits
+constexpr uint16_t kDate = 33;              // 1980-01-01, the format's first date
 constexpr uint16_t kPaddingField = 0x4246;  // an extra field that readers skip
-constexpr int64_t kLocalBytes = 30 + 20;    // of a record: its header and the field of its sizes
+constexpr int64_t kLocalBytes = 30 + 20;    // a record's header and the field of its sizes
 
 void put16(std::string& to, uint16_t value) {
   to.append(reinterpret_cast<const char*>(&value), sizeof value);
@@ -63,7 +63,7 @@ class Archive {
     put16(header, 0);  // stored
     put16(header, 0);  // time
     put16(header, kDate);
-    put32(header, 0);  // the checksum, once it is known
+    put32(header, 0);  // the checksum, written once it is known
     put32(header, UINT32_MAX);
     put32(header, UINT32_MAX);
     const int64_t before = at_ + kLocalBytes + static_cast<int64_t>(record.name.size()) + 4;
@@ -96,7 +96,7 @@ class Archive {
     add(name, bytes, [&](const auto& sink) { sink(text.data(), bytes); });
   }
 
-  // The directory.
+  // Writes the directory.
   void finish() {
     const int64_t begin = at_;
     std::string text;
@@ -113,7 +113,7 @@ class Archive {
     put64(text, count);
     put64(text, bytes);
     put64(text, begin);
-    put32(text, 0x07064b50);  // where that is
+    put32(text, 0x07064b50);  // where the 64-bit end is
     put32(text, 0);
     put64(text, end);
     put32(text, 1);

@@ -8,9 +8,9 @@
 
 namespace tessera::checkpoint::deepspeed {
 
-// Through to the disk. Unfit for what cannot be written.
+// Writes the file through to the disk. Unfit for a value that cannot be written.
 void write_pt(const std::string& path, const Value& value, Style style);
-// In memory.
+// Returns the file's bytes.
 std::string pt_bytes(const Value& value, Style style);
 
 }  // namespace tessera::checkpoint::deepspeed

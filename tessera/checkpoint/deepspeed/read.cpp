@@ -18,9 +18,9 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr const char* kExtra = "_extra_state";
-constexpr int64_t kSharded = 3;  // the stage whose module holds nothing of the parameters
+constexpr int64_t kSharded = 3;  // the stage whose module holds no values of parameters
 
-// What the front ends of a checkpoint of ours put beside its tensors, and the manifest of it all.
+// Builds the manifest, and the blobs that the front ends of a checkpoint of ours put beside its tensors.
 class Description {
  public:
   explicit Description(Folder& folder) : folder_(folder) {}
@@ -113,7 +113,7 @@ void Description::add_param(const std::string& name, const std::map<std::string,
   manifest_.params.push_back(std::move(param));
 }
 
-// Of stage 3, whose module holds nothing of them.
+// The frozen parameters of stage 3, whose module does not hold their values.
 std::map<std::string, Description::Frozen> Description::frozen_parts() {
   std::map<std::string, Frozen> parts;
   const Value* shapes = find(folder_.state, "frozen_param_shapes");
@@ -146,7 +146,7 @@ void Description::add_buffers() {
     if (const TensorRef* tensor = folder_.held(name)) add_buffer(name, kBuffer, *tensor);
 }
 
-// Those that are other ones than rank 0's: of stage 3, where every rank has files of its own, and in ours.
+// Adds the buffers that differ from rank 0's: those of stage 3, where every rank has its own file, and those in our file.
 void Description::add_rank_buffers() {
   if (folder_.stage == kSharded && !folder_.buffer_names.empty())
     for (const auto& [rank, name] : folder_.models) {
@@ -263,7 +263,7 @@ Json Description::run() const {
   for (const Value& one : folder_.groups)
     run["groups"].push_back(group(one));
   run["client"] = Json::object();
-  // What a schedule of the core's counts with.
+  // The counters that a schedule of the core is made from.
   const Value* schedule = find(state, "lr_scheduler");
   const Value* last = schedule != nullptr && schedule->is_dict() ? find(*schedule, "last_batch_iteration") : nullptr;
   if (last != nullptr && last->is(Kind::Int) && last->number >= -1 && last->number < kMostNumber / 2)

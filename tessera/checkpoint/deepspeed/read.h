@@ -10,8 +10,8 @@ namespace tessera::checkpoint::deepspeed {
 
 inline constexpr const char* kLookedFor = "DeepSpeed's '*_model_states.pt'";
 
-// The text of a manifest of the checkpoint in `folder`; empty where there is none of DeepSpeed's. IoError that names the file for
-// what is damaged, missing, or of a kind that cannot be read. Local.
+// Returns the text of a manifest of the checkpoint in `folder`; empty where the folder holds none of DeepSpeed's. IoError that
+// names the file where one is damaged, missing, or of a kind that cannot be read. Local.
 std::string manifest_of(const std::string& folder, const DeepSpeedHints& hints);
 
 }  // namespace tessera::checkpoint::deepspeed

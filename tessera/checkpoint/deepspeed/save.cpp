@@ -53,7 +53,7 @@ bool is_checkpoint(const fs::path& folder) {
   });
 }
 
-// Older ones go, but for the one that `latest` names.
+// Deletes older checkpoints, so that keep_last are left, but never the one that `latest` names.
 void remove_older(const std::string& dir, const std::string& tag, int keep_last) {
   std::error_code none;
   std::vector<std::pair<fs::file_time_type, fs::path>> others;
@@ -88,7 +88,7 @@ void naming(const std::string& dir, const F& f) try {
   TESSERA_FAIL(IoError, "[checkpoints] '", dir, "' is damaged, or holds what DeepSpeed's files cannot: ", error.what());
 }
 
-// Into a folder beside, which takes its place when it is complete.
+// Writes into a folder beside the checkpoint's place, which is moved there once it is complete.
 template <class Write, class Finish>
 void put(const std::string& out, const std::string& name, const Write& write, const Finish& finish) {
   const std::string made = (fs::path(out) / ("." + name + ".part")).string();

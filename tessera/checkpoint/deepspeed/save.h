@@ -8,7 +8,7 @@
 
 namespace tessera::checkpoint {
 
-// Whose files: of DeepSpeed at that ZeRO stage on that many ranks; what loads them there must have both.
+// The ZeRO stage and the number of ranks that files are written for: a run of DeepSpeed that loads them must have both.
 struct DeepSpeedLayout {
   int stage = 2;
   int64_t ranks = 1;
@@ -18,24 +18,24 @@ struct DeepSpeedLayout {
 // cannot be and for what DeepSpeed's files cannot hold, IoError for files. Local.
 std::string to_deepspeed(const std::string& dir, const std::string& out, const std::string& tag, DeepSpeedLayout layout,
                          Objects objects = Objects::Refused);
-// The same in its universal layout, which loads at any stage (1 to 3) and number of ranks, there with checkpoint.load_universal.
-// Under the tag with "_universal" behind it, which is returned and stands in `latest_universal`.
+// Does what to_deepspeed() does, in DeepSpeed's universal layout, which loads at any stage (1 to 3) and number of ranks, there
+// with checkpoint.load_universal. The returned tag has "_universal" behind the checkpoint's own and stands in `latest_universal`.
 std::string to_universal(const std::string& dir, const std::string& out, const std::string& tag,
                          Objects objects = Objects::Refused);
 
 namespace deepspeed {
 
-// Keys of a model-states file that are DeepSpeed's own, which no client state can have.
+// Whether the key of a model-states file is DeepSpeed's own, which no client state can have.
 bool is_own_key(std::string_view key);
-// The files of the ranks first, first + step, ... into the folder `made`, from the checkpoint `dir`/`tag`, which is ours.
+// Writes the files of ranks first, first + step, ... into the folder `made`, from the checkpoint `dir`/`tag` of our own format.
 void write_ranks(const std::string& dir, const std::string& tag, const std::string& made, DeepSpeedLayout layout,
                  int64_t first, int64_t step);
-// Puts the complete folder `made` into `dir`/`tag`, and beside it what belongs there.
+// Moves the complete folder `made` to `dir`/`tag`, writes what belongs beside it, and leaves the keep_last newest (0: all).
 void finish_folder(const std::string& made, const std::string& dir, const std::string& tag, int stage, bool latest,
                    int keep_last = 0);
-// zero_to_fp32.py, by way of the file `part` on the same file system.
+// Writes `dir`/zero_to_fp32.py, by way of the file `part` on the same file system.
 void put_script(const std::string& dir, const std::string& part);
-// The blob "python" of a run of C++: its configuration, a JSON object, and the names of its parameters by group.
+// Returns the blob "python" of a run of C++: its configuration, a JSON object, and the names of its parameters by group.
 std::string run_blob(const std::string& config, const std::vector<std::vector<std::string>>& group_names);
 
 }  // namespace deepspeed

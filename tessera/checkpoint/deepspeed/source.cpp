@@ -14,7 +14,7 @@ namespace tessera::checkpoint::deepspeed {
 
 namespace {
 
-constexpr int64_t kChunk = int64_t{1} << 22;  // elements in memory
+constexpr int64_t kChunk = int64_t{1} << 22;  // the largest piece, in elements
 constexpr const char* kScaler = "deepspeed.runtime.fp16.loss_scaler";
 
 bool is_own_kind(const std::string& kind) {
@@ -76,7 +76,7 @@ Source::Source(const Reader& reader, Objects objects) : reader_(reader), objects
   read_numbers();
 }
 
-// An empty dict where there is none, and None of what is a list.
+// The blob's value; without such a blob an empty dict, or None for a list.
 Value Source::blob(const std::string& name, bool is_list) {
   if (!reader_.manifest().blobs.contains(name)) return is_list ? Value() : held_.items(Kind::Dict);
   blobs_.push_back(std::make_unique<PtFile>(reader_.blob(name), name, objects_));
@@ -86,7 +86,7 @@ Value Source::blob(const std::string& name, bool is_list) {
   return value;
 }
 
-// A blob of its own; in older checkpoints a part of "python".
+// A blob of its own; older checkpoints have it as a part of "python".
 Value Source::part(const std::string& name, bool is_list) {
   const Value* older = find(python_, name);
   return older != nullptr ? *older : blob(name, is_list);
@@ -114,7 +114,7 @@ void Source::read_numbers() {
                          "', 'step' is damaged: ", shown(*step), " in the place of a number");
       }
       if (cut == nullptr) continue;
-      // Of all of the parameter, or no file of DeepSpeed's can hold it.
+      // States must belong to the whole parameter: no file of DeepSpeed's can hold a part's.
       const auto known = params_.find(param);
       const Shape shape = known == params_.end() ? Shape() : known->second->shape;
       const bool is_whole = items_of(*cut).size() == 5 && number_of(at(*cut, size_t{0}), kMostNumber) == 0 &&
@@ -199,7 +199,7 @@ Value Source::param_groups(const std::vector<Shape>& numbers) {
   const Value all = values_->items(Kind::List);
   for (size_t i = 0; i < std::min(saved.size(), numbers.size()); ++i) {
     const Value one = values_->items(Kind::Dict, pairs_of(saved[i]));
-    // Its own Adam needs this.
+    // DeepSpeed's own Adam needs this key.
     if (has(saved[0], "betas") && !has(one, "bias_correction")) values_->put(one, "bias_correction", Value::of(true));
     values_->put(one, "params", values_->list(numbers[i]));
     all.items->push_back(one);

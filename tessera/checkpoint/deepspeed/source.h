@@ -1,4 +1,4 @@
-// A checkpoint that is read, in terms of what DeepSpeed's files hold.
+// A checkpoint that is read for conversion, in terms of what DeepSpeed's files hold.
 #pragma once
 
 #include <map>
@@ -18,10 +18,10 @@ using Names = std::vector<std::string>;
 
 class Source {
  public:
-  // `objects`: of classes that are not plain data, Refused or Kept. The reader outlives it. IoError where a blob is damaged.
+  // `objects`: objects of unknown classes are Refused or Kept. The reader outlives the source. IoError where a blob is damaged.
   Source(const Reader& reader, Objects objects);
 
-  // What is made for a file; renew() lets go of what was made for others.
+  // The values made for the file that is being written; renew() frees those made for earlier files.
   Values& values() { return *values_; }
   void renew() { values_ = std::make_unique<Values>(); }
   const Reader& reader() const { return reader_; }
@@ -33,39 +33,39 @@ class Source {
   const ParamRecord& param(const std::string& name) const { return *params_.at(name); }
   int64_t numel(const std::string& name) const;
   bool is_bf16() const;
-  bool is_low() const;  // a trained parameter has 16 bits
-  // Whether the optimizer there is one of torch.optim, rather than DeepSpeed's own of the same name.
+  bool is_low() const;  // a trained parameter is not fp32
+  // Whether DeepSpeed runs this configuration with an optimizer of torch.optim, rather than its own of the same name.
   bool has_torch_optimizer() const;
 
-  // Names by param group, in the optimizer's order.
+  // The trained parameters' names by param group, in the optimizer's order.
   std::vector<Names> groups() const;
-  // Hyper-parameters, with these numbers as "params".
+  // The param groups' hyper-parameters, with `numbers` as their "params".
   Value param_groups(const std::vector<Shape>& numbers);
-  // The most updates of any of them; in the form that the optimizer there has.
+  // The most updates that any of these parameters had; step() gives it in the form that DeepSpeed's optimizer has.
   int64_t updates(const Names& names) const;
   Value step(const Names& names);
-  // Of parameters that had fewer updates than their flat group, as they joined later: how many; none: {}. A key of our own, as
-  // DeepSpeed has one number for all of a group.
+  // The updates of each parameter that had fewer than its flat group's most, as it joined later; {} where there is none. It goes
+  // under a key of ours, as DeepSpeed has one number for a whole group.
   Value steps_beside(const std::vector<Names>& groups);
-  // States that a flat group has beside its tensors, into a new dict.
+  // A new dict of the states that a flat group has besides its tensors.
   Value scalars(const Names& names);
   Names moments(const std::string& name) const;
   std::string value_kind(const std::string& name) const;
-  // Value error for states of the parameter that DeepSpeed's files cannot hold.
+  // Value error where the parameter has states that DeepSpeed's files cannot hold.
   void check_states(const std::string& name) const;
 
-  // Elements [begin, end) of the flattened tensor, in pieces of bounded size.
+  // Gives elements [begin, end) of the flattened tensor to `sink`, in pieces of bounded size.
   void chunks(const std::string& name, const std::string& kind, at::ScalarType dtype, shard::Range range,
               const Streamed::Sink& sink) const;
   Value whole(const std::string& name, const std::string& kind, at::ScalarType dtype);
-  // The state dict in the dtypes that the module computed in; tied names have one tensor. Buffers as `rank` has them.
+  // The state dict in the dtypes that the module computed in; tied names share one tensor, buffers are those of `rank`.
   Value module(int64_t rank);
   Names buffers() const;
-  // Those that ranks have otherwise than rank 0; an empty dict where all have the same.
+  // The buffers that differ from rank 0's; an empty dict where all ranks have the same.
   Value rank_buffers();
   Value schedule();
   Value loss_scaler();
-  // The object's attributes.
+  // The attributes of the object that loss_scaler() returns.
   const Items& scaler_state(const Value& scaler) const { return *scaler.object->steps[0].values[0].items; }
 
  private:
@@ -83,7 +83,7 @@ class Source {
   Value python_, client_, config_, extra_, schedule_, group_names_, param_groups_;
   std::unordered_map<std::string, const ParamRecord*> params_;
   std::unordered_map<std::string, std::vector<const TensorRecord*>> tensors_;
-  std::map<std::string, Value> numbers_;  // states that are not one value for each element, by parameter
+  std::map<std::string, Value> numbers_;  // by parameter: its states that are not one value for each element
   Names trained_, frozen_;
 };
 

@@ -10,7 +10,7 @@ namespace tessera::checkpoint::deepspeed {
 namespace {
 
 constexpr int64_t kMostStage = 3;
-constexpr int64_t kMostOfGroup = int64_t{1} << 60;  // of a group
+constexpr int64_t kMostOfGroup = int64_t{1} << 60;  // the most elements of a group
 
 std::string text_of_key(const Value& key) {
   return key.is(Kind::Text) ? *key.text : shown(key);
@@ -22,7 +22,7 @@ Held& slot_of(Trained& param, const std::string& kind, at::ScalarType dtype) {
   return param.tensors.emplace_back(kind, Held{dtype, {}, {}}).second;
 }
 
-// What a dict has under a number; an empty dict where it has nothing.
+// The dict's value under a number; an empty dict where there is none.
 Value state_of(const Value& states, int64_t number, Values& values) {
   const Value* found = find(states, number);
   return found == nullptr ? values.items(Kind::Dict) : *found;
@@ -124,8 +124,8 @@ Folder::Flat Folder::flat_states(const std::vector<const TensorRef*>& masters, c
   return flat;
 }
 
-// Stages 1 and 2. A rank's part of a group is as long as that of rank 0, but for the last parts, which are short of their
-// padding; moments may have it.
+// Reads stages 1 and 2. A rank's part of a group is as long as rank 0's, but for the last parts: their masters lack the
+// padding, while their moments may have it.
 void Folder::read_flat(const std::vector<const PtFile*>& of, const Items& states) {
   const auto world = static_cast<int64_t>(of.size());
   Items base;
@@ -193,7 +193,7 @@ void Folder::read_sharded(const std::vector<const PtFile*>& of, const Items& sta
       begin = end_of(begin, (numel + world - 1) / world);
     }
   }
-  // Sub-groups of one group hold its parameters in order.
+  // A group's sub-groups hold its parameters in order.
   set_groups(at(base[0], "param_groups"));
   for (const Value& group : items_of(at(base[0], "param_groups"))) {
     group_names.emplace_back();
@@ -230,7 +230,7 @@ void Folder::read_stage0() {
   read_own_steps(*model_file, *saved);
 }
 
-// By parameter, in their shapes.
+// Reads states that are kept by parameter, in the parameters' shapes.
 void Folder::read_whole_states(const Value& saved, const Value& group, const Value& states, size_t number,
                                const std::vector<std::string>& names) {
   const Value* masters = deepspeed::find(saved, "fp32_groups");
@@ -282,7 +282,7 @@ void Folder::read_stage0_flat(const TensorRef& master, const Value& own, const s
     model_file->fail("has a group of ", master.numel(), " elements for parameters of ", begin);
 }
 
-// The names of the optimizer's parameters by group. Without an engine's hint they are known where one group has all of them.
+// The names of the optimizer's parameters by group. Without an engine's hint they are known only if one group has all parameters.
 std::optional<std::vector<std::vector<std::string>>> Folder::named_groups(const Items& given, const Value* flat) const {
   using Names = std::vector<std::vector<std::string>>;
   std::vector<Names> candidates;
@@ -373,7 +373,7 @@ void Folder::read_universal_param(const PtFile& common, const std::string& name,
     const TensorRef& tensor = *value.tensor;
     const bool is_master = kind == "fp32";
     if (is_master && tensor.numel() != numel_of(shape))
-      param.shape = tensor.shape;  // the model-states have a tensor-parallel part
+      param.shape = tensor.shape;  // the model-states' tensor is a tensor-parallel part
     slot_of(param, is_master ? kMaster : kind, tensor.dtype()) = whole(tensor);
   }
 }

@@ -93,7 +93,7 @@ bool dense_order(const TensorRef& tensor, std::vector<int64_t>& order) {
   const std::vector<int64_t> usual = order;
   const auto rank = [&](int64_t dim) { return larger(dim) ? -tensor.strides[dim] : 0; };
   std::ranges::stable_sort(order, [&](int64_t a, int64_t b) { return rank(a) < rank(b); });
-  // Dims of size 1 are anywhere; where the others keep their order, all do.
+  // Dims of size 1 may stand anywhere: if the others are in order, the usual order is kept.
   std::vector<int64_t> kept;
   std::ranges::copy_if(order, std::back_inserter(kept), larger);
   if (std::ranges::is_sorted(kept)) order = usual;

@@ -22,7 +22,7 @@ struct Object;
 using Items = std::vector<Value>;
 using Shape = std::vector<int64_t>;
 
-// What is wrong with a value; who knows the file says of which.
+// Says what is wrong with a value; the caller that knows the file adds its name.
 class Unfit : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -31,7 +31,7 @@ template <class... Parts>
   throw Unfit(c10::str(parts...));
 }
 
-// A record of a file of torch.save.
+// A record of a storage in a file of torch.save.
 struct Storage {
   const PtFile* file = nullptr;
   Block block;
@@ -41,19 +41,19 @@ struct Storage {
 
 struct TensorRef {
   const Storage* storage = nullptr;
-  int64_t offset = 0;  // of the first element, in elements of the storage
+  int64_t offset = 0;  // the first element's place, in elements of the storage
   Shape shape, strides;
 
   at::ScalarType dtype() const { return storage->dtype; }
   int64_t itemsize() const { return static_cast<int64_t>(c10::elementSize(dtype())); }
   int64_t begin() const {
     return storage->block.bytes.begin + offset * itemsize();
-  }  // of its first element in the file
+  }  // the first element's offset in the file, in bytes
   int64_t numel() const;
   bool is_contiguous() const;
 };
 
-// A contiguous tensor that is written: its elements come in order, in 1-D tensors of its dtype.
+// A contiguous tensor to write: its elements come in order, in 1-D tensors of its dtype.
 struct Streamed {
   using Sink = std::function<void(const at::Tensor& chunk)>;
   at::ScalarType dtype = at::kFloat;
@@ -61,7 +61,7 @@ struct Streamed {
   std::function<void(const Sink& sink)> chunks;
 };
 
-// What the names mean that files of torch.save are known to hold.
+// What a known name in a file of torch.save means to the reader.
 enum class Meaning : uint8_t {
   Unknown,
   Class,  // its objects are inert records
@@ -86,7 +86,7 @@ enum class Meaning : uint8_t {
 struct Name {
   std::string module, name;
   Meaning meaning = Meaning::Unknown;
-  at::ScalarType dtype = at::kByte;  // of a storage
+  at::ScalarType dtype = at::kByte;  // a storage's dtype
 
   std::string text() const { return module + "." + name; }
 };
@@ -116,7 +116,7 @@ enum class Kind : uint8_t {
 struct Value {
   Kind kind = Kind::None;
   union {
-    int64_t number = 0;  // and Bool
+    int64_t number = 0;  // Bool too
     double real;
     at::ScalarType dtype;
     std::string* text;
@@ -154,17 +154,17 @@ struct Object {
   std::vector<Step> steps;
 
   const Name* name() const { return callable.is(Kind::Name) ? callable.name : nullptr; }
-  // The attribute, of states that are dicts; null where there is none.
+  // The attribute, where the object's state is a dict or a tuple with dicts; null where there is none.
   const Value* attribute(std::string_view key) const;
   // All attributes, key, value, key, value, with texts as keys.
   Items attributes() const;
-  // A state that is no dict; null where there is none.
+  // The last state that holds no attributes; null where there is none.
   const Value* raw() const;
 };
 
 class Values {
  public:
-  // More is no checkpoint; Unfit.
+  // The most values of one file: a file with more is no checkpoint, Unfit.
   static constexpr int64_t kMost = int64_t{1} << 25;
 
   Value text(std::string text, Kind kind = Kind::Text);
@@ -174,12 +174,12 @@ class Values {
   Value storage(Storage storage);
   Value tensor(TensorRef tensor);
   Value streamed(Streamed tensor);
-  // Of numbers and texts.
+  // A list of numbers or of texts.
   Value list(const Shape& numbers);
   Value list(const std::vector<std::string>& texts);
-  // Sets dict[key], which is not there yet.
+  // Appends dict[key], a key that the dict does not have yet.
   void put(const Value& dict, const std::string& key, const Value& value);
-  // Of what is made of values that are there already.
+  // Counts `more` values towards kMost: what is made of earlier values counts too.
   void count(int64_t more = 1);
 
  private:
@@ -195,23 +195,23 @@ class Values {
 
 // ---- what a value must be; Unfit where it is not
 
-// Of a dict; null where there is none.
+// The dict's value under the key; null where there is none.
 const Value* find(const Value& dict, std::string_view key);
 const Value* find(const Value& dict, int64_t key);
 const Value& at(const Value& dict, std::string_view key);
 const Value& at(const Value& list, size_t index);
-const Items& items_of(const Value& list);  // of a list or tuple
+const Items& items_of(const Value& list);  // the items of a list or tuple
 const Items& pairs_of(const Value& dict);
 const std::string& text_of(const Value& value);
 const TensorRef& tensor_of(const Value& value);
 Shape shape_of(const Value& value);
 bool has(const Value& dict, std::string_view key);
-// A plain number, a text of digits, or one of an enumeration, from 0 to `most`.
+// The number that a plain number, a text of digits or a member of an enumeration stands for, from 0 to `most`.
 int64_t number_of(const Value& value, int64_t most);
 double real_of(const Value& value);
-// As errors show it, short.
+// The value as an error shows it, short.
 std::string shown(const Value& value);
-// A text of a file in an error: it may be of no coding.
+// A text of a file as an error shows it: its bytes may be in no known encoding.
 std::string printable(std::string text);
 
 int64_t numel_of(const Shape& shape);  // Unfit beyond 2^56

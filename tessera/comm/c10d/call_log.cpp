@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kDoneKept = 8;  // a barrier or broadcast may be through here and not elsewhere
 
-// A text is a row of fields "length:bytes", so that labels may hold anything; the first field counts those that follow.
+// Appends a field of a text, a row of fields "length:bytes", so that labels may hold anything; the first field counts the others.
 void put(std::string& text, std::string_view field) {
   text += std::to_string(field.size()) + ":";
   text += field;
@@ -35,7 +35,7 @@ std::optional<int64_t> read_number(std::string_view& text, char end) {
   return value;
 }
 
-// Nothing when the text is cut off or not one of ours.
+// The fields of a text; nothing when it is cut off or not one of ours.
 std::optional<std::vector<std::string_view>> read_fields(std::string_view text) {
   const auto count = read_number(text, ';');
   if (!count) return std::nullopt;
@@ -50,15 +50,15 @@ std::optional<std::vector<std::string_view>> read_fields(std::string_view text) 
   return fields;
 }
 
-// A call of another rank, as its text has it.
+// A call of another rank, as the rank's text has it.
 struct Shown {
   int64_t instance = 0, number = 0;
-  std::string_view agreed, full, brief;  // what must agree; for people, with all and with the essentials
+  std::string_view agreed, full, brief;  // what must agree; the call for people, with all and with the essentials
   std::vector<int64_t> sent, received;
 };
 constexpr size_t kFields = 6;
 
-// What a rank is blocked in, as its text has it, and what of its log matters then.
+// What a rank is blocked in, as the rank's text has it, and the part of its log that matters then.
 struct ShownWait {
   int64_t look = 0, instance = -1, number = -1, peer = -1;
   std::string_view call;             // as long as the text is there
@@ -149,7 +149,7 @@ void CallLog::block(int64_t instance, int64_t number, int peer) {
   }
 }
 
-// The fields of a ShownWait: of a rank of which one thread is blocked.
+// The fields of a ShownWait, for a rank of which one thread is blocked.
 std::string CallLog::wait_text() const {
   std::string text, call;
   std::vector<int64_t> held, added;

@@ -1,4 +1,4 @@
-// The calls that one rank has launched, as far as they may still be in flight, in a form that ranks can show each other:
+// CallLog: the calls that one rank has launched, as far as they may still be in flight, in a form that ranks can show each other:
 // a rank that has waited for long compares them and finds who called what instead.
 //
 // Note [Different calls]
@@ -41,10 +41,10 @@ class CallLog {
   int64_t add(int64_t instance, OpInfo info, Splits splits = {});
   // The calling thread uses the group from here on; add() says so too.
   void use(int64_t instance);
-  // The call is through: it and those before need not be compared again.
+  // The call is through: the log need not compare it and those before again.
   void done(int64_t instance, int64_t number);
 
-  // The calling thread is blocked in a call until rank `peer` makes it too; until it says otherwise (`peer` < 0).
+  // The calling thread is blocked in a call until rank `peer` makes it too; until the thread says otherwise (`peer` < 0).
   void block(int64_t instance, int64_t number, int peer);
 
   // The log as bytes, for difference() and cycle() of another rank. Each text has a number, one more than the text before it.
@@ -52,8 +52,8 @@ class CallLog {
   // The first call that this rank and rank `peer`, whose log is `text`, have made differently: "the ranks disagree:
   // rank 0 called ..., rank 1 called ...". A text that is cut off counts as empty.
   std::optional<std::string> difference(int peer, const std::string& text) const;
-  // A cycle of ranks that wait for each other, this one among them, as the texts have it, and at which look of each of the
-  // others. `shown(rank)`: its last text.
+  // A cycle of ranks that wait for each other, this one among them, as the texts have it, and which look of each other rank
+  // the texts are of. `shown(rank)`: the rank's last text.
   struct Cycle {
     std::string text;
     std::vector<int64_t> calls;  // instance and number, from this rank on

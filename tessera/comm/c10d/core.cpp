@@ -16,14 +16,14 @@ constexpr auto kRollCall = std::chrono::milliseconds(2000);
 constexpr auto kCompareAfter =
     std::chrono::seconds(3);  // a wait of this length compares calls, see Note [Different calls]
 constexpr auto kCompareEvery = std::chrono::seconds(1);
-constexpr int kPeersCompared = 32;  // those that follow this rank: bounds the load on the store, and every pair of
+constexpr int kPeersCompared = 32;  // the ranks behind this one: bounds the load on the store, and every pair of
                                     // neighbours is compared by one of them
 // What an ended process has sent may still be on its way: so long may a wait go on after its end was seen.
 constexpr auto kEndedFor = std::chrono::seconds(5);
 constexpr size_t kBuffersKept = 2;
 constexpr auto kAborted = " aborted: ";
 
-// The first line of an error of the back end, without the place in its sources.
+// The first line of an error of the back end, without the place in torch's sources.
 std::string plain(const std::string& error) {
   std::string text = error.substr(0, error.find('\n'));
   if (const auto end = text.find("] "); text.starts_with("[/") && end != std::string::npos) text.erase(0, end + 2);
@@ -88,7 +88,7 @@ C10dCore::~C10dCore() {
   end_left();
 }
 
-// Shows this rank's calls to the others and looks at theirs. The cause that all ranks end with, if there is one.
+// Shows this rank's calls to the others and looks at theirs. Returns the cause that all ranks end with, if there is one.
 std::optional<std::string> C10dCore::compare_calls() {
   board_.show_calls(calls_.text());
   for (int d = 1; d < size_ && d <= kPeersCompared; ++d) {
@@ -98,7 +98,7 @@ std::optional<std::string> C10dCore::compare_calls() {
   return std::nullopt;
 }
 
-// The same for a cycle of ranks: see Note [Different calls] for why it has to be seen twice.
+// Looks for a cycle of ranks: see Note [Different calls] for why it has to be seen twice.
 std::optional<std::string> C10dCore::look_for_cycle() {
   const auto before = std::exchange(cycle_, calls_.cycle([this](int rank) { return board_.shown_calls(rank); }));
   if (!before || !cycle_ || before->calls != cycle_->calls) return std::nullopt;
@@ -106,14 +106,14 @@ std::optional<std::string> C10dCore::look_for_cycle() {
     const auto known = before->looks.find(rank);
     if (known == before->looks.end()) return std::nullopt;
     if (known->second < look) continue;
-    cycle_ = before;  // not shown again yet
+    cycle_ = before;  // the cycle was not shown again yet
     return std::nullopt;
   }
   return board_.report(cycle_->text);
 }
 
 // Gloo does not always end a wait when the peer dies amid a message, and none that waits for another peer: a process of
-// this host that has ended is found by its id. The cause that all ranks end with, if there is one.
+// this host that has ended is found by its id. Returns the cause that all ranks end with, if there is one.
 std::optional<std::string> C10dCore::look_for_ended(Clock::time_point waiting_since) {
   const auto now = Clock::now();
   for (int d = 1; d < size_; ++d) {
@@ -275,7 +275,7 @@ std::optional<bool> C10dCore::marks_have_come(const std::vector<Transfer>& trans
   return true;
 }
 
-// A collective of the back end can be asked, unless it throws what it failed with.
+// Asks a collective of the back end, unless that throws what the collective failed with.
 bool C10dCore::have_come(const LeftTransfers& left) const {
   bool come = marks_have_come(left.transfers).value_or(false);
   if (!come)

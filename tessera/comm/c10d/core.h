@@ -24,20 +24,20 @@ namespace tessera::comm {
 
 constexpr auto kOthersEnd = std::chrono::seconds(2);  // what is on its way to the other ranks has arrived by then
 
-// Ending goes on whatever a step of it throws.
+// Runs a step of the end: ending goes on whatever it throws.
 template <class F>
 void attempt(const F& step) noexcept {
   try {
     step();
   } catch (...) {
-    // Nobody takes it here: a failure of the group is its next call's to report.
+    // Nobody takes the error here: a failure of the group is its next call's to report.
   }
 }
 
 std::shared_ptr<c10d::ProcessGroup> hold_group(const HoldProcessGroup& hold,
                                                c10::intrusive_ptr<c10d::ProcessGroup> group);
 
-// One call of a group, as its log knows it.
+// One call of a group, as the group's log knows it.
 struct C10dCall {
   OpInfo info;
   int64_t instance = 0, number = 0;
@@ -47,14 +47,14 @@ struct C10dCall {
 struct Transfer {
   c10::intrusive_ptr<c10d::Work> work;
   int peer = -1;
-  at::Tensor mark{};  // received behind a large message: one byte, not zero once it is there
+  at::Tensor mark{};  // received behind a large message: one byte, not zero once the message is there
 };
 
 // Transfers that nobody waits for, and the memory they use.
 struct LeftTransfers {
   std::vector<at::Tensor> memory;
   std::vector<Transfer> transfers;
-  // What they run on, where its owner has gone before them.
+  // The groups that the transfers run on, where their owner has gone first.
   std::shared_ptr<c10d::ProcessGroup> group{};
   c10::intrusive_ptr<c10d::Backend> backend{};
 };
@@ -73,7 +73,7 @@ class C10dCore {
   // The number of a further Group on this core.
   int64_t count_instance();
   c10d::ProcessGroup& group() { return *group_; }
-  // How this one is held, and others made of it are.
+  // How the process group is held, as are others made of it.
   const HoldProcessGroup& hold() const { return hold_; }
   // The part `name` of the group's store, where waits end when the group fails or a rank is lost.
   c10::intrusive_ptr<c10d::Store> watched_store(const std::string& name) const;
@@ -83,7 +83,7 @@ class C10dCore {
   bool failed() { return !cause().empty(); }
   // Throws when the group has failed before, and in a forked copy.
   void check_alive(const OpInfo& info);
-  // Waits for all of them, and releases them. On a failure: settles the cause with the other ranks and throws.
+  // Waits for all transfers, and releases them. On a failure: settles the cause with the other ranks and throws.
   void finish(std::vector<Transfer>& transfers, const C10dCall& call, std::chrono::steady_clock::time_point launched);
   // Fails the group from this rank's side with `what` and throws: for errors while launching.
   [[noreturn]] void fail(const OpInfo& info, std::chrono::steady_clock::time_point launched, int peer,
@@ -93,9 +93,9 @@ class C10dCore {
   // A byte tensor of at least `bytes`, from the cache where possible; give it back when done. At most two are kept.
   at::Tensor take_buffer(int64_t bytes);
   void give_buffer(at::Tensor buffer);
-  // Whether the marks of all peers are there. Nothing where a message has none: it is small, or a native collective.
+  // Whether the marks of all peers are there. Nothing where a message has no mark: it is small, or a native collective.
   std::optional<bool> marks_have_come(const std::vector<Transfer>& transfers) const;
-  // Until all of them have come; with the core those end that a back end can abort, see Note [Left collectives] in own_group.h.
+  // Keeps transfers until all have come; the core ends those that a back end can abort, see Note [Left collectives].
   void keep(LeftTransfers left);
   bool have_come(const LeftTransfers& left) const;
 

@@ -30,7 +30,7 @@ Loaded load(const std::string& type) {
   return {entry(), ""};
 }
 
-// Loaded once and never let go, as libraries are.
+// A library is loaded once and never let go, as libraries are.
 const Loaded& loaded(const std::string& type) {
   static std::mutex mutex;
   static auto& by_type = *new std::map<std::string, Loaded>;

@@ -17,7 +17,7 @@
 
 namespace tessera::comm {
 
-// Of the rank that has this number on its host; nothing where there is none. Local.
+// The device of the rank that has this number on its host; nothing where there is none. Local.
 std::optional<c10::Device> own_device(int local_rank);
 
 struct RankDevice {
@@ -27,7 +27,7 @@ struct RankDevice {
   bool is_used() const { return type != c10::kCPU; }
 };
 
-// Of this process. Collective over the ranks of `own`, who use `store`. Value error on all where ranks have devices of two types.
+// Finds this process's device. Collective over the ranks of `own`, who use `store`. Value error on all where types differ.
 RankDevice find_device(const Launch& own, c10d::Store& store);
 
 // Gives `group`, whose ranks use `store`, a back end for tensors of the device.

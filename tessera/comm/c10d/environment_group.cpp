@@ -36,8 +36,8 @@ bool is_loopback(const std::string& address) {
 }
 
 // A store that this process hosts stays until the process ends. When its last group here goes, a peer may just have come to
-// it for the next group, or be about to read what made the last one. Never destroyed: it has a thread, and a forked copy of
-// the process would wait for that as it exits.
+// it for the next group, or be about to read what made the last one. The stores are never destroyed: they have threads, and a
+// forked copy of the process would wait for these as it exits.
 void keep(int port, const c10::intrusive_ptr<c10d::Store>& store) {
   static std::mutex mutex;
   static auto& by_port = *new std::map<int, c10::intrusive_ptr<c10d::Store>>;
@@ -72,14 +72,14 @@ GroupPtr group_at(const Rank& own, const StorePtr& store, int rank, int size, co
   return make_c10d_group(nullptr, *made, C10dPath::ByDevice, std::move(host));
 }
 
-// Gloo and the store write to sockets whose peer may have died; unless the program has a handler of its own, that must
+// Gloo and the store write to sockets whose peer may have died; unless the program has a handler of its own, such a write must
 // be an error of the call and not the end of this process too. (Python ignores the signal from the start.)
 void survive_closed_sockets() {
   struct sigaction now{};
   if (sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL) std::signal(SIGPIPE, SIG_IGN);
 }
 
-// body(store): finds the others there.
+// Calls body(store), once this process has found the others there.
 template <class F>
 auto among_others(Rank& own, std::chrono::milliseconds timeout, const F& body) {
   survive_closed_sockets();
@@ -130,7 +130,7 @@ Mesh mesh_in(const Rank& own, const StorePtr& store, const MeshShape& shape, int
   return mesh;
 }
 
-// check_asked() of what every rank writes into the store.
+// Calls check_asked() with what every rank writes into the store.
 void compare(const Rank& own, const StorePtr& store, const std::string& asked) {
   const auto key = [](int rank) { return "asked_" + std::to_string(rank); };
   store->set(key(own.rank), asked);

@@ -50,7 +50,7 @@ void leave_together(c10d::Store& store, int rank, int size) {
 
 namespace {
 
-// The same for all groups over a store, whose ranks are the same.
+// The key of a process, the same for all groups over a store, whose ranks are the same.
 std::string process_key(int rank) {
   return "tessera/fault/process/" + std::to_string(rank);
 }
@@ -111,7 +111,7 @@ std::optional<std::string> FaultBoard::show_process() {
     const std::string there = store_->compareSet(name, std::string(), mine);
     if (there == mine) return std::nullopt;
     const auto other = process_of(rank_);
-    if (other && other->has_ended()) {  // of an earlier attempt
+    if (other && other->has_ended()) {  // a process of an earlier attempt
       store_->set(name, mine);
       processes_.erase(rank_);
       return std::nullopt;
@@ -131,7 +131,7 @@ void FaultBoard::await_process(int rank, std::chrono::milliseconds limit) {
   try {
     come_within(*store_, {process_key(rank)}, limit);
   } catch (const std::exception&) {
-    // has_shown() tells what is wrong
+    // has_shown() says what is wrong
   }
 }
 

@@ -1,4 +1,4 @@
-// What the ranks of a group in trouble tell each other through the group's store: the first cause of a failure, who is
+// FaultBoard: what ranks of a group in trouble tell each other through the group's store: the first cause of a failure, who is
 // still there, which processes they are, and what they have called.
 // All calls are local, bounded in time while the store answers, and never throw; a store that cannot be reached (its
 // host may be the process that died) is part of the report.
@@ -19,10 +19,10 @@ namespace tessera::comm {
 // in torch's log. Throws what the store throws.
 bool come_within(c10d::Store& store, const std::vector<std::string>& keys, std::chrono::milliseconds limit);
 
-// What rank `rank` sets `key` to. DistBackendError that names the rank when the store's timeout is over.
+// The text that rank `rank` sets `key` to. DistBackendError that names the rank when the store's timeout is over.
 std::string announced_by(c10d::Store& store, const std::string& key, int rank);
 
-// Nobody returns before all ranks have come to it, and rank 0, whose process may host the store, is the last: a rank that ends
+// Returns on no rank before all ranks have come to it, on rank 0, whose process may host the store, last: a rank that ends
 // takes with it what others are just reading or connecting to. Collective, once for a store.
 void leave_together(c10d::Store& store, int rank, int size);
 
@@ -41,8 +41,8 @@ class FaultBoard {
   void show_calls(const std::string& calls);
   // What rank `rank` has shown last; empty when nothing.
   std::string shown_calls(int rank);
-  // Announces to the others, in all groups of the store, which process this rank is. Where another one has announced that it is
-  // this rank, and has not been seen to end, that one stays; returns "processes 12 and 34 of one host".
+  // Announces to the others, in all groups of the store, which process this rank is. Where another process has announced that it
+  // is this rank, and has not been seen to end, that process stays; returns "processes 12 and 34 of one host".
   std::optional<std::string> show_process();
   // Whether rank `rank` has shown its process. Throws what the store throws.
   bool has_shown(int rank);
@@ -50,14 +50,14 @@ class FaultBoard {
   void await_process(int rank, std::chrono::milliseconds limit);
   struct Process {
     int pid = 0;
-    uint64_t start = 0;  // 0: of another host
+    uint64_t start = 0;  // 0: another host's
     bool has_ended() const;
   };
-  // What rank `rank` has shown. It is kept: for one thread.
+  // The process that rank `rank` has shown. The answer is kept: for one thread.
   std::optional<Process> process_of(int rank);
-  // The id of the process that rank `rank` was, where it was one of this host and has ended.
+  // The id of the process that rank `rank` was, where this host had it and it has ended.
   std::optional<int> ended_process(int rank);
-  // Marks this rank as alive, waits up to `limit` for the same mark of the others, and describes those without one:
+  // Marks this rank as alive, waits up to `limit` for the same mark of the others, and describes ranks without one:
   // "no answer within 2.0 s from rank(s) 2 (dead, or busy outside of any collective)". Empty when all answered.
   std::string roll_call(std::chrono::milliseconds limit);
 

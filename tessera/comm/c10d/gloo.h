@@ -8,7 +8,7 @@
 
 namespace tessera::comm {
 
-// The interfaces of GLOO_SOCKET_IFNAME; else the loopback if asked for, for ranks of one host; else the interface that
+// Gloo on the interfaces of GLOO_SOCKET_IFNAME; else the loopback if asked for, for ranks of one host; else the interface that
 // the host name resolves to. Collective.
 c10::intrusive_ptr<c10d::Backend> gloo_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                std::chrono::milliseconds timeout, bool loopback);

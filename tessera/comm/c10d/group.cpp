@@ -36,7 +36,7 @@ Span chunk(int64_t total, int index, int parts) {
   return {begin, total * (index + 1) / parts - begin};
 }
 
-// One after the other.
+// Spans of so many elements, one after the other.
 std::vector<Span> spans(const std::vector<int64_t>& counts) {
   std::vector<Span> result;
   int64_t begin = 0;
@@ -71,8 +71,8 @@ c10d::ReduceOp native_op(ReduceOp op) {
 
 using Call = C10dCall;
 
-// Turns `then` (may be empty) once the first messages are through; it may post a second round. `own`: what a sibling's
-// native collective runs on.
+// Turns to `then` (may be empty) once the first messages are through; `then` may post a second round. `own`: the group that a
+// sibling's native collective runs on.
 class C10dWork final : public Pending::Work {
  public:
   using Then = std::function<std::vector<Transfer>()>;
@@ -109,7 +109,7 @@ class C10dWork final : public Pending::Work {
     return false;
   }
 
-  // Asked of a device, wait() has the current stream wait, and with Gloo the host: nobody asks it.
+  // wait() on a device has the current stream wait, and with Gloo the host: nobody asks for it.
   void release(std::unique_ptr<Work>) override {
     if (held_.front().is_cpu() && wait_for({})) return wait();
     core_->calls().done(call_.instance, call_.number);
@@ -167,7 +167,7 @@ struct SplitRows {
 
 class C10dGroup final : public Group {
  public:
-  // What `host` carries, if there is one: the CPU tensors.
+  // `host` carries the CPU tensors, if there is one.
   C10dGroup(std::shared_ptr<C10dCore> core, C10dPath path, GroupPtr host)
       : core_(std::move(core)), path_(path), instance_(core_->instance()), host_(std::move(host)) {}
   // A sibling for tensors of `device`.
@@ -192,7 +192,7 @@ class C10dGroup final : public Group {
   Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> out_splits, std::vector<int64_t> in_splits,
                         Label label) override;
   void do_barrier(Label label) override;
-  // One core: what fails one group fails both.
+  // The sibling has the same core: what fails one group fails both.
   GroupPtr do_sibling(c10::Device device) override {
     if (host_ && device.is_cpu()) return host_->sibling(device);
     return std::make_shared<C10dGroup>(core_, path_, core_->count_instance(), device);
@@ -206,15 +206,15 @@ class C10dGroup final : public Group {
   bool on_host(const at::Tensor& t) const { return host_ && t.is_cpu(); }
   bool native(c10::Device device) const { return path_ == C10dPath::Native || !device.is_cpu(); }
   bool native(const at::Tensor& t) const { return native(t.device()); }
-  // What the back end's own collectives for `device` run on.
+  // The process group that the back end's own collectives for `device` run on.
   c10d::ProcessGroup& native_group(const OpInfo& info, c10::Device device) const;
-  // launch(process group) starts it, for tensors of `device`.
+  // launch(process group) starts a collective, for tensors of `device`.
   Pending native_work(const Call& call, c10::Device device, std::vector<at::Tensor> held,
                       const std::function<c10::intrusive_ptr<c10d::Work>(c10d::ProcessGroup&)>& launch);
   Pending small_all_reduce(const at::Tensor& flat, const Call& call);
-  // Second round: sends our chunk of `flat` to all others and receives theirs.
+  // Second round: sends this rank's chunk of `flat` to all others and receives theirs.
   static std::vector<Transfer> share_chunks(C10dCore& core, const Call& call, const at::Tensor& flat);
-  // calls f(peer) for the other ranks, nearest first, so that not all ranks begin with the same one.
+  // Calls f(peer) for the other ranks, nearest first, so that not all ranks begin with the same one.
   template <class F>
   void others(const F& f) const {
     for (int d = 1; d < size(); ++d)
@@ -229,7 +229,7 @@ class C10dGroup final : public Group {
   std::shared_ptr<OwnGroup> own_{};
 };
 
-// That of the accelerator's back end too, where it is another one.
+// The back end's name, and the accelerator's where that is another one.
 std::string C10dGroup::name() const {
   c10d::ProcessGroup& group = core_->group();
   if (!host_) return group.getBackendName();
@@ -477,7 +477,7 @@ bool is_ours(c10d::ProcessGroup& group) {
   return name == "gloo" || name == "tessera";
 }
 
-// Whether it may get tensors of a device: torch's "gloo" is for those of every accelerator too.
+// Whether the group may get tensors of a device: torch's "gloo" is for those of every accelerator too.
 bool takes_devices(c10d::ProcessGroup& group) {
   return at::accelerator::getAccelerator() && at::accelerator::deviceCount() > 0 && group.getDeviceTypes().size() > 1;
 }

@@ -1,4 +1,4 @@
-// c10d_group() with the choice of path left open; users call those of backends.h.
+// c10d_group() with the choice of path left open; users call the functions of backends.h.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -16,7 +16,7 @@ enum class C10dPath {
   Native,  // always the native collectives (their order of summation and rounding)
 };
 
-// Whether it is one that make_c10d_group() has made, and takes tensors of devices.
+// Whether make_c10d_group() has made the group, and it takes tensors of devices.
 bool is_c10d_group(const Group& group);
 
 // `host`: carries the CPU tensors, if given.

@@ -13,7 +13,7 @@ constexpr int kMarkTag = 0x20000000;         // added for the mark after a messa
 constexpr int kSecondRound = 0x10000000;     // added for the second round of a call
 constexpr int64_t kInstances = 64;           // groups over one process group before tags repeat
 constexpr int64_t kCallTags = 64;            // calls of one group before tags repeat
-constexpr int64_t kHashes = 1 << 16;         // that tags tell apart
+constexpr int64_t kHashes = 1 << 16;         // hashes that tags tell apart
 constexpr int64_t kMarkedBytes = 64 * 1024;  // messages from here on are followed by a mark
 
 }  // namespace
@@ -52,7 +52,7 @@ void Messages::add(const at::Tensor& flat, Span span, int peer, bool out) {
 }
 
 int Messages::tag_of(int64_t bytes) const {
-  const uint64_t mixed = (hash_ ^ static_cast<uint64_t>(bytes)) * 0x9e3779b97f4a7c15u;  // its top bits depend on all
+  const uint64_t mixed = (hash_ ^ static_cast<uint64_t>(bytes)) * 0x9e3779b97f4a7c15u;  // the top bits depend on all
   return tag_ + static_cast<int>(mixed / (UINT64_MAX / uint64_t{kHashes} + 1));
 }
 

@@ -23,14 +23,14 @@ struct Span {
   int64_t begin = 0, count = 0;
 };
 
-// Those of one call. A failure to post one fails the core.
+// The messages of one call. A failure to post one fails the core.
 class Messages {
  public:
   Messages(C10dCore& core, const C10dCall& call, bool second_round = false);
 
   void receive(const at::Tensor& flat, Span span, int peer) { add(flat, span, peer, false); }
   void send(const at::Tensor& flat, Span span, int peer) { add(flat, span, peer, true); }
-  // In the order in which to wait.
+  // The transfers in the order in which to wait.
   std::vector<Transfer> take();
 
  private:

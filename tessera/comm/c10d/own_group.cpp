@@ -65,7 +65,7 @@ void OwnGroup::split() {
   std::vector<int> ranks(core_->size());
   std::iota(ranks.begin(), ranks.end(), 0);
   const auto options = backend_->getBackendOptions();
-  // torch reads their numbers among all, which it has for all groups but the default one.
+  // torch reads the ranks' numbers among all, which it has for all groups but the default one.
   if (options->global_ranks_in_group.empty()) options->global_ranks_in_group.assign(ranks.begin(), ranks.end());
   {
     const BoundTo bound(*backend_, device_);
@@ -78,7 +78,7 @@ void OwnGroup::split() {
   group_ = hold_group(core_->hold(), std::move(group));
 }
 
-// Back ends set up each kind of collective at its first call, and wait for the other ranks there.
+// Makes each kind of collective once: back ends set it up at its first call, and wait for the other ranks there.
 void OwnGroup::connect() {
   const at::AutoDispatchBelowADInplaceOrView guard;
   at::Tensor part = at::zeros({1}, at::TensorOptions(device_)), whole = at::zeros({core_->size()}, part.options());

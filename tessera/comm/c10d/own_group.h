@@ -1,4 +1,4 @@
-// A process group that a sibling has for itself, for tensors that a back end's own collectives carry.
+// OwnGroup: a process group that a sibling has for itself, for tensors that a back end's own collectives carry.
 //
 // Note [Siblings of a device]
 //   Messages between pairs of ranks have tags, so siblings share a process group for tensors of the CPU. A back end's own
@@ -45,7 +45,7 @@ class OwnGroup {
   c10::Device device() const { return device_; }
   // After a wait: the sibling does not end before what the current stream has been given.
   void mark_end();
-  // Those of a collective that was released.
+  // Keeps the transfers of a collective that was released.
   void keep(LeftTransfers left);
 
  private:
@@ -53,7 +53,7 @@ class OwnGroup {
   void connect();
   bool ended();
   void await_others();
-  void leave();  // what was released and has not come, to the core
+  void leave();  // gives the core what was released and has not come
 
   const std::shared_ptr<C10dCore> core_;
   c10::Device device_;

@@ -86,7 +86,7 @@ class C10dPointToPoint final : public PointToPoint {
   template <class F>
   void start(Sent& message, const F& body) {
     guarded(message, [&] {
-      // As bytes: back ends know fewer dtypes than torch.
+      // Messages are bytes: back ends know fewer dtypes than torch.
       const at::AutoDispatchBelowADInplaceOrView guard;
       std::vector<at::Tensor> one = {message.tensor.reshape(-1).view(at::kByte)};
       message.work = body(one);

@@ -11,10 +11,10 @@
 
 namespace tessera::comm {
 
-// A back end whose messages need no order among collectives, for tensors on `device`.
+// Makes messages over a back end which need no order among collectives, for tensors on `device`.
 PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend, at::Device device = at::kCPU);
 
-// A back end for it, of ranks that use `store`, which has no other use: shared memory where that is the choice and this
+// A back end for such messages, of ranks that use `store`, which has no other use: shared memory where it is the choice and this
 // build has it as a back end, Gloo elsewhere. Collective. `threads`: as of tessera_backend().
 c10::intrusive_ptr<c10d::Backend> point_to_point_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, bool loopback,

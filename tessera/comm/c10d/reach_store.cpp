@@ -28,7 +28,7 @@ constexpr int kConnectWithinMs = 1000;
 
 using Addresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 
-// Of a host's name; empty where nobody knows it.
+// Addresses of a host's name; empty where nobody knows it.
 Addresses addresses_of(const std::string& host, int port) {
   addrinfo wanted{};
   wanted.ai_socktype = SOCK_STREAM;
@@ -37,7 +37,7 @@ Addresses addresses_of(const std::string& host, int port) {
   return {found, freeaddrinfo};
 }
 
-// What a connection says: 0, the error that refuses it, or ETIMEDOUT.
+// Connects and returns the answer: 0, the error that refuses it, or ETIMEDOUT.
 int knock(const addrinfo& to) {
   const int fd = socket(to.ai_family, to.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC, to.ai_protocol);
   if (fd < 0) return errno;
@@ -56,8 +56,8 @@ std::string place_of(const std::string& address, int port) {
   return c10::str(address, ":", port);
 }
 
-// Returns once somebody listens there. torch's client waits, too, but prints what goes wrong meanwhile: names that are not
-// known yet, ends of its tries with their stacks.
+// Returns once somebody listens at the address. torch's client waits, too, but prints what goes wrong meanwhile: names that are
+// not known yet, ends of its tries with their stacks.
 void await_listener(const std::string& address, int port, std::chrono::milliseconds timeout) {
   const auto end = Clock::now() + timeout;
   for (auto pause = kFirstPause; listens(address, port) != true; pause = std::min(2 * pause, kLongestPause)) {
@@ -85,7 +85,7 @@ std::optional<bool> listens(const std::string& address, int port) {
 
 StorePtr reach_store(const std::string& address, const c10d::TCPStoreOptions& options) {
   if (!options.isServer) await_listener(address, options.port, options.timeout);
-  // On a thread, which is left behind where no word comes: nothing ends torch's wait.
+  // The client runs on a thread, which is left behind where no word comes: nothing ends torch's wait.
   const auto attempt = std::make_shared<std::packaged_task<StorePtr()>>(
       [address, options]() -> StorePtr { return c10::make_intrusive<c10d::TCPStore>(address, options); });
   std::future<StorePtr> store = attempt->get_future();

@@ -18,7 +18,7 @@ constexpr auto kAtHand = "gloo";
 constexpr auto kShared = "shared_memory";
 constexpr auto kAuto = "auto";
 constexpr auto kWell = "ok";
-// The network has the word when ranks of several hosts do not come: it knows who.
+// The network speaks first when ranks of several hosts do not come: it knows who.
 constexpr auto kLonger = std::chrono::seconds(10);
 
 std::string read_transport() {
@@ -34,7 +34,7 @@ void warn(int rank, const std::string& text) {
   }
 }
 
-// Memory within each host. Null when one of them cannot share it.
+// Shares memory within each host. Null when a host cannot share it.
 GroupPtr share_within_hosts(const StorePtr& store, const Hosts& hosts, int rank, std::chrono::milliseconds timeout,
                             const std::function<GroupPtr()>& at_hand) {
   const int host = hosts.of_rank[rank];

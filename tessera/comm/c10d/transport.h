@@ -26,20 +26,20 @@ namespace tessera::comm {
 std::vector<std::string> exchange_all(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       const std::string& topic, const std::string& text);
 
-// Collective over the `size` ranks that use `store`, which has no other use. `at_hand` makes a group over the back
-// end at hand, may be called several times and later, when siblings are made; `timeout`: longest wait for a rank later.
-// Value error when TESSERA_TRANSPORT is wrong or not the same on all ranks; DistBackendError when memory must be shared
-// and cannot.
+// Makes the group of Note [Choice of transport]. Collective over the `size` ranks that use `store`, which has no other use.
+// `at_hand` makes a group over the back end at hand, may be called several times and later, when siblings are made; `timeout`:
+// longest wait for a rank later. Value error when TESSERA_TRANSPORT is wrong or not the same on all ranks; DistBackendError when
+// memory must be shared and cannot.
 GroupPtr choose_transport(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                           std::chrono::milliseconds timeout, const std::function<GroupPtr()>& at_hand);
 
-// The two steps of it. Where the ranks are, if memory may be shared; nothing when it shall not. Collective.
+// Two steps of that choice. find_hosts(): where the ranks are, if memory may be shared; nothing when it shall not. Collective.
 std::optional<Hosts> find_hosts(c10d::Store& store, int rank, int size);
-// share() shares memory among all ranks, or throws DistBackendError on all of them. False, with a warning, when it could
-// not and need not.
+// Shares memory among all ranks by share(), which throws DistBackendError on all of them or none. False, with a warning, when
+// memory could not and need not be shared.
 bool try_sharing(int rank, const std::function<void()>& share);
 
-// Value error when TESSERA_TRANSPORT is none of the three.
+// Throws a value error when TESSERA_TRANSPORT is none of the three.
 void check_transport();
 
 }  // namespace tessera::comm

@@ -21,8 +21,8 @@ using Host = std::optional<FaultBoard::Process>;
 constexpr auto kSlice = milliseconds(500);
 constexpr auto kHearing = std::chrono::seconds(2);
 constexpr auto kConnection = std::chrono::seconds(2);  // until the host is looked at again
-constexpr auto kAnswer = std::chrono::seconds(5);      // of a store that is there
-constexpr auto kEnd = std::chrono::seconds(2);         // of a process whose connections have ended
+constexpr auto kAnswer = std::chrono::seconds(5);      // for the answer of a store that is there
+constexpr auto kEnd = std::chrono::seconds(2);         // for the end of a process whose connections have ended
 
 std::string first_line(const std::exception& error) {
   const std::string text = error.what();
@@ -61,7 +61,7 @@ std::string trouble(FaultBoard& board, int rank, int size) {
   TESSERA_CHECK_DIST(false, "comm", "rank ", rank, " of ", size, ": ", text);
 }
 
-// What open_job_store() returns: it knows where all ranks of the job have shown their processes.
+// The store that open_job_store() returns: it knows where all ranks of the job have shown their processes.
 class JobStore final : public c10d::PrefixStore {
  public:
   JobStore(const std::string& prefix, StorePtr job, int size) : PrefixStore(prefix, std::move(job)), size_(size) {}
@@ -82,8 +82,8 @@ StorePtr job_of(StorePtr store, int size) {
   return nullptr;
 }
 
-// Who hosted the store at a place when this process was there before. Where it has ended and nobody has come in its place, torch
-// would wait for it. Never destroyed, as what else may be used at the end of the process.
+// Who hosted the store at a place when this process was there before. Where the host has ended and nobody has come in its place,
+// torch would wait for it. Never destroyed, as the hosts may be used at the end of the process.
 struct StoreHosts {
   std::mutex mutex;
   std::map<std::string, FaultBoard::Process> by_place;
@@ -107,8 +107,8 @@ std::string store_place(const std::string& address, int port) {
   return address + ":" + std::to_string(port);
 }
 
-// The store at a place, which `host` hosts where that is known, or hosted: who listens there once it has ended is the new rank 0,
-// or what is left of it for a moment. So each try is short.
+// The store at a place, which `host` hosts where that is known, or hosted: who listens there once the host has ended is the new
+// rank 0, or what is left of the host for a moment. So each try is short.
 StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, const Host& host, int rank, int size) {
   if (!host) return reach_store(address, options);
   const auto timeout = options.timeout;
@@ -126,14 +126,14 @@ StorePtr connect(const std::string& address, c10d::TCPStoreOptions options, cons
   fail(rank, size, lost(0, host->pid));
 }
 
-// The same once the others have had the time to hear of it, through a store that may go with this process.
+// Throws the error once the others have had the time to hear of it, through a store that may go with this process.
 [[noreturn]] void fail_all(FaultBoard& board, int rank, int size, const std::string& text) {
   const std::string first = board.report(text);
   std::this_thread::sleep_for(kHearing);
   fail(rank, size, first);
 }
 
-// come_together() at a store that `host` hosts, where that is known.
+// Calls come_together() at a store that `host` hosts, where that is known.
 void find_ranks(const StorePtr& store, int rank, int size, const Host& host) {
   FaultBoard board = job_board(store, rank, size);
   if (const auto both = board.show_process()) {

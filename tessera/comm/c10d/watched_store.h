@@ -13,11 +13,11 @@
 namespace tessera::comm {
 
 // Ranks find each other by keys that each waits for from the others (exchange(), shm_rendezvous(), the connections of Gloo), for as long as
-// the store's timeout. Here such a wait looks every half second for a cause that another rank has reported, and for processes
+// the store's timeout. Such a wait looks every half second for a cause that another rank has reported, and for processes
 // of this host that have shown themselves on the board and ended. Errors: DistBackendError.
 class WatchedStore final : public c10d::PrefixStore {
  public:
-  // `board`: that of the `size` ranks which use the store.
+  // `board`: the board of the `size` ranks which use the store.
   WatchedStore(const c10::intrusive_ptr<c10d::Store>& store, FaultBoard board, int rank, int size);
 
   c10::intrusive_ptr<c10d::Store> clone() override;
@@ -45,7 +45,7 @@ FaultBoard job_board(const c10::intrusive_ptr<c10d::Store>& store, int rank, int
 
 // `store`, whose waits end when one of the `size` ranks that have come to it, or to its job, is lost. This rank shows itself.
 c10::intrusive_ptr<c10d::Store> watch_store(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
-// The same of fresh_store(store, name): the ranks that have come to `store` are known.
+// fresh_store(store, name), watched likewise: the ranks that have come to `store` are known.
 c10::intrusive_ptr<c10d::Store> watch_fresh_store(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name,
                                                   int rank, int size);
 // A part of `store` that nobody has used: the next one under `name`, counted by each rank for itself. Ranks ask in one

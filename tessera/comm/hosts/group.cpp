@@ -29,7 +29,7 @@ class FailureState {
     const std::scoped_lock lock(mutex_);
     between_.push_back(between);
   }
-  // The ranks of this host hear of it in memory; the others that this one aborts, through the back end at hand.
+  // The ranks of this host hear of a failure in memory; the others that this one aborts, through the back end at hand.
   void fail(const std::string& cause, const std::string& reason) {
     if (!owner_.is_here()) return;
     std::vector<GroupPtr> groups;
@@ -59,12 +59,12 @@ struct QueuedCall {
   OpInfo info;
   std::function<void()> go;
   Clock::time_point launched = Clock::now();
-  bool finished = false;  // guarded by the queue's mutex, as is the rest
-  std::string cause{};    // why it failed; empty when it did not
+  bool finished = false;  // the queue's mutex guards it, as the rest
+  std::string cause{};    // why the call failed; empty when it did not
 };
 using QueuedCallPtr = std::shared_ptr<QueuedCall>;
 
-// The thread of one group; made by make_owned(). It holds what calls in flight need, and ends with the group and the last of its handles.
+// The thread of one group; made by make_owned(). It holds what calls in flight need, and ends with the group and its last handle.
 class CallQueue {
  public:
   CallQueue(HostsPlace place, std::shared_ptr<FailureState> failure)
@@ -230,7 +230,7 @@ class HostsGroup final : public Group {
 
  private:
   const HostsPlace& place() const { return calls_->place(); }
-  // `go` gets what the stages of the call are called; it is the whole call, so that different ones are never matched.
+  // `go` gets the name of the call's stages, which is the whole call, so that different ones are never matched.
   Pending launch(const OpInfo& info, std::function<void(const std::string&)> go) {
     auto call = calls_->launch(info, [go = std::move(go), text = agreement(info)] { go(text); });
     return Pending(std::make_unique<HostsPending>(calls_, std::move(call)));

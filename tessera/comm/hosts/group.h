@@ -2,9 +2,9 @@
 //
 // Note [Order of summation over hosts]
 //   Every host adds what its ranks bring in rank order; the sums of the hosts are added in the order of their first ranks.
-//   All of it in fp32 for fp32, bf16 and fp16 (double for double, integers in their own type), rounded once. As within a
-//   host, an element's bits depend neither on timing, nor on its place, nor on reduce_scatter or all_reduce; but for
-//   sums that are exact they are not those of all ranks on one host.
+//   Additions are in fp32 for fp32, bf16 and fp16 (double for double, integers in their own type), and a sum is rounded once. As
+//   in a group within a host, an element's bits depend neither on timing, nor on its place, nor on reduce_scatter or all_reduce;
+//   but only sums that are exact are the same as with all ranks on one host.
 // Note [Stages]
 //   A collective goes through stages within hosts and between them. A thread of the group takes the calls through theirs in
 //   the order of launching, so ranks need not wait in one order, siblings (each with a thread) do not hold each other up,

@@ -16,7 +16,7 @@ namespace {
 
 using Counts = std::vector<int64_t>;
 
-// Who talks to whom. The place of a rank is its number among the ranks of its host. What lies at the same place on other
+// Which ranks talk to each other. The place of a rank is its number among the ranks of its host. Ranks at the same place on other
 // hosts, counted round where a host has fewer ranks, are a rank's partners there.
 class Partners {
  public:
@@ -90,7 +90,7 @@ int size_here(const HostsPlace& place) {
   return place.here->world->size();
 }
 
-// Elements [begin, begin + count) of a flat tensor.
+// Copies elements [begin, begin + count) of a flat tensor.
 void copy_part(const at::Tensor& to, int64_t to_begin, const at::Tensor& from, int64_t begin, int64_t count) {
   const auto width = static_cast<int64_t>(from.element_size());
   copy_bytes(bytes_of(to) + to_begin * width, bytes_of(from) + begin * width, count * width);
@@ -100,11 +100,11 @@ c10::ScalarType wide(c10::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf ? at::kFloat : dtype;
 }
 
-// Rank r's part of `in` has counts[r] elements. Returns what all have brought for this rank, in the wide dtype; for an
-// average that has yet to be divided.
+// Sums parts: rank r's of `in` has counts[r] elements. Returns what all have brought for this rank, in the wide dtype; for an
+// average this has yet to be divided.
 at::Tensor sum_between(const HostsPlace& place, const Partners& partners, const at::Tensor& in, const Counts& counts,
                        ReduceOp op, const std::string& text) {
-  // Within the host: neighbour i adds the parts of those it deals with.
+  // Within the host neighbour i adds the parts of the ranks that it deals with.
   const at::Tensor from = in.view(-1).to(wide(in.scalar_type()));
   const Counts begin = begins(counts);
   ShmTensors blocks;
@@ -141,10 +141,10 @@ at::Tensor sum_between(const HostsPlace& place, const Partners& partners, const 
   return result;
 }
 
-// Rank r's part of `out` has counts[r] elements; `mine` is this rank's.
+// Shares parts: rank r's of `out` has counts[r] elements; `mine` is this rank's.
 void share(const HostsPlace& place, const Partners& partners, const at::Tensor& out, const at::Tensor& mine,
            const Counts& counts, const std::string& text) {
-  // Between hosts: to the partner on every host, itself on this one.
+  // Between hosts the part goes to the partner on every host, on this one to the rank itself.
   Counts sent(partners.size(), 0), received(partners.size(), 0);
   for (int h = 0; h < partners.hosts(); ++h)
     sent[partners.partner(place.rank, h)] = counts[place.rank];
@@ -154,7 +154,7 @@ void share(const HostsPlace& place, const Partners& partners, const at::Tensor& 
   for (int h = 0; h < partners.hosts(); ++h)
     copy_part(copies, h * counts[place.rank], mine, 0, counts[place.rank]);
   place.between->all_to_all(dealt, copies, received, sent, text).wait();
-  // Within the host.
+  // Within the host every rank gets the parts of all.
   ShmTensors blocks;
   for (int i = 0; i < size_here(place); ++i) {
     int64_t n = 0;
@@ -246,7 +246,7 @@ void hosts_all_to_all(const HostsPlace& place, const at::Tensor& out, const at::
     in_here.push_back(from.narrow(0, sent_at[r], sent[r]));
     sent[r] = received[r] = 0;
   }
-  // What goes to other hosts, without what stays.
+  // Memory for what goes to other hosts, without what stays.
   const at::Tensor away = room(total(sent), at::kByte), coming = room(total(received), at::kByte);
   const Counts away_at = begins(sent), coming_at = begins(received);
   for (int r = 0; r < partners.size(); ++r)

@@ -27,7 +27,7 @@ void hosts_reduce_scatter(const HostsPlace& place, const at::Tensor& out, const 
                           const std::string& text);
 void hosts_all_reduce(const HostsPlace& place, const at::Tensor& tensor, ReduceOp op, const std::string& text);
 void hosts_broadcast(const HostsPlace& place, const at::Tensor& tensor, int root, const std::string& text);
-// Splits in elements.
+// Splits count elements.
 void hosts_all_to_all(const HostsPlace& place, const at::Tensor& out, const at::Tensor& in,
                       const std::vector<int64_t>& out_splits, const std::vector<int64_t>& in_splits,
                       const std::string& text);

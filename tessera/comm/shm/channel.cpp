@@ -5,7 +5,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr int kRecordsAtOnce = 64;  // then other threads of this rank have their turn
+constexpr int kRecordsAtOnce = 64;  // at most so many, then other threads of this rank have their turn
 
 OpInfo described_in(const SlotHead& head) {
   return {.name = head.name,
@@ -68,7 +68,7 @@ void ShmChannel::ring_others(bool space_only) {
   }
 }
 
-// The call with the next record to write, its place known; null when there is none.
+// The call with the next record to write, whose place is known; null when there is none.
 ShmOp* ShmChannel::next_to_send() {
   while (!sending_.empty()) {
     ShmOp& op = *sending_.front();
@@ -112,7 +112,7 @@ void ShmChannel::describe_in(SlotHead& head, const ShmOp& op) const {
   put_text(head.label, info.label);
 }
 
-// Calls are compared by their first records: before that all calls have been the same.
+// Compares calls by their first records: before these all calls have been the same.
 void ShmChannel::compare(const ShmOp& op, int peer, const SlotHead& head) {
   if (head.hash == op.hash() || !disagreement_.empty()) return;
   const std::string mine_text = describe_fully(op.info()), their_text = describe_fully(described_in(head));
@@ -150,7 +150,7 @@ bool ShmChannel::receive_next() {
   ring_others(true);
   if (op.received == steps) {
     op.done = true;
-    ring(ranks_[rank_].doorbell);  // for another thread of this rank that waits for it
+    ring(ranks_[rank_].doorbell);  // another thread of this rank may wait for it
     receiving_.pop_front();
   }
   return true;

@@ -1,5 +1,5 @@
-// The calls of one Group over shared memory, in flight and in order: moves records through the rings as far as that is
-// possible without waiting.
+// ShmChannel: the calls of one Group over shared memory, in flight and in order: moves records through the rings as far as that
+// is possible without waiting.
 #pragma once
 
 #include <deque>
@@ -13,7 +13,7 @@
 
 namespace tessera::comm {
 
-// Used by one thread at a time.
+// For one thread at a time.
 class ShmChannel final : public ShmEndpoint {
  public:
   // `base`: start of the segment. The ring of this rank has memory. `numbers[r]`: what rank r is called in messages.
@@ -32,11 +32,11 @@ class ShmChannel final : public ShmEndpoint {
     int64_t number = 0, place = 0;
   };
   std::optional<Front> front() const;
-  // Calls that a rank has made.
+  // How many calls a rank has made.
   int64_t launched(int rank) const { return counters_[rank].launched.load(); }
-  // describe() of the call whose first record a rank has at this place, which not all have read. Empty when it is not there.
+  // describe() of the call whose first record a rank has at this place, which not all have read. Empty when there is none.
   std::string description(int rank, int64_t place) const;
-  // This rank makes no more calls.
+  // Says that this rank makes no more calls.
   void leave() { counters_[rank_].left.store(1); }
   bool has_left(int rank) const override { return counters_[rank].left.load() != 0; }
 

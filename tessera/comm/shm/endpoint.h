@@ -1,5 +1,5 @@
-// What a rank has in flight through rings of one kind: the collectives of a channel, or what a user of the world attaches,
-// as the back end for torch does with its messages.
+// ShmEndpoint: what a rank has in flight through rings of one kind: the collectives of a channel, or what a user of the world
+// attaches, as the back end for torch does with its messages.
 #pragma once
 
 #include <string>
@@ -9,11 +9,11 @@
 
 namespace tessera::comm {
 
-// Used by one thread at a time.
+// For one thread at a time.
 class ShmEndpoint {
  public:
   virtual ~ShmEndpoint() = default;
-  // Moves what can be moved, up to some MiB, and tells the other ranks; whether there was anything.
+  // Moves what can be moved, up to some MiB, and tells the other ranks; returns whether there was anything.
   virtual bool progress() = 0;
   // What the ranks disagree about; progress ends with it. Empty while all is well.
   virtual const std::string& disagreement() const = 0;

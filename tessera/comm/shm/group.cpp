@@ -53,7 +53,7 @@ class ShmGroup final : public Group {
   }
   at::Tensor do_shared_memory(int64_t bytes, Label label) override { return shm_memory(*this, bytes, label); }
   void do_barrier(Label label) override { launch(shm_barrier(rank(), size(), label)).wait(); }
-  // One world: what fails one group fails both.
+  // The sibling has the same world: what fails one group fails both.
   GroupPtr do_sibling(c10::Device) override {
     return std::make_shared<ShmGroup>(std::make_shared<ShmShare>(share_->world));
   }

@@ -17,7 +17,7 @@ namespace tessera::comm {
 
 inline constexpr int64_t kChannels = 512;    // address space only, but for the first and those of siblings
 inline constexpr int64_t kSlots = 32;        // records that a rank may be ahead of the slowest reader
-inline constexpr int64_t kMessageSlots = 8;  // the same for messages between two ranks
+inline constexpr int64_t kMessageSlots = 8;  // kSlots for messages between two ranks
 inline constexpr int64_t kPage = 4096;
 
 struct ShmHeader {
@@ -38,19 +38,19 @@ struct ShmBlocked {
 struct alignas(128) ShmRank {
   std::atomic<int> pid;
   std::atomic<uint64_t> start;  // start_of_process() of hosts/hosts.h
-  std::atomic<int> core;        // one more than that on which it last waited; 0: it has not
+  std::atomic<int> core;        // one more than the core on which the rank last waited; 0: it has not
   Doorbell doorbell;
   ShmBlocked blocked;
 };
 
 struct alignas(128) ShmCounters {
   std::atomic<int64_t> written;               // records that this rank has published
-  alignas(64) std::atomic<int64_t> consumed;  // steps of which it has read everybody's record
-  std::atomic<int64_t> launched;              // calls that it has made
-  std::atomic<uint32_t> left;                 // 1: its Group and all its handles are gone
+  alignas(64) std::atomic<int64_t> consumed;  // steps of which the rank has read everybody's record
+  std::atomic<int64_t> launched;              // calls that the rank has made
+  std::atomic<uint32_t> left;                 // 1: the rank's Group and all its handles are gone
 };
 
-// Of the messages from one rank to another.
+// Counters of the messages from one rank to another.
 struct alignas(128) MessageCounters {
   std::atomic<int64_t> written;               // records, by the sender
   alignas(64) std::atomic<int64_t> consumed;  // by the receiver
@@ -85,7 +85,7 @@ struct ShmLayout {
 
   int64_t ranks() const { return sizeof(ShmHeader); }
   int64_t counters() const { return ranks() + size * static_cast<int64_t>(sizeof(ShmRank)); }
-  // The parts before have memory from the start.
+  // The parts before this one have memory from the start.
   int64_t control() const {
     const int64_t end = message_counters() + size * size * static_cast<int64_t>(sizeof(MessageCounters));
     return (end + kPage - 1) / kPage * kPage;

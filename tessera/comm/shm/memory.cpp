@@ -12,10 +12,10 @@
 namespace tessera::comm {
 namespace {
 
-constexpr size_t kHead = 4096;  // before the tensor: the segment's secret
-constexpr int64_t kText = 256;  // bytes of what went wrong that a rank tells the others
+constexpr size_t kHead = 4096;  // bytes before the tensor: the segment's secret
+constexpr int64_t kText = 256;  // bytes of the error that a rank tells the others
 
-// Everybody says how it went before anybody goes on, so that all end alike.
+// Every rank says how it went before any goes on, so that all end alike.
 void agree(Group& group, const std::string& trouble, const std::string& what) {
   at::Tensor mine = at::zeros({kText}, at::kByte), all = at::zeros({kText * group.size()}, at::kByte);
   std::memcpy(mine.mutable_data_ptr(), trouble.data(), std::min<size_t>(trouble.size(), kText - 1));
@@ -55,7 +55,7 @@ at::Tensor shm_memory(Group& group, int64_t bytes, Label label) {
   }
   const at::Tensor sent = at::from_blob(&address, {static_cast<int64_t>(sizeof(address))}, at::kByte);
   group.broadcast(sent, 0, what).wait();
-  // Where rank 0 has none, it says why.
+  // Where rank 0 has no segment, it says why.
   if (group.rank() != 0 && address.pid != 0) attempt([&] { return ShmSegment::attach(address, size); });
   agree(group, trouble, what);
   segment->close_file();

@@ -41,14 +41,14 @@ class AllGather final : public ShmOp {
       largest_ = std::max(largest_, parts_[r].count);
     }
     from_ = bytes_of(in);
-    if (size == 1) copy_result(to_[rank], from_, parts_[rank].count, info_.bytes);  // nothing is written
+    if (size == 1) copy_result(to_[rank], from_, parts_[rank].count, info_.bytes);  // nothing is written into rings
   }
 
   std::optional<int64_t> steps() const override { return steps_for(largest_, kRecordBytes); }
   void write(int64_t step, char* record) override {
     const auto [begin, count] = piece(parts_[rank_].count, kRecordBytes, step);
     copy_to_ring(record, from_ + begin, count, info_.bytes);
-    copy_result(to_[rank_] + begin, from_ + begin, count, info_.bytes);  // while it is in the cache
+    copy_result(to_[rank_] + begin, from_ + begin, count, info_.bytes);  // while the bytes are in the cache
   }
   std::string read(int64_t step, const char* const* records) override {
     for (int r = 0; r < size_; ++r) {
@@ -148,13 +148,13 @@ class Scatter final : public ShmOp {
   int64_t each_;
 };
 
-// One tensor's place in a call.
+// The place of one tensor in a call.
 struct Span {
   char* data = nullptr;
   int64_t bytes = 0;
 };
 
-// A record begins with what its writer sends to each rank in all, in bytes: so everybody knows after step 0 how many
+// Records begin with what their writer sends to each rank in all, in bytes: so everybody knows after step 0 how many
 // steps there are.
 class AllToAll final : public ShmOp {
  public:
@@ -276,7 +276,7 @@ ShmOpPtr shm_broadcast(int rank, int size, const at::Tensor& tensor, int root, L
 
 namespace {
 
-// The list that only the root of a gather or scatter has.
+// Checks the list that only the root of a gather or scatter has.
 void check_root_list(const char* name, int size, const ShmTensors& list, const at::Tensor& own, Label label) {
   const OpInfo info = info_of_list(name, size, list, label);
   for (const at::Tensor& t : list) {

@@ -54,11 +54,11 @@ class ShmOp : public ShmCall {
   // `records[r]`: record of rank r; that of this rank is null. Returns what the ranks disagree about, empty for nothing.
   virtual std::string read(int64_t step, const char* const* records) = 0;
 
-  // Progress, kept by the channel.
-  int64_t turn = 0;    // among the calls of the channel, from 0
+  // Progress, which the channel keeps.
+  int64_t turn = 0;    // number among the calls of the channel, from 0
   int64_t first = -1;  // place of step 0 among all steps of the channel
   int64_t written = 0, received = 0;
-  const std::vector<int>* numbers = nullptr;  // what ranks are called in messages; null: as they are numbered here
+  const std::vector<int>* numbers = nullptr;  // what ranks are called in messages; null: their numbers here
 
  protected:
   int number(int rank) const { return numbers != nullptr ? (*numbers)[rank] : rank; }
@@ -85,11 +85,11 @@ ShmOpPtr shm_gather(int rank, int size, const ShmTensors& out, const at::Tensor&
 ShmOpPtr shm_scatter(int rank, int size, const at::Tensor& out, const ShmTensors& in, int root, Label label);
 ShmOpPtr shm_all_to_all(int rank, int size, const at::Tensor& out, const at::Tensor& in,
                         std::vector<int64_t> out_splits, std::vector<int64_t> in_splits, Label label);
-// Here only sender and receiver need to know a size.
+// Exchanges tensors of which only sender and receiver need to know the size.
 ShmOpPtr shm_all_to_all(int rank, int size, const ShmTensors& out, const ShmTensors& in, Label label);
 ShmOpPtr shm_barrier(int rank, int size, Label label);
 
-// Those that add: sum.cpp.
+// The collectives that add: sum.cpp.
 ShmOpPtr shm_reduce_scatter(int rank, int size, const at::Tensor& out, const at::Tensor& in, ReduceOp op, Label label);
 ShmOpPtr shm_reduce_scatter(int rank, int size, const at::Tensor& out, const ShmTensors& in, ReduceOp op, Label label);
 ShmOpPtr shm_all_reduce(int rank, int size, const at::Tensor& tensor, ReduceOp op, Label label);

@@ -36,7 +36,7 @@ inline int64_t row_elements(int64_t rows, int64_t width) {
   return kRecordBytes / std::max<int64_t>(1, rows) / kLine * kLine / width;
 }
 
-// Rows for all ranks but the writer: the place of that for rank `reader`.
+// Rows for all ranks but the writer: the place of the row for rank `reader`.
 inline int row_of(int reader, int writer) {
   return reader < writer ? reader : reader - 1;
 }
@@ -48,8 +48,8 @@ inline OpInfo info_of(const char* name, const at::Tensor& full, Label label, Red
   return describe_call(name, full, label, op, root);
 }
 
-// The same for a list with a tensor for each rank. Sizes that differ become part of the label, so that ranks that see
-// them differently are found out.
+// The info of a call with a list that has a tensor for each rank. Sizes that differ become part of the label, so that ranks that
+// see them differently are found out.
 OpInfo info_of_list(const char* name, int size, const ShmTensors& list, Label label, ReduceOp op = ReduceOp::Sum);
 
 }  // namespace tessera::comm

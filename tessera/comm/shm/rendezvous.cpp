@@ -40,7 +40,7 @@ std::string line_of(const std::exception& error) {
   return text.starts_with("[comm] ") ? text.substr(7) : text;
 }
 
-// Everybody says how it went before anybody goes on, so that all end alike.
+// Every rank says how it went before any goes on, so that all end alike.
 void agree(c10d::Store& store, int rank, int size, const std::string& what, const std::string& trouble) {
   const auto key = [&](int r) { return "tessera/shm/" + what + "_" + std::to_string(r); };
   store.set(key(rank), trouble.empty() ? std::string(kNoTrouble) : trouble);

@@ -30,7 +30,7 @@ using ShmSharePtr = std::shared_ptr<ShmShare>;
 ShmSharePtr shm_rendezvous(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
                            std::vector<int> numbers = {});
 
-// The same with threads of this process as ranks: element r is for the thread of rank r.
+// Shares of threads of this process as ranks: element r is for the thread of rank r.
 std::vector<ShmSharePtr> shm_thread_shares(int size, std::chrono::milliseconds timeout,
                                            const std::vector<int>& numbers = {});
 

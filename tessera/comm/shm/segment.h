@@ -15,7 +15,7 @@
 
 namespace tessera::comm {
 
-// Where a segment is, and a random number that proves that it is this one.
+// Where a segment is, and a random number that proves that it is that segment.
 struct ShmAddress {
   int64_t pid = 0, fd = -1, secret = 0;
 };
@@ -26,21 +26,21 @@ class ShmSegment {
   static std::shared_ptr<ShmSegment> create(size_t bytes);
   // The segment that the running process `pid` has open as `fd`.
   static std::shared_ptr<ShmSegment> attach(int pid, int fd, size_t bytes);
-  // The same for a segment that its creator has offered.
+  // The segment that its creator has offered at `address`.
   static std::shared_ptr<ShmSegment> attach(const ShmAddress& address, size_t bytes);
   ~ShmSegment();
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
-  // The same bytes, where writes stay the caller's own. The memory lives without this object.
+  // Maps the same bytes, where writes stay the caller's own. The memory lives without this object.
   std::shared_ptr<char> map_private() const;
 
   char* data() const { return data_; }
   size_t size() const { return size_; }
   int fd() const { return fd_; }
-  // Writes the secret to the first 8 bytes, which have memory.
+  // Returns the segment's address; writes the secret to its first 8 bytes, which have memory.
   ShmAddress offer() const;
-  // Nobody can attach from here on; those who have keep the memory.
+  // Lets nobody attach from here on; those who have keep the memory.
   void close_file();
   // Makes sure that [offset, offset + bytes) has memory.
   void reserve(size_t offset, size_t bytes) const;

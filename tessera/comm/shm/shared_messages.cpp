@@ -18,30 +18,30 @@ namespace tessera::comm {
 namespace {
 
 constexpr size_t kMemoryPage = 4096;
-constexpr int64_t kLeast = 64 << 10;  // bytes; smaller ones are sooner copied than mapped
+constexpr int64_t kLeast = 64 << 10;  // bytes; smaller tensors are sooner copied than mapped
 
 size_t round_to_pages(size_t bytes) {
   return (bytes + kMemoryPage - 1) / kMemoryPage * kMemoryPage;
 }
 
-// A tensor that others can map.
+// A tensor that other ranks can map.
 struct Shared {
   std::shared_ptr<ShmSegment> segment;
   ShmAddress address;
-  std::map<int, int64_t> sent;  // how often, by rank
+  std::map<int, int64_t> sent;  // how often it was sent, by rank
 };
 using SharedPtr = std::shared_ptr<Shared>;
 
-// How often rank `rank` has mapped it. The segment's secret is before those of all ranks, the tensor behind them.
+// How often rank `rank` has mapped a segment. The secret is before the counts of all ranks, the tensor behind them.
 std::atomic_ref<int64_t> taken_in(const ShmSegment& segment, int rank) {
   return std::atomic_ref<int64_t>(reinterpret_cast<int64_t*>(segment.data())[1 + rank]);
 }
 
-// One that was sent.
+// A tensor that was sent.
 struct Sent {
   SharedPtr shared;
   int to;
-  int64_t times;  // with this one
+  int64_t times;  // how often the rank got it, this message included
 
   bool is_taken() const { return taken_in(*shared->segment, to).load(std::memory_order_acquire) >= times; }
 };
@@ -120,7 +120,7 @@ class SharedMessages final : public PointToPoint {
     const auto found = sent_.extract(number);
     if (!found) return;
     const Sent& sent = found.mapped();
-    // Who has its address maps it at once: the sleeps are few.
+    // A rank that has the address maps the tensor at once: the sleeps are few.
     for (const auto end = std::chrono::steady_clock::now() + timeout_; !sent.is_taken();) {
       TESSERA_CHECK_DIST(std::chrono::steady_clock::now() < end, "comm", "rank ", rank(), " of ", size(), ": rank ",
                          sent.to, " did not take a message within ", timeout_.count(), " ms");
@@ -150,7 +150,7 @@ class SharedMessages final : public PointToPoint {
   const std::chrono::milliseconds timeout_;
   const size_t before_;                                // bytes of a segment that are before the tensor
   std::map<const char*, std::weak_ptr<Shared>> made_;  // by where the tensor is
-  std::map<int64_t, Sent> sent_;                       // by number: not yet taken
+  std::map<int64_t, Sent> sent_;                       // by number: messages not yet taken
 };
 
 }  // namespace

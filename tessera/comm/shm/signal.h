@@ -1,4 +1,4 @@
-// How a rank sleeps until another one has done something.
+// Doorbell: how a rank sleeps until another one has done something.
 //
 // Note [Doorbell]
 //   Every rank has one doorbell. A sleeper (1) reads the count, (2) says that it sleeps, (3) looks once more whether there is
@@ -13,7 +13,7 @@
 
 namespace tessera::comm {
 
-// Lies in shared memory, zeroed at first.
+// A doorbell lies in shared memory, zeroed at first.
 struct Doorbell {
   std::atomic<uint32_t> count;
   std::atomic<uint32_t> sleepers;

@@ -144,7 +144,7 @@ class AllReduceTwice final : public AllReduce {
     if (step == 2 * windows_ - 1) return {false, windows_ - 1};
     return step % 2 == 1 ? Round{true, (step + 1) / 2} : Round{false, step / 2 - 1};
   }
-  // What rank r adds of a window. The last one is cut into smaller rows.
+  // What rank r adds of a window. The last window is cut into smaller rows.
   Piece row(int64_t window, int r) const {
     const auto [begin, count] = piece(total_, each_ * size_, window);
     const int64_t from = count * r / size_;

@@ -21,7 +21,7 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(100);  // how long a sleep is before a look at the others
 constexpr auto kShortly = std::chrono::milliseconds(1);
 
-// Waiting is spinning first, then spinning that offers the core to others, then sleep. To be woken takes longer than most
+// A wait spins first, then spins and offers the core to others, then sleeps. To be woken takes longer than most
 // waits, and two ranks that sleep by turns keep each other doing so: hence the long middle part.
 constexpr auto kSelfish = std::chrono::microseconds(10);
 constexpr auto kSpin = std::chrono::microseconds(300);
@@ -62,7 +62,7 @@ std::vector<int> ShmWorld::unseen() const {
   return ranks;
 }
 
-// The mutex for a moment, ahead of those who move data.
+// Holds the mutex for a moment, ahead of threads that move data.
 struct ShmWorld::PriorityLock {
   explicit PriorityLock(ShmWorld& world) : world_(world) {
     world.launching_.fetch_add(1);
@@ -93,7 +93,7 @@ int ShmWorld::attach(std::shared_ptr<ShmEndpoint> endpoint) {
   return -static_cast<int>(attached_.size());
 }
 
-// The mutex is held.
+// The endpoint of a channel. The mutex is held.
 ShmEndpoint& ShmWorld::endpoint(int channel) {
   return channel < 0 ? *attached_[-1 - channel] : *channels_[channel];
 }
@@ -110,7 +110,7 @@ void ShmWorld::leave(int channel) {
 
 std::string ShmWorld::cause() const {
   if (header_.cause_state.load() == 0) return {};
-  // Another rank is just writing it, unless it died doing so.
+  // Another rank is just writing the cause, unless it died doing so.
   const auto end = Clock::now() + std::chrono::seconds(1);
   while (header_.cause_state.load() != 2 && Clock::now() < end)
     std::this_thread::yield();
@@ -159,7 +159,7 @@ bool ShmWorld::progress() {
   return moved;
 }
 
-// The same, unless another thread is at it.
+// Does so unless another thread is at it.
 bool ShmWorld::try_progress() {
   while (launching_.load() != 0)
     std::this_thread::yield();
@@ -169,7 +169,7 @@ bool ShmWorld::try_progress() {
   return true;
 }
 
-// When any thread of this rank has moved anything, but not before `since`.
+// When any thread of this rank has moved anything, `since` at the earliest.
 ShmWorld::Clock::time_point ShmWorld::last_moved(Clock::time_point since) const {
   return std::max(since, Clock::time_point(Clock::duration(moved_.load())));
 }
@@ -243,7 +243,7 @@ bool ShmWorld::sleep(const F& done) {
   return false;
 }
 
-// Whether another rank may need this very core to go on: it waited here last.
+// Whether another rank may need this very core to go on, where it waited last.
 bool ShmWorld::shares_core() {
   const int core = sched_getcpu() + 1;
   std::atomic<int>& mine = ranks_[rank_].core;
@@ -254,7 +254,7 @@ bool ShmWorld::shares_core() {
   return false;
 }
 
-// Shows the others what this thread is blocked in, until the wait ends.
+// Shows the other ranks what this thread is blocked in, until the wait ends.
 class ShmWorld::ShownWait {
  public:
   explicit ShownWait(ShmWorld& world) : world_(world), place_(world.ranks_[world.rank_].blocked) {}
@@ -333,7 +333,7 @@ std::string ShmWorld::cycle() const {
     waits.emplace_back(numbers_[node.rank], channels_[node.channel]->description(node.rank, node.place));
     if (waits.back().second.empty()) return {};
   }
-  // All of it was true at one moment if all of them are still in the same wait.
+  // The cycle existed at one moment if all ranks are still in the same wait.
   const bool still = std::all_of(
       path.begin(), path.end(), [&](const Blocked& node) { return ranks_[node.rank].blocked.version == node.version; });
   return path.empty() || !still ? std::string() : cycle_text(std::move(waits));

@@ -28,7 +28,7 @@
 
 namespace tessera::comm {
 
-// Any thread may make any call. In a forked copy of the process all that wait or send throw, and the others do nothing.
+// Any thread may make any call. In a forked copy of the process calls that wait or send throw, and others do nothing.
 class ShmWorld {
  public:
   using Clock = std::chrono::steady_clock;
@@ -50,9 +50,9 @@ class ShmWorld {
   // This rank's next channel, with memory for its ring. Ranks add channels in one order.
   int add_channel();
   void leave(int channel);
-  // What it has in flight moves with the channels from here on. Returns what stands for it in place of a channel.
+  // Moves what `endpoint` has in flight with the channels from here on. Returns what stands for it in place of a channel.
   int attach(std::shared_ptr<ShmEndpoint> endpoint);
-  // All of these: throw when the group has failed before; move what can be moved, do not wait.
+  // These throw when the group has failed before; they move what can be moved, and do not wait.
   void launch(int channel, const ShmOpPtr& op);
   // `add` gives the call to what is attached as `endpoint`.
   void launch(int endpoint, const ShmCall& call, const std::function<void()>& add);
@@ -61,16 +61,16 @@ class ShmWorld {
   struct Wait {
     Clock::time_point launched = Clock::now();         // for texts
     Clock::time_point since = Clock::now();            // when the wait began
-    std::optional<std::chrono::milliseconds> limit{};  // in place of timeout()
-    std::function<bool()> until{};  // returns early, with the call in flight; asked after each wake()
+    std::optional<std::chrono::milliseconds> limit{};  // limit of the wait, in place of timeout()
+    std::function<bool()> until{};  // whether to return early, with the call in flight; asked after each wake()
   };
   // `channel`: that of the call, or what attach() returned.
   void wait(int channel, const ShmCall& call, const Wait& how);
-  // Moves what can be moved until then at most; true when the call is done, or the group has failed.
+  // Moves what can be moved until `end` at most; true when the call is done, or the group has failed.
   bool wait_until(const ShmCall& call, Clock::time_point end);
   void wake();
   void abort(const std::string& reason);
-  // The same with a cause that names a rank itself.
+  // Fails with a cause that names a rank itself.
   void fail(const std::string& text);
 
  private:
@@ -106,7 +106,7 @@ class ShmWorld {
   ShmHeader& header_;
   ShmRank* const ranks_;
 
-  std::atomic<int64_t> moved_ = 0;  // when anything last was, on Clock
+  std::atomic<int64_t> moved_ = 0;  // when anything last moved, on Clock
   std::atomic<int> launching_ = 0;  // threads that want the mutex for a moment
   std::mutex mutex_;                // what follows
   std::vector<std::unique_ptr<ShmChannel>> channels_;

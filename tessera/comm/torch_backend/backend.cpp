@@ -125,7 +125,7 @@ void check_parts(const char* name, const Tensor& whole, const Tensor& part, int 
                       ") are needed in the large tensor; it has ", whole.numel(), " (", whole.scalar_type(), ")");
 }
 
-// Rows of dim 0 for each rank -> elements; none: equal parts.
+// Elements for each rank, from rows of dim 0; no rows: equal parts.
 std::vector<int64_t> elements(const Tensor& t, std::vector<int64_t> rows, int size) {
   const int64_t all = t.dim() == 0 ? 1 : t.size(0);
   if (rows.empty()) {
@@ -159,7 +159,7 @@ class ShmBackend final : public c10d::Backend {
   void setTimeout(std::chrono::milliseconds timeout) override { world().set_timeout(timeout); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return number_; }
-  void enableCollectivesTiming() override {}  // it always tells profilers
+  void enableCollectivesTiming() override {}  // profilers are always told
   void abort() override { world().abort("the process group was aborted"); }
 
   // Groups of some of these ranks, and with others: made as this one was, each over memory of its own.
@@ -398,7 +398,7 @@ WorkPtr ShmBackend::send(Tensors& tensors, int to, int tag) {
   const auto message = shm_send(args.in(args.only(tensors, "tensors")), to, tag);
   const auto work = handle({{messages_channel_, message}}, std::move(args), c10d::kUnsetTimeout, OpType::SEND);
   world().launch(messages_channel_, *message, [&] { messages_->send(message); });
-  if (!work->settle_if_finished()) progress_thread_->add(work);  // so that it goes on whatever this rank does
+  if (!work->settle_if_finished()) progress_thread_->add(work);  // the calls go on whatever this rank does
   return work;
 }
 

@@ -15,10 +15,10 @@ namespace tessera::comm {
 using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)>;
 
-// CPU tensors of any dtype and layout; reductions over the floating, integer and bool ones, added in rank order, bf16
+// The back end takes CPU tensors of any dtype and layout; it reduces floating, integer and bool ones, added in rank order, bf16
 // and fp16 in fp32. Sum and product of bool are or and and. All ranks make the same collectives in one order; messages
 // (send, recv) need no order among them. Sparse tensors can be summed by allreduce. Errors of arguments are value errors,
-// others DistBackendError. `make`: for split() and merge(); none: there are none. `threads`: may be shared by many.
+// others DistBackendError. `make`: for split() and merge(); none: it has neither. `threads`: many back ends may share them.
 c10::intrusive_ptr<c10d::Backend> shm_backend(ShmSharePtr share, MakeBackend make = nullptr,
                                               SideThreadsPtr threads = std::make_shared<SideThreads>());
 

@@ -59,7 +59,7 @@ void ShmMessages::receive(ShmMessagePtr message) {
 void ShmMessages::finish(ShmMessage& message) {
   busy_ -= 1;
   message.done = true;
-  ring(ranks_[rank_].doorbell);  // for another thread of this rank that waits for it
+  ring(ranks_[rank_].doorbell);  // another thread of this rank may wait for it
 }
 
 bool ShmMessages::send_to(int rank) {
@@ -94,7 +94,7 @@ bool ShmMessages::fits(int from, int64_t bytes, const ShmMessage& message) {
   return false;
 }
 
-// Gives receivers what came before they asked. One whose message is just coming stays.
+// Gives receivers the messages that came before they asked. One that is just coming stays.
 bool ShmMessages::take_kept() {
   bool moved = false;
   for (auto it = receiving_.begin(); it != receiving_.end();) {
@@ -130,11 +130,11 @@ bool ShmMessages::awaited(int from) const {
                      [&](const ShmMessagePtr& message) { return message->peer < 0 || message->peer == from; });
 }
 
-// Finds out where the message at the front belongs; whether it may come.
+// Finds where the message at the front belongs; returns whether it may come.
 bool ShmMessages::begin_message(int from, const SlotHead& head) {
   Incoming& incoming = incoming_[from];
   const auto tag = static_cast<int64_t>(head.hash);
-  // After one that was put aside and not yet taken: those of one tag keep their order.
+  // The message stays behind one that was put aside and not yet taken: messages of one tag keep their order.
   const bool behind = std::any_of(incoming.kept.begin(), incoming.kept.end(), [&](auto& a) { return a.tag == tag; });
   const auto found = std::find_if(receiving_.begin(), receiving_.end(), [&](const ShmMessagePtr& message) {
     return !behind && message->tag == tag && (message->peer < 0 || message->peer == from);

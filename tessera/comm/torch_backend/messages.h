@@ -1,4 +1,4 @@
-// Messages from one rank to another over shared memory, by tag.
+// ShmMessages: messages from one rank to another over shared memory, by tag.
 //
 // Note [Messages]
 //   From each rank to each other one leads a ring of its own, so messages need no order among collectives or other pairs.
@@ -22,7 +22,7 @@ namespace tessera::comm {
 // A message in flight.
 class ShmMessage final : public ShmCall {
  public:
-  // `peer`: where to or from; a receiver may have -1, any. The tensor is contiguous, on the CPU, and kept alive.
+  // `peer`: the other rank; a receiver may have -1, any. The tensor is contiguous, on the CPU, and kept alive.
   ShmMessage(const char* name, const at::Tensor& tensor, int peer, int64_t tag);
 
   const int64_t tag;
@@ -38,17 +38,17 @@ using ShmMessagePtr = std::shared_ptr<ShmMessage>;
 ShmMessagePtr shm_send(const at::Tensor& tensor, int to, int64_t tag);
 ShmMessagePtr shm_receive(const at::Tensor& tensor, int from, int64_t tag);
 
-// One rank's messages, for users of one channel: who has left that sends none.
+// One rank's messages, for users of one channel: a rank that has left that sends none.
 class ShmMessages final : public ShmEndpoint {
  public:
   ShmMessages(std::shared_ptr<ShmSegment> segment, int channel, int rank, int size);
 
-  // DistBackendError when there is no memory for the ring to a rank that is sent to for the first time.
+  // Throws DistBackendError when there is no memory for the ring to a rank that is sent to for the first time.
   void send(ShmMessagePtr message);
   void receive(ShmMessagePtr message);
   bool progress() override;
   const std::string& disagreement() const override { return disagreement_; }
-  // Of a message that was sent or received here.
+  // Ranks that hold up a message that was sent or received here.
   std::vector<int> missing(const ShmCall& message) override;
   bool one_will_do(const ShmCall& message) const override;
   bool has_left(int rank) const override { return calls_[rank].left.load() != 0; }
@@ -85,7 +85,7 @@ class ShmMessages final : public ShmEndpoint {
   ShmCounters* const calls_;                        // of the channel, by rank
   std::vector<std::deque<ShmMessagePtr>> sending_;  // by receiver
   std::vector<bool> has_ring_;
-  std::list<ShmMessagePtr> receiving_;  // those whose message has not begun to come, in order
+  std::list<ShmMessagePtr> receiving_;  // receivers whose message has not begun to come, in order
   std::vector<Incoming> incoming_;      // by sender
   int busy_ = 0;                        // messages that are not through
   std::string disagreement_;

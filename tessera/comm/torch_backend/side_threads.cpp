@@ -18,7 +18,7 @@ bool SideThreads::start(std::function<void()> body) {
   }
   std::thread([self = shared_from_this(), body = std::move(body)]() mutable {
     body();
-    body = nullptr;  // what it holds goes before the thread counts as ended
+    body = nullptr;  // what the body holds goes before the thread counts as ended
     const std::scoped_lock lock(self->mutex_);
     self->running_ -= 1;
     self->ended_.notify_all();

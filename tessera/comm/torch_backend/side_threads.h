@@ -1,4 +1,4 @@
-// Threads beside the program, and the end of all of them.
+// SideThreads: threads beside the program, and the end of all of them.
 //
 // Note [Python's end]
 //   A thread that lets go of a tensor which Python knows, or runs a callback written in Python, needs the interpreter's
@@ -23,13 +23,13 @@ class SideThreads : public std::enable_shared_from_this<SideThreads> {
   class Owner {
    public:
     virtual ~Owner() = default;
-    virtual void end_threads() = 0;  // soon; may be called from any thread, also when there are none
+    virtual void end_threads() = 0;  // ends them soon; may be called from any thread, also when there are none
   };
 
   void add(std::weak_ptr<Owner> owner);
-  // Runs `body` in a thread of its own. False after stop(), and nothing is run.
+  // Runs `body` in a new thread. False after stop(), and nothing is run.
   bool start(std::function<void()> body);
-  // Ends the threads and waits for that: `limit` at most. False when some still run then. In a forked copy of the process
+  // Ends the threads and waits for that, `limit` at most. False when some still run then. In a forked copy of the process
   // there are none.
   bool stop(std::chrono::milliseconds limit);
 

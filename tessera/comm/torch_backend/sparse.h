@@ -11,7 +11,7 @@ namespace tessera::comm {
 
 class ShmSparseSum final : public ShmOp {
  public:
-  // `tensor`: sparse COO on the CPU; it is not changed, and may be once this is made. Value error otherwise.
+  // `tensor`: sparse COO on the CPU; it is not changed, and may change once this is made. Value error otherwise.
   ShmSparseSum(int rank, int size, const at::Tensor& tensor, Label label);
 
   std::optional<int64_t> steps() const override { return steps_; }
@@ -19,7 +19,7 @@ class ShmSparseSum final : public ShmOp {
   void write(int64_t step, char* record) override;
   std::string read(int64_t step, const char* const* records) override;
 
-  // Coalesced; once the call is done.
+  // The sum, coalesced; once the call is done.
   at::Tensor sum() const;
 
  private:

@@ -1,4 +1,4 @@
-// In place of the back end where the build leaves it out.
+// Takes the place of the back end where the build leaves it out.
 #include "tessera/base/error.h"
 #include "tessera/comm/c10d/gloo.h"
 #include "tessera/comm/c10d/point_to_point.h"

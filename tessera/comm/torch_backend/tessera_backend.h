@@ -10,8 +10,8 @@
 
 namespace tessera::comm {
 
-// Shared memory, or Gloo where that is the choice (Note [Choice of transport] in c10d/transport.h). Collective; `store` may
-// have been used before. `threads`: those of this back end and of what is split off it. Value error in a build without it.
+// Shared memory as a back end, or Gloo where that is the choice (Note [Choice of transport] in c10d/transport.h). Collective;
+// `store` may have been used before. `threads`: those of this back end and of its splits. Value error in a build without it.
 c10::intrusive_ptr<c10d::Backend> tessera_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                   std::chrono::milliseconds timeout,
                                                   const SideThreadsPtr& threads = std::make_shared<SideThreads>());

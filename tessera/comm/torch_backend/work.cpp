@@ -14,7 +14,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr auto kTurn = std::chrono::milliseconds(500);  // then the progress thread looks after another handle
+constexpr auto kTurn = std::chrono::milliseconds(500);  // the progress thread turns to another handle then
 constexpr auto kGroupGone = "its process group was destroyed";
 
 }  // namespace
@@ -33,7 +33,7 @@ bool ShmWork::finished() const {
   return std::all_of(calls_.begin(), calls_.end(), [](const Call& c) { return c.call->done.load(); });
 }
 
-// Whoever comes first: the results get where they belong, then whoever waits for the future hears of it.
+// Settles, whoever comes first: the results get where they belong, then whoever waits for the future hears of it.
 void ShmWork::settle(std::exception_ptr error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
@@ -79,7 +79,7 @@ void ShmWork::wait_for_calls(const ShmWorld::Wait& how) {
 
 bool ShmWork::wait(std::chrono::milliseconds timeout) {
   const auto limit = timeout > kNoTimeout ? std::optional(timeout) : limit_;
-  // The progress thread may settle it meanwhile: with an error, when the process group goes.
+  // The progress thread may settle the handle meanwhile: with an error, when the process group goes.
   const auto settled = [this] { return settled_.load(); };
   if (!settle_if_finished()) wait_for_calls({.launched = launched_, .limit = limit, .until = settled});
   if (const auto error = exception()) std::rethrow_exception(error);
@@ -114,7 +114,7 @@ bool ShmWork::isCompleted() {
     settle(std::current_exception());
   }
   const bool settled = settle_if_finished();
-  if (!settled) ask_progress_thread();  // it notices lost ranks
+  if (!settled) ask_progress_thread();  // the progress thread notices lost ranks
   return settled;
 }
 
@@ -174,17 +174,17 @@ struct ProgressThread::State final : SideThreads::Owner, std::enable_shared_from
 
   std::shared_ptr<ShmWorld> world;
   SideThreadsPtr threads;
-  std::atomic<bool> changed = false;  // for the leader: look at what follows
+  std::atomic<bool> changed = false;  // for the leader: something below has changed
   std::mutex mutex;
   std::condition_variable wake;
   std::vector<Item> items;  // in flight
-  std::thread::id leader;   // of the thread that moves; none: nobody's
+  std::thread::id leader;   // the thread that moves; none: nobody does
   int idle = 0;             // threads that wait for their turn
   bool stopping = false;    // the group is gone
   bool ending = false;      // the program ends: no more threads
 };
 
-// Somebody shall lead, or clear up: false when there is nobody. The mutex is held.
+// A thread shall lead, or clear up: false when there is none. The mutex is held.
 bool ProgressThread::State::take_over() {
   if (idle == 0 && !threads->start([state = shared_from_this()] { state->run(); })) return false;
   wake.notify_all();
@@ -208,7 +208,7 @@ void ProgressThread::State::run() {
     idle -= 1;
     if (!stopping && !ending) lead(lock);
   }
-  if (!stopping) return;  // what is in flight stays for ~ProgressThread()
+  if (!stopping) return;  // handles in flight stay for ~ProgressThread()
   const auto rest = std::exchange(items, {});
   lock.unlock();
   fail(rest);
@@ -219,7 +219,7 @@ void ProgressThread::State::fail(const std::vector<Item>& items) {
     item.work->fail(kGroupGone);
 }
 
-// Until there is nothing to move, or callbacks had to be run.
+// Leads until there is nothing to move, or callbacks had to be run.
 void ProgressThread::State::lead(std::unique_lock<std::mutex>& lock) {
   const auto me = leader = std::this_thread::get_id();
   while (leader == me && !stopping && !ending && !items.empty()) {
@@ -246,7 +246,7 @@ void ProgressThread::State::lead(std::unique_lock<std::mutex>& lock) {
   if (leader == me) leader = {};
 }
 
-// The mutex is held. It must not be when the handles go: see ~ProgressThread().
+// Takes settled handles. The mutex is held, but must not be when these go: see ~ProgressThread().
 std::vector<ProgressThread::State::Item> ProgressThread::State::take_settled() {
   const auto first =
       std::stable_partition(items.begin(), items.end(), [](auto& item) { return !item.work->settled(); });

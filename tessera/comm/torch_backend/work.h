@@ -35,7 +35,7 @@ class ShmWork final : public c10d::Work {
   struct Result {
     std::vector<at::Tensor> tensors;                        // of the future
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (to, from) once all calls are through
-    std::function<void()> finish;                           // then; none: nothing is left to do
+    std::function<void()> finish;                           // called then; none: nothing is left to do
   };
   // What profilers show.
   struct Label {
@@ -43,11 +43,11 @@ class ShmWork final : public c10d::Work {
     std::vector<at::Tensor> inputs;
   };
 
-  // The calls are launched. `limit`: in place of the world's timeout.
+  // The calls are launched already. `limit`: in place of the world's timeout.
   ShmWork(ShmSharePtr share, std::weak_ptr<ProgressThread> thread, std::vector<Call> calls, Result result,
           const Label& label, std::optional<std::chrono::milliseconds> limit, c10d::OpType type, uint64_t number);
 
-  // DistBackendError when the group has failed. `timeout` 0: the operation's own.
+  // Waits. DistBackendError when the group has failed. `timeout` 0: the operation's own.
   bool wait(std::chrono::milliseconds timeout) override;
   bool isCompleted() override;
   int sourceRank() const override;
@@ -56,7 +56,7 @@ class ShmWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override { return number_; }
 
-  // For the progress thread: whether all calls are through; settles the handle if so, or if they have failed.
+  // For the progress thread: returns whether all calls are through; settles the handle if so, or if they have failed.
   bool settle_if_finished();
   // Waits for the calls until they are through, or until() says so. Throws nothing; errors are kept.
   void drive(ShmWorld::Clock::time_point since, const std::function<bool()>& until);
@@ -82,11 +82,11 @@ class ShmWork final : public c10d::Work {
 };
 using ShmWorkPtr = c10::intrusive_ptr<ShmWork>;
 
-// In a forked copy of the process it is let go as it is.
+// A forked copy of the process lets go of it as it is.
 class ProgressThread {
  public:
   ProgressThread(std::shared_ptr<ShmWorld> world, SideThreadsPtr threads);
-  // Handles that are still in flight fail: their group is gone.
+  // Fails handles that are still in flight: their group is gone.
   ~ProgressThread();
   void add(ShmWorkPtr work);
   // The calling thread is about to run callbacks, which may wait for other handles: if it is the one that moves them,

@@ -8,7 +8,7 @@
 
 namespace tessera::kernels::cuda {
 
-// Empty where a device can be used, else why not.
+// Why no device can be used; empty where one can.
 std::string why_unusable();
 
 bool is_captured(void* stream);

@@ -18,7 +18,7 @@ struct Numbers {
 
   static Numbers one_run(uint64_t first) { return {first, std::numeric_limits<int>::max(), 0}; }
 
-  // Of element i, and how many at least are in its run from there on. Elements before 0 are not there.
+  // The number of element i, and how many elements at least are in its run from there on. Elements before 0 are not there.
   struct Number {
     uint64_t number;
     int left;
@@ -51,7 +51,7 @@ class Draws {
   }
 
  private:
-  // Elements k and up of a half are those of a word from `at` on.
+  // Gives elements k and up of a half the bits of a word from `at` on.
   __device__ void set(int half, Root root, int at, int k) {
 #pragma unroll
     for (int s = first_stream; s <= last_stream; ++s) {
@@ -60,7 +60,7 @@ class Draws {
       word = k == 0 ? found : (word & ~(~uint64_t{0} << (16 * k))) | found << (16 * k);
     }
   }
-  // Four elements from `begin` on, out of as many words as they lie in.
+  // Gathers four elements from `begin` on, out of as many words as they lie in.
   __device__ void gather(int half, StepKey key, const Numbers& numbers, int begin) {
 #pragma unroll 1
     for (int k = 0; k < 4;) {

@@ -20,7 +20,7 @@
 namespace tessera::kernels::cuda {
 
 constexpr int kEight = 8;
-constexpr int kThreads = 256;  // of a block, as a rule
+constexpr int kThreads = 256;  // threads of a block, as a rule
 
 // Eight elements as they lie in memory.
 template <DType dtype>
@@ -52,7 +52,7 @@ struct Eight {
     }
   }
 
-  // Rounded to nearest. What only rare values need is decided once for all eight, here and below.
+  // Rounds to nearest. Decisions that only rare values need are made once for all eight, here and below.
   __device__ void set(const float (&values)[kEight]) {
     if constexpr (dtype == DType::F32) {
       set_each([&](int k) { return std::bit_cast<uint32_t>(values[k]); });
@@ -62,7 +62,7 @@ struct Eight {
       set_each([&](int k) { return to_half(values[k], dtype); });
     }
   }
-  // By the 16 random bits random(k).
+  // Rounds by the 16 random bits random(k).
   template <class Random>
   __device__ void set_stochastic(const float (&values)[kEight], const Random& random) {
     if constexpr (dtype == DType::F32) {
@@ -135,7 +135,7 @@ struct Whole {
   }
 };
 
-// Any eight: those of its elements that are in [0, n). The others are zero.
+// Any eight: the elements of it that are in [0, n). The others are zero.
 struct Piece {
   int begin, n;
 
@@ -157,7 +157,7 @@ struct Piece {
   }
 };
 
-// Of a range that is cut into eights, so that 32 bits number its elements: larger ranges are several. A multiple of
+// The most elements of a range that is cut into eights, so that 32 bits number them: larger ranges are several. A multiple of
 // kSumBlock. Less in tests.
 #ifdef TESSERA_MOST_ELEMENTS
 constexpr int kMostElements = TESSERA_MOST_ELEMENTS;
@@ -165,7 +165,7 @@ constexpr int kMostElements = TESSERA_MOST_ELEMENTS;
 constexpr int kMostElements = 1 << 30;
 #endif
 
-// f(at, count) for pieces of n elements, in order.
+// Calls f(at, count) for pieces of n elements, in order.
 template <class F>
 void for_pieces(int64_t n, const F& f) {
   for (int64_t at = 0; at < n; at += kMostElements)
@@ -181,7 +181,7 @@ struct Eights {
   __host__ __device__ int count() const { return (n + before + kEight - 1) / kEight; }
   int64_t blocks() const { return (count() + kThreads - 1) / kThreads; }
 
-  // f(Whole) or f(Piece) of the eight that begins at `begin`.
+  // Calls f(Whole) or f(Piece) for the eight that begins at `begin`.
   template <class F>
   __device__ void access(int begin, const F& f) const {
     if (aligned && begin >= 0 && begin + kEight <= n) {

@@ -7,7 +7,7 @@
 namespace tessera::kernels::cuda {
 namespace {
 
-// pass(eights, begin) for the eight that begins at an element, which may be before 0.
+// Calls pass(eights, begin) for the eight that begins at an element, which may be before 0.
 template <class Pass>
 __global__ void __launch_bounds__(kThreads) each_eight(Eights eights, Pass pass) {
   const int eight = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);

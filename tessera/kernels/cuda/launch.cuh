@@ -15,7 +15,7 @@ template <int most>
 struct Shares {
   int count = 0;         // parts
   unsigned blocks = 0;   // of all of them
-  unsigned first[most];  // block of each
+  unsigned first[most];  // first block of each part
 
   bool full() const { return count == most; }
   int add(int64_t more) {
@@ -24,7 +24,7 @@ struct Shares {
     return count++;
   }
 
-  // Whose a block is, and which of its blocks.
+  // The part that a block works on, and which of the part's blocks it is.
   struct Share {
     int part;
     unsigned block;
@@ -41,7 +41,7 @@ struct Shares {
 
 constexpr size_t kMostArguments = 4096;  // bytes that any driver takes
 
-// Blocks of `threads`; none is well.
+// Launches blocks of `threads`; none is fine.
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, void* stream,
             const std::type_identity_t<Parameters>&... arguments) {

@@ -13,8 +13,8 @@ namespace {
 constexpr int kRows = kSumBlock / kSumLanes;
 constexpr int kThreadsOfSum = kSumLanes / kEight;
 constexpr int kSumThreads = 64;  // few, so that multiprocessors get equal shares
-constexpr int kSumBlocks = 10;   // of a multiprocessor: the registers that are left keep a thread's loads together
-constexpr int kSums = kSumThreads / kThreadsOfSum;  // of a block of threads
+constexpr int kSumBlocks = 10;   // blocks of a multiprocessor: the registers left keep a thread's loads together
+constexpr int kSums = kSumThreads / kThreadsOfSum;  // sums of a block of threads
 
 struct SumPiece {
   const void* src;
@@ -22,7 +22,7 @@ struct SumPiece {
   Eights eights;
 };
 
-constexpr int kSumPieces = 96;  // of a launch
+constexpr int kSumPieces = 96;  // pieces of a launch
 
 struct SumTable {
   Shares<kSumPieces> shares;

@@ -48,7 +48,7 @@ struct Table {
   Settings<Rule> settings[kSettings];
 };
 
-// To nearest where there are no random bits.
+// Rounding to nearest, where there are no random bits.
 struct Nearest {};
 template <DType dtype>
 __device__ void rounded(Eight<dtype>& eight, const float (&values)[kEight], Nearest) {
@@ -202,7 +202,7 @@ Kernel<Rule> kernel_by_grad(DType grad) {
   return update_eights<Rule, Weights, DType::F16, state, rounding>;
 }
 
-// Stochastic only where something is rounded.
+// A kernel rounds stochastically only where something is rounded.
 template <class Rule, class Weights, DType state>
 Kernel<Rule> kernel_by_rounding(const UpdateRange& range) {
   if constexpr (Weights::rounds || (Rule::states > 0 && state == DType::BF16)) {
@@ -252,7 +252,7 @@ inline Segment segment_of(const UpdateRange& r, Numbers numbers, int settings) {
           r.adopts};
 }
 
-// f(range, numbers) for pieces of a segment.
+// Calls f(range, numbers) for pieces of a segment.
 template <class KernelRule, class F>
 void for_pieces(const UpdateSegment<KernelRule>& segment, const F& f) {
   constexpr int64_t kMostStride = std::numeric_limits<int>::max();
@@ -292,7 +292,7 @@ class Updates {
     });
   }
 
-  // The launch of what was added since the last one.
+  // Launches what was added since the last launch.
   void go() {
     launch(kernel_, table_.shares.blocks, kThreads, stream_, table_);
     table_.shares = {};
@@ -300,7 +300,7 @@ class Updates {
   }
 
  private:
-  // The place of settings in the table, as found_. False where there is no room.
+  // Finds the place of settings in the table, as found_. False where there is no room.
   bool find(const Settings<Rule>& settings) {
     for (found_ = 0; found_ < settings_count_; ++found_)
       if (table_.settings[found_] == settings) return true;

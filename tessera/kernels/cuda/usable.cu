@@ -10,9 +10,9 @@
 namespace tessera::kernels::cuda {
 namespace {
 
-constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};  // what this was compiled for: 800 is sm_80
+constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};  // what this file was compiled for: 800 is sm_80
 
-// "13.0" of 13000.
+// The version's text: 13000 is "13.0".
 std::string toolkit(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }

@@ -16,7 +16,7 @@ compat::NodePtr Hooks::maker_of(const at::Tensor& t) {
 void Hooks::watch_outputs(const std::vector<at::Tensor>& outputs) {
   for (const at::Tensor& t : outputs) {
     const compat::NodePtr node = maker_of(t);
-    // First of its node's: a refused backward must not have gathered anything.
+    // Our hook is the first of its node's: a refused backward must not have gathered anything.
     if (node) node->pre_hooks().insert(node->pre_hooks().begin(), std::make_unique<OutputHook>(shared_));
   }
 }
@@ -50,7 +50,7 @@ bool Hooks::watch_call(std::shared_ptr<ScopeCall> call, const std::vector<at::Te
   for (const compat::NodePtr& node : producers) {
     if (std::find(ends.begin(), ends.end(), &*node) != ends.end()) continue;  // handed through
     const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(&*node) != nullptr;
-    // Before this node opens a call: its buckets serve that one.
+    // The closing comes before the node opens another call, which takes its buckets.
     auto& hooks = node->pre_hooks();
     const auto opens = [](const auto& hook) {
       const auto* found = dynamic_cast<const CallHook*>(hook.get());
@@ -63,7 +63,7 @@ bool Hooks::watch_call(std::shared_ptr<ScopeCall> call, const std::vector<at::Te
   return true;
 }
 
-// The watched calls in the graph that the running task goes through. One may be there several times.
+// The watched calls in the graph that the running task goes through. A call may be there several times.
 std::vector<ScopeCall*> Hooks::calls_to_run() const {
   std::vector<ScopeCall*> calls;
   if (!watches_calls_) return calls;

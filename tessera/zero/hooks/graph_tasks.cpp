@@ -57,7 +57,7 @@ bool Hooks::in_backward() {
   return !tasks_.empty();
 }
 
-// Those that threw; the others are taken off as they end. Tokens that die by this come back here once it is done.
+// Forgets tasks that threw; others are taken off as they end. Tokens that die by this come back here once this is done.
 void Hooks::end_gone_tasks() {
   std::vector<std::shared_ptr<const torch::autograd::GraphTask>> held;
   const auto is_gone = [&](const auto& entry) {
@@ -71,8 +71,8 @@ void Hooks::end_gone_tasks() {
   sink_.tasks_ended();
 }
 
-// A task that ends inside a node of another one, which no hook of ours has seen (a module called directly, with re-entrant
-// checkpoints inside): the other one is the backward. It is noted at the nodes behind, which run next in it.
+// Whether a task ends inside a node of another task, which no hook of ours has seen (a module called directly, with re-entrant
+// checkpoints inside): the outer one is the backward. It is noted at the nodes behind, which run next in it.
 bool Hooks::leave_to_outer_task() {
   const auto node = torch::autograd::get_current_node();
   outer_pending_ = false;
@@ -118,7 +118,7 @@ void Hooks::touch_task(bool from_parameter) {
   if (from_parameter || tasks_[id].plain) counts_ = true;
 }
 
-// Behind what other engines have queued. Round -1: the task is over.
+// Queues a round of the end behind what other engines have queued. Round -1: the task is over.
 void Hooks::queue_end(const std::shared_ptr<Token>& token, int round) {
   torch::autograd::Engine::get_default_engine().queue_callback([shared = shared_, token, round] {
     const std::lock_guard lock(shared->mutex);
@@ -128,7 +128,7 @@ void Hooks::queue_end(const std::shared_ptr<Token>& token, int round) {
   });
 }
 
-// True when it was the last one: then rounds are to follow, and until they are done it counts as running.
+// True when the task was the last one: then rounds are to follow, and until they are done the task counts as running.
 bool Hooks::end_task(int id) {
   const auto of_task = [&](const Deferred& d) { return d.task == id; };
   std::vector<Deferred> due;

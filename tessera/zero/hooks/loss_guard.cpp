@@ -11,7 +11,7 @@ void ScaleMark::run(const std::shared_ptr<ScaleMark>& self) {
                 "one scale() allows one backward, and this one was used. Loss scaling is required again: call "
                 "engine.scale(loss) for every backward");
   task = torch::autograd::get_current_graph_task_id();
-  // Of b.scale(a.scale(loss)) the mark of b runs first, and all engines have noted its value, which is that of both.
+  // In b.scale(a.scale(loss)) the mark of b runs first, and all engines have noted its value, which covers both scales.
   const bool noted = std::any_of(around.begin(), around.end(), [&](const auto& other) {
     const auto mark = other.lock();
     return mark && mark->task == task;
@@ -58,7 +58,7 @@ struct Behind {
   std::vector<std::shared_ptr<ScaleMark>> marks;
   std::vector<SharedPtr> ends;  // engines whose parameters are there
 
-  // Does not go beyond marks unless `through`. Nodes of earlier calls are not visited again.
+  // Visits the graph behind `from`, not beyond marks unless `through`. Nodes of earlier calls are not visited again.
   void visit(const std::vector<torch::autograd::Node*>& from, bool through) {
     std::vector<torch::autograd::Node*> stack = from;
     while (!stack.empty()) {
@@ -127,7 +127,7 @@ void Hooks::check_output() {
   if (trained) HookAccess::refuse_unscaled();
 }
 
-// A gradient came that no mark has announced. It may only be early: parameters beside the outputs are not ordered.
+// A gradient came that no mark has announced. The mark may still come: parameters beside the outputs are not ordered.
 bool Hooks::refuses_parameter() {
   if (excused()) return false;
   if (loss_guard_.passed_outputs) return true;
@@ -141,7 +141,7 @@ bool Hooks::refuses_parameter() {
   return task_runs([&](torch::autograd::Node& node) { return is_output_of(node, shared_); });
 }
 
-// A mark was met first. An output with parameters behind it that no mark covers is a forgotten part of the loss: its
+// A mark was met first. An output with parameters behind it that no mark covers is a forgotten part of the loss, whose
 // gradients would count as scaled.
 void Hooks::check_all_scaled() {
   if (!guarded_ || in_forward_task_) return;

@@ -21,7 +21,7 @@ namespace tessera::zero {
 
 using torch::autograd::variable_list;
 
-// Lives in the callback of a graph task: dies with it, also when the task threw.
+// Lives in the callback of a graph task and dies with it, also when the task threw.
 struct Hooks::Token {
   Token(std::shared_ptr<Shared> l, int i) : shared(std::move(l)), id(i) {}
   ~Token() {
@@ -38,12 +38,12 @@ enum class CallEvent : uint8_t { Open, Close, CloseLater };
 // What one scale() left in a graph.
 struct ScaleMark {
   std::weak_ptr<Hooks::Shared> owner;
-  double value;                                        // gradients behind it are multiplied by this
-  std::vector<std::weak_ptr<Hooks::Shared>> ends;      // engines with parameters behind it, the owner among them
+  double value;                                        // factor of the gradients behind the mark
+  std::vector<std::weak_ptr<Hooks::Shared>> ends;      // engines with parameters behind the mark, the owner among them
   std::vector<std::weak_ptr<ScaleMark>> around;        // marks of later calls of scale() over the same tensor
-  std::unordered_set<torch::autograd::Node*> outputs;  // of engines, behind it
-  int task = -1;                                       // that ran it last
-  bool spent = false;                                  // a backward used it
+  std::unordered_set<torch::autograd::Node*> outputs;  // of engines, behind the mark
+  int task = -1;                                       // the task that ran the mark last
+  bool spent = false;                                  // a backward used the mark
 
   void run(const std::shared_ptr<ScaleMark>& self);
 };
@@ -62,7 +62,7 @@ struct HookAccess {
     shared->hooks->sink_.before_accumulate(id, param.mutable_grad());
   }
 
-  // Beside p.grad only the node's input, which is about to go, may know the memory. (Where somebody else has that tensor,
+  // Whether no one but the node's input, which is about to go, knows the memory of p.grad. (Where somebody else has that tensor,
   // AccumulateGrad has copied it.) torch's graphs write to memory that others have: they watch it by a weak reference, or
   // make tensors of it that do not own it, as from_blob() does.
   static bool is_alone(const at::Tensor& grad, const variable_list& inputs) {
@@ -76,7 +76,7 @@ struct HookAccess {
     for (const at::Tensor& input : inputs) {
       if (!input.defined() || !input.has_storage() || !input.storage().is_alias_of(storage)) continue;
       ++known;
-      // As the gradient of a linear layer's weight, a transpose: what it is a view of is known to it alone.
+      // The gradient of a linear layer's weight is a transpose, whose base nobody else knows.
       if (input.is_view() && input._base().use_count() == 1) ++known;
     }
     return storage.use_count() == known && storage.nbytes() == grad.nbytes();
@@ -154,7 +154,7 @@ struct HookAccess {
 
 using SharedPtr = HookAccess::SharedPtr;
 
-// Compiled autograd traces hooks it knows; ours are opaque to it.
+// Compiled autograd traces hooks that it knows; ours are opaque to it.
 [[noreturn]] inline void refuse_compiled_autograd() {
   TESSERA_CHECK_BUILT(false, "zero.hooks", "compiled autograd is not supported; compile the module, not its backward");
 }
@@ -183,7 +183,7 @@ struct ReadyHook final : torch::autograd::FunctionPostHook {
   torch::autograd::AccumulateGrad* node;  // owns this hook
 };
 
-// On the parameter: Note [Accumulators change].
+// The hook on the parameter: Note [Accumulators change].
 struct ParamHook final : torch::autograd::FunctionPreHook {
   ParamHook(SharedPtr l, ParamId i) : shared(std::move(l)), id(i) {}
   variable_list operator()(const variable_list& grads) override {
@@ -210,7 +210,7 @@ struct NodeHook final : torch::autograd::FunctionPreHook {
 using OutputHook = NodeHook<&HookAccess::output>;
 using OuterTaskHook = NodeHook<&HookAccess::outer_task>;
 
-// Owned by all hooks of a call together.
+// What all hooks of a call own together.
 struct WatchedCall {
   WatchedCall(SharedPtr l, std::shared_ptr<ScopeCall> c) : shared(std::move(l)), call(std::move(c)) {}
   ~WatchedCall() { HookAccess::gone(shared, call); }
@@ -269,8 +269,8 @@ bool task_runs(F wanted) {
                                          [&](torch::autograd::Node* node) { return runs(node) && wanted(*node); });
 }
 
-// That the calling thread runs a node or a callback of. torch hands out its members one by one only, and none of those that
-// say whether it failed.
+// The graph task of which the calling thread runs a node or a callback. torch hands out its members one by one only, and not
+// the one that says whether the task failed.
 inline const torch::autograd::GraphTask& current_graph_task() {
   using torch::autograd::GraphTask;
   const auto* member = reinterpret_cast<const char*>(torch::autograd::get_current_graph_task_nodes_in_graph());

@@ -8,7 +8,7 @@ namespace {
 
 using PreHooks = std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>;
 
-// Those on the tensor; none where autograd does not know it.
+// The hooks on the tensor; none where autograd does not know it.
 const PreHooks* hooks_on(const at::Tensor& param) {
   return torch::autograd::impl::get_autograd_meta(param) == nullptr ? nullptr : &torch::autograd::impl::hooks(param);
 }

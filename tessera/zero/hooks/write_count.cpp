@@ -9,7 +9,7 @@ namespace tessera::zero {
 
 namespace {
 
-// The one that torch has for the tensor, made where there is none.
+// The accumulator that torch has for the tensor, made where there is none.
 compat::NodePtr accumulator_of(const at::Tensor& tensor) {
   if (auto node = torch::autograd::impl::try_get_grad_accumulator(tensor)) return node;
   const torch::autograd::AutoGradMode with_grad(true);

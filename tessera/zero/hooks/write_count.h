@@ -1,9 +1,9 @@
 // WriteCount: whether a tensor was written to since it was last looked at.
 //
 // Note [set_ is no write]
-//   p.set_(p), which torch's register_parametrization() calls, moves the version counter and changes nothing. What tells it
-//   from a write is that torch forgets the gradient accumulator of the tensor, so a frozen one is given one to forget. A write
-//   beside it is not seen then, as none through p.data is; set_() of another tensor shows in the storage.
+//   p.set_(p), which torch's register_parametrization() calls, moves the version counter and changes nothing. It differs
+//   from a write in that torch forgets the gradient accumulator of the tensor, so a frozen one is given one to forget. A write
+//   beside a set_() is not seen then, as none through p.data is; set_() of another tensor shows in the storage.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,10 +18,10 @@ class WriteCount {
   void forget(const at::Tensor& tensor) {
     if (accumulator_ == nullptr || tensor._version() != version_) look(tensor);
   }
-  // The same, of a tensor that only we have written to since it was looked at.
+  // Does the same for a tensor that only we have written to since it was looked at.
   void forget_own(const at::Tensor& tensor) { version_ = tensor._version(); }
   bool any(const at::Tensor& tensor) const { return tensor._version() != version_ && !was_set(tensor); }
-  // Holds a reference to the tensor.
+  // Whether this object holds a reference to the tensor.
   bool holds() const { return accumulator_ != nullptr; }
 
  private:
