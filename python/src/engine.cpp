@@ -29,7 +29,7 @@ std::shared_ptr<Engine> make_engine(engine::Options options, comm::Mesh mesh, st
   return {engine.release(), Unlocked<Engine>()};
 }
 
-// None in Python where the core has no tensor.
+// A tensor for Python, which is None where the core has no tensor.
 std::optional<at::Tensor> optional_tensor(at::Tensor tensor) {
   if (!tensor.defined()) return std::nullopt;
   return tensor;

@@ -9,8 +9,8 @@ namespace tessera::transforms {
 // `recording`: there is a graph outside of all transformations, too.
 bool hide_graph(bool recording);
 
-// While this object lives operators do what they do outside of all transformations, which would wrap the tensors that they make.
-// For work on an engine's own tensors, which switches nothing that shall outlast it: at its end all keys of the dispatcher are as
+// Lets operators run as outside of all transformations, which would wrap the tensors that they make, while it lives. It is for
+// work on an engine's own tensors, which must not switch anything for longer: afterwards the dispatcher's keys are as before.
 class Suspended {
   c10::impl::ExcludeDispatchKeyGuard keys_{c10::DispatchKeySet(
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode})};

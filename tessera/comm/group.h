@@ -58,7 +58,7 @@ class Pending {
   // well where that cannot be known (small messages of a torch process group). Throws as wait() does.
   bool wait_for(std::chrono::milliseconds limit) { return !work_ || work_->wait_for(limit); }
   bool done() const { return work_ == nullptr; }
-  // For who leaves while another rank may never make its call: waits for none, host or stream, and is complete without an error.
+  // For who leaves while another rank may never make its call: neither host nor stream waits, and the call is complete, no error.
   // The contents of the tensors are undefined from here on, and their memory lives as long as somebody uses it. A part of the
   // collective that only this rank could do is not done, which the others learn when its process or group ends; a device's
   // collectives are done when the others come (Note [Left collectives] in c10d/own_group.h).

@@ -30,7 +30,7 @@ const char* reduce_op_name(ReduceOp op);
 
 // The call as a text: "reduce_scatter (unit 'a', 4096 B)".
 std::string describe(const OpInfo& info);
-// The same with dtype, reduction and root where they apply: what ranks must agree on.
+// describe() with dtype, reduction and root where they apply: what ranks must agree on.
 std::string describe_fully(const OpInfo& info);
 // Whether two ranks may make these calls at the same position. Sizes of all_to_all are compared by their
 // splits instead.

@@ -260,7 +260,7 @@ void reduce_range(void* out, const void* const* rows, int count, int64_t begin, 
   reduce_blocks<T, op, false>(out, rows, count, begin, end, total);
 }
 
-// The same loops with wider registers. The bits are the same, but a NaN's payload: nothing may be contracted or reordered.
+// reduce_range() with wider registers. The bits are the same, but a NaN's payload: nothing may be contracted or reordered.
 template <class T, ReduceOp op>
 TESSERA_WIDE void reduce_range_wide(void* out, const void* const* rows, int count, int64_t begin, int64_t end,
                                     int64_t total) {

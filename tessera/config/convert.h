@@ -10,7 +10,7 @@ namespace tessera::config {
 
 // Whether a value is null or "auto", so that the key counts as absent.
 bool is_unset(const nlohmann::json& value);
-// The same for a key that may have a choice of that name.
+// Does the same for a key that may have "auto" as one of its choices, which then is a value.
 bool is_unset(const Key& key, const nlohmann::json& value);
 
 Value to_value(const nlohmann::json& value);

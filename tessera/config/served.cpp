@@ -214,7 +214,7 @@ void check_served(const Config& config) {
 
 namespace {
 
-// For a key: the row of state_table() that it belongs to, and what is to be logged of it there.
+// Returns the row of state_table() that the key belongs to, and what is to be logged of the key there.
 std::pair<std::string, std::string> state_of(const Key& key) {
   const auto in = [&](const auto& rows) {
     return std::find_if(rows.begin(), rows.end(), [&](const auto& row) { return key.path == row.key; });

@@ -96,7 +96,7 @@ class Engine {
   // Brackets engine.backward(loss): checks the loss (value error: "loss must be a scalar tensor ..."), applies the loss
   // scale, notes `scale_wrt_gas` for the backward that follows. Returns the tensor to call backward on.
   at::Tensor begin_backward(const at::Tensor& loss, bool scale_wrt_gas = true);
-  // To be called after that backward (also after an exception). Returns loss / gradient_accumulation_steps, or the loss for
+  // Must follow that backward, also after an exception. Returns loss / gradient_accumulation_steps; loss if not scale_wrt_gas.
   at::Tensor end_backward(const at::Tensor& loss);
   // begin_backward, loss.backward(), end_backward. For C++; Python calls the pieces around its own backward().
   at::Tensor backward(const at::Tensor& loss, bool retain_graph = false, bool scale_wrt_gas = true);

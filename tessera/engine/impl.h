@@ -124,8 +124,8 @@ struct Engine::Impl {
   // Why a backward may not update: this rank's fault, or that there is no norm to clip by.
   std::string why_not_update() const;
 
-  // In joining.cpp. Summary of the gradients as they are, and of those that join with it. Error where ranks differ in what they
-  // step by, or one cannot. `updated`: by the backward.
+  // Returns the summary of the gradients as they are, and of those that join (joining.cpp). Error where ranks differ in what they
+  // step by, or one cannot step. `updated`: the backward has updated.
   zero::GradientSummary summarize(const std::string& call, int64_t empty, std::optional<double> norm = {},
                                   const Fault& fault = {}, bool updated = false);
   std::vector<std::string> joining_lines(const std::vector<int>& waiting) const;

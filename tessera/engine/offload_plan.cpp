@@ -33,7 +33,7 @@ std::pair<double, double> free_and_all(c10::Device device) {
   return {static_cast<double>(free) + static_cast<double>(kept), static_cast<double>(all)};
 }
 
-// Elements of the parameters that go into units.
+// A rank's elements, of the parameters that go into units.
 struct Counts {
   double trained = 0, held = 0, largest = 0;
   double bytes_now = 0;  // on the device, where the units' own memory replaces them

@@ -9,7 +9,7 @@
 
 namespace tessera::engine {
 
-// Value error, by name, for a parameter that no engine can take: without values, given twice, with memory that another
+// Value error, by name, for a parameter that no engine can take: without values, given twice, with memory that
 // another parameter has too, of a dtype that is not trained, or held by another live engine. Local.
 void check_params(const std::vector<ParamSpec>& params, const amp::PrecisionPolicy& precision);
 // Does the same for a parameter that comes later, beside those that are `present`. Local.

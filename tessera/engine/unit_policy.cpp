@@ -97,7 +97,7 @@ std::vector<int> finer_than(const Outline& outline, int64_t threshold) {
     const auto& module = outline.modules[i];
     const int64_t inside = modules[module.path], held = elements[module.path];
     if (module.path.empty() || !module.runs || inside == 1) continue;
-    // In floating point: the product may not fit.
+    // The product is in floating point, as it may not fit an integer.
     if (held > 0 && static_cast<double>(held) <= static_cast<double>(threshold) * static_cast<double>(inside))
       found.push_back(static_cast<int>(i));
   }

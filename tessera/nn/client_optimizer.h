@@ -2,11 +2,11 @@
 // the configuration that need whole parameters (whole_optimizer.h), or are torch's (torch_optimizer.h).
 //
 // Note [Parameters of a client's optimizer]
-//   Its groups hold the module's parameters until the engine is built. Where these are not the masters, or are cut, fp32 masters
-//   take their places: this rank's slices, 1-D; a parameter of which this rank has nothing is left out. release() puts the parameters
-//   back. So the optimizer must update element by element where states are cut: a norm would be that of a slice. For one of the
-//   configuration the core's groups say the hyper-parameters; one of whole parameters has empty slices, too, as all ranks make
-//   same calls.
+//   The optimizer's groups hold the module's parameters until the engine is built. Where these are not the masters, or are cut,
+//   fp32 masters take their places: this rank's slices, 1-D; a parameter of which this rank has nothing is left out. release()
+//   puts the parameters back. So the optimizer must update element by element where states are cut: a norm would be that of a
+//   slice. The core's groups have the hyper-parameters of the configuration's own optimizers; one of whole parameters has empty
+//   slices, too, as all ranks make the same calls.
 #pragma once
 
 #include <torch/optim/optimizer.h>

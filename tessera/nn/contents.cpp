@@ -49,7 +49,7 @@ Members members_of_any(const torch::nn::Module& module) {
 }
 
 Members members_of(const torch::nn::Module& module) {
-  using namespace torch::nn;  // a list of torch's layers
+  using namespace torch::nn;  // NOLINT(google-build-using-namespace): a list of its layers
   return members_of_any<LinearImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
                         ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, LayerNormImpl, GroupNormImpl,
                         BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl, InstanceNorm1dImpl, InstanceNorm2dImpl,

@@ -58,7 +58,7 @@ struct AliasOf {
   std::string refused = {};  // operator that must not be trained through; "": the gradient is the parameter's
 };
 
-// The same memory under another TensorImpl, without the key.
+// A tensor over the same memory with another TensorImpl, without the key.
 at::Tensor alias_of(const at::Tensor& t, const AliasOf& how) {
   const c10::TensorImpl& impl = *t.unsafeGetTensorImpl();
   c10::Storage storage = t.unsafeGetTensorImpl()->unsafe_storage();

@@ -232,7 +232,7 @@ class StageLayers : public torch::nn::Module {
   // The outputs of the layers of `chunk`, of which `x` are the inputs. `interval`: activations are kept after every so many layers
   // that have parameters, and the backward computes those in between again (recompute.h); 0: all activations are kept.
   Tensors run(int chunk, Tensors x, int64_t interval = 0, const RecomputeOptions& options = {});
-  // By key: the stages that have a tied module, ascending, where they are several. The same on all stages.
+  // The stages that have a tied module, ascending, by its key, where they are several. The same on all stages.
   const std::map<std::string, std::vector<int>>& ties() const { return ties_; }
 
  private:

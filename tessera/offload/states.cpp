@@ -208,7 +208,7 @@ class Homes {
   const StateOptions options_;
   std::mutex mutex_;
   bool warned_ = false;
-  // By thread, of which each is a rank: what one asks for does not concern the others.
+  // By thread, as each thread is a rank: what one asks for does not concern the others.
   std::map<std::thread::id, int64_t> in_memory_;  // elements that live there instead
   std::set<Quantity> quantities_;
   std::map<std::thread::id, std::weak_ptr<NvmeFile>> files_;

@@ -42,7 +42,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   static at::Tensor rows_of(const at::Tensor& weight, const at::Tensor& indices, const at::Tensor& elsewhere,
                             const Region& region) {
     const Along along{region.group, region.sequence_dim, region.sequence_sizes, region.label};
-    // On a rank without rows what is looked up is zero anyway.
+    // A rank without rows looks up zeros.
     const at::Tensor rows = weight.size(0) > 0 ? at::embedding(weight, indices).masked_fill_(elsewhere, 0)
                                                : at::zeros(with_width(indices, weight.size(1)), weight.options());
     return (region.sequence_dim >= 0 ? start_scatter_sum(rows, along) : start_sum(rows, along, /*in_place=*/true))

@@ -15,7 +15,7 @@ class Modules {
   // Registers a module whose forward and backward read `params`; its number, or -1 where nothing is partitioned and no update
   // runs on (update_lane.h), so that nothing is to be called.
   int add(const std::vector<ParamId>& params);
-  // Gathers, and waits for the last update of what the module reads. Collective. True: note_inputs() and leave() need tensors.
+  // Gathers, and waits for the last update of what the module reads. Collective. False: note_inputs() and leave() need nothing.
   bool enter(int module);
   void note_inputs(const std::vector<at::Tensor>& inputs);
   // `hides`: the module's output may hold tensors that are not among `outputs`.

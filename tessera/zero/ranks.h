@@ -23,7 +23,7 @@ struct Ranks {
   // `varies`: the axes along which a parameter differs (a slice of another rank's, or an expert of its own). Gradients
   // and values of it are not exchanged along these axes.
   explicit Ranks(const comm::Mesh& mesh, comm::Axes varies = {});
-  // The same ranks in groups of their own for tensors of `device` (comm::Group::sibling). Collective.
+  // Returns the same ranks in groups of their own for tensors of `device` (comm::Group::sibling). Collective.
   Ranks siblings() const;
 
   // Ranks that exchange gradients: how many, and this one's number among them, replica by replica.

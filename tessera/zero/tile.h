@@ -6,8 +6,8 @@
 //     one comes while one is updated and one goes home, each on a stream of its own beside the one that computes. A backward that
 //     updates therefore hides them: only who reads what they bring waits for them.
 //   - On the host, where fp32 states live elsewhere: they are more bytes than gradients, which come to the host, and weights,
-//     which go back. A share of such units may be the device's all the same (StateResidence::by_device): so the link is busy while
-//     the host's memory is: the two have streams apart, and what the host updates waits for nothing of the device's.
+//     which go back. A share of such units may be the device's all the same (StateResidence::by_device), so that the link is busy
+//     while the host's memory is: the two have streams apart, and what the host updates waits for nothing of the device's.
 //   Bits are the same: kernels of the host and of the device have the same ones.
 #pragma once
 

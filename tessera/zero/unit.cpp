@@ -301,7 +301,7 @@ void Unit::note_weights(Param& param) {
   param.known.copy_(weights().read(owned_slice(param)));
 }
 
-// For a device's values nothing is waited for; those elsewhere are written only where they must be.
+// On a device nothing is waited for, and all values are written; on the CPU nothing is written where all values stay.
 void Unit::adopt_tile(shard::Range tile, const at::Tensor& same, const at::Tensor& now) {
   const shard::Buffer& kept = master_.defined() ? master_ : residual_;
   const at::Tensor old = kept.read(tile), stays = same.to(old.device());

@@ -136,7 +136,7 @@ bool UpdateLane::has_failed() const {
   return !agreed_ && failed_;
 }
 
-// During a backward the weights of units that have not come are the old ones, and those of the others nobody gathers yet.
+// During a backward the weights of units that have not come are the old ones, and nobody gathers those of the other units yet.
 void UpdateLane::await(const Unit& unit) {
   const auto found = numbers_.find(&unit);
   if (found == numbers_.end() || !coming_[found->second].added) return;

@@ -13,7 +13,7 @@
 
 namespace tessera::comm {
 
-// For one thread at a time.
+// One thread at a time may use a channel.
 class ShmChannel final : public ShmEndpoint {
  public:
   // `base`: start of the segment. The ring of this rank has memory. `numbers[r]`: what rank r is called in messages.

@@ -9,7 +9,7 @@
 
 namespace tessera::comm {
 
-// For one thread at a time.
+// One thread at a time may use an endpoint.
 class ShmEndpoint {
  public:
   virtual ~ShmEndpoint() = default;

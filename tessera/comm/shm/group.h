@@ -31,7 +31,7 @@ namespace tessera::comm {
 // wait for a rank later.
 GroupPtr shm_group(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout);
 
-// Such groups with threads of this process as ranks: element r is for the thread of rank r. For tests.
+// Groups over shared memory whose ranks are threads of this process: element r is for the thread of rank r. For tests.
 std::vector<GroupPtr> shm_thread_groups(int size, std::chrono::milliseconds timeout);
 
 }  // namespace tessera::comm
