@@ -50,6 +50,7 @@ class ClientOptimizer {
   // Groups of the core as they were before a load, but for their rates: others are not of checkpoints.
   void keep_options(engine::Engine& core) const;
   bool has_betas() const;
+  const optim::Type* type() const { return type_; }  // null: it is the client's own
   // The update.
   void run(engine::Engine& core);
 

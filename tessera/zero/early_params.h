@@ -27,7 +27,8 @@ class EarlyParams {
 
   // Between the two the parameters are whole. Collective. State error for one that is whole already, and for in-place
   // edits with Writes::None (reported after all are partitioned again). Restored parameters pass through.
-  void gather(const std::vector<int>& numbers);
+  // As of Regions::open() and close().
+  void gather(const std::vector<int>& numbers, Writes writes = Writes::Own, int writer = 0);
   void release(const std::vector<int>& numbers, Writes writes, int writer);
   bool is_gathered(int number) const;
   // State error for a restored parameter.
@@ -51,6 +52,7 @@ class EarlyParams {
   std::unique_ptr<FlatParams> partition(std::vector<FlatParams::Item> items, at::ScalarType dtype) const;
   void agree(const RankGuard& disks) const;
   std::vector<Entry*> held(const std::vector<int>& numbers);
+  void check_writer(Writes writes, int writer) const;
 
   Ranks ranks_;
   HomeMaker home_;
