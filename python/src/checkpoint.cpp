@@ -205,7 +205,25 @@ void bind_checkpoint(py::module_& m) {
       py::arg("dir"), py::arg("tag") = "", py::arg("optimizer") = false, py::arg("objects") = Objects::Inert, NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   using checkpoint::WeightReader;
+  using checkpoint::WeightTensor;
+  py::class_<WeightTensor>(m, "WeightTensor")
+      .def_readonly("names", &WeightTensor::names)
+      .def_readonly("dtype", &WeightTensor::dtype)
+      .def_readonly("shape", &WeightTensor::shape);
+  m.def(
+      "write_weights",
+      [](const std::string& folder, const std::string& name,
+         const std::vector<std::pair<std::string, at::Tensor>>& tensors, int64_t max_shard_bytes,
+         const std::map<std::string, std::string>& metadata) {
+        checkpoint::NamedTensors named;
+        for (const auto& [key, value] : tensors)
+          named.insert(key, value);
+        return checkpoint::write_weights(folder, name, named, {max_shard_bytes, metadata});
+      },
+      py::arg("folder"), py::arg("name"), py::arg("tensors"), py::arg("max_shard_bytes"), py::arg("metadata"), NoGil());
   py::class_<WeightReader>(m, "WeightReader")
+      .def("tensors", [](const WeightReader& reader) { return reader.tensors(); })
+      .def("metadata", [](const WeightReader& reader) { return reader.metadata(); })
       .def(py::init<const std::string&>(), py::arg("path"), NoGil())
       .def(py::init<const std::vector<std::string>&>(), py::arg("files"), NoGil())
       .def(

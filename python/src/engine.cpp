@@ -204,7 +204,7 @@ void bind_early(py::module_& m) {
            py::arg("mesh"), py::arg("residence") = shard::Residence::Device, py::arg("folder") = "",
            py::arg("pin_memory") = false)
       .def("add", &EarlyParams::add, py::arg("name"), py::arg("tensor"), py::arg("dtype"), NoGil())
-      .def("gather", &EarlyParams::gather, py::arg("numbers"), NoGil())
+      .def("gather", &EarlyParams::gather, py::arg("numbers"), py::arg("writes"), py::arg("writer"), NoGil())
       .def("release", &EarlyParams::release, py::arg("numbers"), py::arg("writes"), py::arg("writer"), NoGil())
       .def("is_gathered", &EarlyParams::is_gathered, py::arg("number"))
       .def("partition_of", &EarlyParams::partition_of, py::arg("number"))
@@ -268,7 +268,13 @@ void bind_modules(EngineClass& c) {
       .def("is_gathered", on(&Engine::regions, &zero::Regions::is_gathered), py::arg("param"))
       .def("partition_of", on(&Engine::regions, &zero::Regions::partition_of), py::arg("param"))
       .def("held_values", on(&Engine::regions, &zero::Regions::held_values), py::arg("param"), NoGil())
-      .def("gather", on(&Engine::regions, &zero::Regions::open), py::arg("params"), py::arg("writable") = true, NoGil())
+      .def(
+          "gather",
+          [](Engine& e, const std::vector<int>& params, zero::Writes writes, int writer) {
+            e.check_one_thread("GatheredParameters");
+            e.regions().open(params, writes, writer);
+          },
+          py::arg("params"), py::arg("writes"), py::arg("writer"), NoGil())
       .def("release", on(&Engine::regions, &zero::Regions::close), py::arg("params"), py::arg("writes"),
            py::arg("writer"), NoGil());
 }

@@ -81,6 +81,9 @@ void bind_whole(py::module_& m) {
   m.def("group_values", &group_values, py::arg("rule"), py::arg("group"));
   m.def("group_options", &group_options, py::arg("rule"), py::arg("values"));
   m.def(
+      "wrong_in_group", [](Rule rule, const GroupOptions& group) { return wrong_in(type_of(rule), group); },
+      py::arg("rule"), py::arg("group"));
+  m.def(
       "check_group", [](Rule rule, const GroupOptions& group) { check(type_of(rule), group); }, py::arg("rule"),
       py::arg("group"));
   m.def("options_of_type", &options_of_type, py::arg("type"), py::arg("adam_w_mode") = true);

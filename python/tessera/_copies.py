@@ -66,12 +66,3 @@ def named_for_fp32(module: nn.Module, in_fp16: bool) -> list[str]:
         names += (getattr(child, "_keep_in_fp32_modules", None) or ()) if in_fp16 else ()
         found.update(dict.fromkeys(f"^{re.escape(path)}\\.*{name}" if path else name for name in names))
     return list(found)
-
-
-def copy_of(param: torch.Tensor) -> torch.Tensor | None:
-    """A detached copy of `param`; None where the parameter is released meanwhile, as by autograd's thread of a device
-    after a backward that threw."""
-    try:
-        return param.detach().clone()
-    except RuntimeError:
-        return None

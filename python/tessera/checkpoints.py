@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -22,13 +22,17 @@ from tessera import _core
 from tessera._command import run
 
 __all__ = [
+    "WeightReader",
     "export",
     "main",
     "open_checkpoint",
     "state_dict",
     "to_deepspeed",
     "to_universal",
+    "write_weights",
 ]
+
+_ALL_IN_ONE = 2**63 - 1
 
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _core.CheckpointReader:
@@ -66,6 +70,46 @@ def export(
     reader = open_checkpoint(folder, tag)
     name = "model.safetensors" if safetensors else "pytorch_model.bin"
     return _core.export_checkpoint(reader, os.fspath(out), name, dtype, shard_bytes(max_shard_size), not exclude_frozen)
+
+
+class WeightReader:
+    """Safetensors in one file or in several, read whole or by slices; nothing else of a file is read. `path`: a file,
+    an index ("model.safetensors.index.json") of files beside it, a folder, or several files. IoError for what is
+    missing or damaged. Holds the files open; any number of threads may read."""
+
+    def __init__(self, path: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> None:
+        if isinstance(path, (str, os.PathLike)):
+            self._reader = _core.WeightReader(os.fspath(path))
+        else:
+            self._reader = _core.WeightReader([os.fspath(file) for file in path])
+
+    def tensors(self) -> dict[str, tuple[torch.dtype, list[int]]]:
+        """Dtype and shape of each by name, also by the other names of tied ones."""
+        return {name: (one.dtype, one.shape) for one in self._reader.tensors() for name in one.names}
+
+    def metadata(self) -> dict[str, str]:
+        """Texts of the files."""
+        return self._reader.metadata()
+
+    def read(self, name: str, dim: int = 0, ranges: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
+        """The tensor, in its dtype, on the CPU; with `ranges` only these [begin, end) along `dim`. ConfigError for a
+        name or a range that is not there."""
+        return self._reader.read(name) if ranges is None else self._reader.read(name, dim, ranges)
+
+
+def write_weights(
+    folder: str | os.PathLike[str],
+    name: str,
+    tensors: Mapping[str, torch.Tensor],
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Writes `folder`/`name`, ".safetensors" or ".bin" for torch.load(), or several files and the index that
+    Transformers reads: all or nothing. Names of one tensor (tied weights) have its values once. Returns the names of
+    the files."""
+    size = _ALL_IN_ONE if max_shard_size is None else shard_bytes(max_shard_size)
+    pairs = [(key, value.detach()) for key, value in tensors.items()]
+    return _core.write_weights(os.fspath(folder), name, pairs, size, dict(metadata or {}))
 
 
 def to_deepspeed(

@@ -102,12 +102,26 @@ class Loader:
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass under way and the samples of all ranks that it has given."""
-        return {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": self._given}
+        """The pass under way and the samples of all ranks that it has given, of how many, where the dataset says it."""
+        state = {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": self._given}
+        size = self._size()
+        return {**state, "size": size} if self._given > 0 and size is not None else state
+
+    def _size(self) -> int | None:
+        dataset: Any = self.loader.dataset
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            return None
+        return len(dataset)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets the position of the next pass, or the one under way. `begin` beside what state_dict() gave: where the
-        random generators were when the pass began, on this rank."""
+        """For the next pass, or the one under way. `begin` beside what state_dict() gave: where the random generators
+        were when the pass began, on this rank. ConfigError for a place in a larger dataset."""
+        size = self._size()
+        if size is not None and state["samples"] > 0 and state.get("size", 0) > size:
+            raise ConfigError(
+                f"[data] the state is of a place in a dataset of {state['size']} examples, and this one has {size}: "
+                "give the loader the dataset of that run, or begin without its state"
+            )
         self.epoch = state["epoch"]
         self._under_way, self._given = False, 0
         self._loads += 1

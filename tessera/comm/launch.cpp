@@ -51,7 +51,7 @@ void read_ranks(Launch& own, const LaunchRequest& request, const Chosen& by) {
   const auto given = env::get_int(rank);
   if (own.size <= 0) {
     const auto found = env::get_int(size);
-    own.size = found.value_or(by.other || given.value_or(0) > 0 ? 0 : 1);
+    own.size = found.value_or(by.other || given ? 0 : 1);
     TESSERA_CHECK_VALUE(own.size >= 1, "comm", size, found ? c10::str(" is ", *found) : " is not set",
                         "; it must be the number of ranks, 1 at least");
   }
@@ -113,6 +113,9 @@ Launch read_launch(const LaunchRequest& request) {
                       "; it numbers the ranks of a host, from 0");
   read_ranks(own, request, by);
   own.local_size = ranks_of_host(by.names);
+  TESSERA_CHECK_VALUE(by.other || own.local_size <= 0 || own.local_rank < own.local_size, "comm", "LOCAL_RANK is ",
+                      own.local_rank, ", but LOCAL_WORLD_SIZE is ", own.local_size, ": the ranks of a host are 0 to ",
+                      own.local_size - 1);
   const bool as_launched = by.other && own.size == env::get_int(by.names.size);
   own.address = env::get("MASTER_ADDR").value_or("");
   if (own.address.empty() && own.size > 1 && as_launched && request.rendezvous)

@@ -126,6 +126,37 @@ std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config) {
   return kind_of(config.optimizer);
 }
 
+namespace {
+
+std::string where_it_runs(const std::string& type, const std::vector<std::string>& in_python,
+                          const std::vector<std::string>& all) {
+  if (type.empty()) return "";
+  if (std::ranges::find(in_python, type) != in_python.end()) return " (" + type + " does in Python only)";
+  const std::string near = nearest(type, all);
+  return " ('" + type + "' is none" + (near.empty() ? "" : ": did you mean \"" + near + "\"?") + ")";
+}
+
+}  // namespace
+
+std::string where_optimizer_runs(const std::string& type) {
+  // Of torch.optim.
+  static const std::vector<std::string> in_python{"ASGD",  "Adadelta", "Adafactor", "Adamax",
+                                                  "NAdam", "RAdam",    "Rprop",     "SparseAdam"};
+  std::vector<std::string> all = optimizer_types();
+  all.emplace_back("RMSprop");
+  return where_it_runs(type, in_python, all);
+}
+
+std::string where_schedule_runs(const std::string& type) {
+  // Of torch.optim.lr_scheduler.
+  static const std::vector<std::string> in_python{"ConstantLR",  "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
+                                                  "CyclicLR",    "ExponentialLR",     "LambdaLR",
+                                                  "LinearLR",    "MultiStepLR",       "MultiplicativeLR",
+                                                  "OneCycleLR",  "ReduceLROnPlateau", "StepLR",
+                                                  "PolynomialLR"};
+  return where_it_runs(type, in_python, {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"});
+}
+
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config) {
   Report report;
   auto options = read_schedule(config.scheduler, report);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 
 #include "tessera/amp/autocast.h"
 #include "tessera/amp/grad_scaler.h"
@@ -48,5 +49,9 @@ std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config);
 // The configured schedule where it is one of optim/schedule.h; empty when none is named or it is a
 // class of torch.optim.lr_scheduler.
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config);
+
+// What a type is that C++ does not run, for messages: " (NAdam does in Python only)", " ('Adamm' is none: did you mean "Adam"?)".
+std::string where_optimizer_runs(const std::string& type);
+std::string where_schedule_runs(const std::string& type);
 
 }  // namespace tessera::config

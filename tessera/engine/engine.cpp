@@ -15,6 +15,7 @@
 #include "tessera/engine/initial_values.h"
 #include "tessera/engine/preflight.h"
 #include "tessera/optim/norm.h"
+#include "tessera/shard/storage.h"
 #include "tessera/zero/adoption.h"
 #include "tessera/zero/memory_for.h"
 #include "tessera/zero/update_lane.h"
@@ -58,6 +59,7 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     dtypes.push_back(spec.tensor.scalar_type());
   try {
     check_alike(ranks, m.options, m.params, groups);
+    check_bounds(m.options, groups);
     m.rates = settle_offload(m.options.offload, m.options.zero, ranks, m.params,
                              optim::state_names(options.rule, groups).count);
     broadcast_unmanaged(m.mesh, m.options.zero, m.params);
@@ -72,6 +74,8 @@ Engine::Engine(Options options, comm::Mesh mesh, std::vector<ParamSpec> params,
     cast_back(m.params, dtypes);
     throw;
   }
+  m.group_count = groups.size();
+  m.state_count = optim::state_names(options.rule, groups).count;
   if (options.time_device) m.model->units.phases().wait_for(ranks.device);
   for (ParamSpec& spec : m.params)
     spec.restore = nullptr;   // they hold what restores initial values
@@ -107,7 +111,9 @@ zero::Regions& Engine::regions() {
   return impl_->live("regions").regions;
 }
 zero::StateAccess& Engine::states() {
-  return impl_->here("states").states;
+  zero::StateAccess& states = impl_->here("states").states;
+  impl_->check_beside("states");
+  return states;
 }
 const zero::StateAccess& Engine::layout() const {
   impl_->live("layout").units.lane().settle();
@@ -117,7 +123,30 @@ zero::Accumulation& Engine::accumulation() {
   return impl_->here("accumulation").accumulation;
 }
 OneThread::Call Engine::enter(const char* call) {
-  return {impl_->thread, call};
+  return impl_->enter_all(call);
+}
+void Engine::check_one_thread(const char* call) {
+  impl_->check_beside(call);
+}
+
+OneThread::Call Engine::Impl::enter_all(const char* call) try {
+  return {thread, call};
+} catch (const UsageError& error) {
+  end_ranks(error);
+  throw;
+}
+
+void Engine::Impl::check_beside(const char* call) try { thread.check_beside(call); } catch (const UsageError& error) {
+  end_ranks(error);
+  throw;
+}
+
+void Engine::Impl::end_ranks(const UsageError& error) const {
+  if (model == nullptr || !savers) return;
+  const zero::Ranks& ranks = model->units.ranks();
+  for (const zero::Ranks* of : {&ranks, &*savers})
+    for (const comm::GroupPtr& group : {of->shard, of->replicate, of->model})
+      if (group->size() > 1) group->abort(error.what_without_backtrace());
 }
 Checkpointer& Engine::checkpoints() {
   impl_->here("checkpoints");
@@ -133,7 +162,7 @@ Scaling& Engine::scaling() {
 bool Engine::step(const std::function<void()>& external, std::optional<double> global_norm, const std::string& fault) {
   Impl& m = *impl_;
   check_not_captured("step");
-  const OneThread::Call call(m.thread, "step");
+  const OneThread::Call call = m.enter_all("step");
   const PhaseScope scope(m.model->units.phases(), Phase::Step);
   const bool boundary = !m.options.managed_accumulation || m.boundary();
   if (boundary && !m.model->early.on()) finish_update();
@@ -208,6 +237,8 @@ void Engine::Impl::check_step(bool boundary, std::optional<double> global_norm, 
                         "where is_gradient_accumulation_boundary() is true");
     if (global_norm) check_keeps_gradients("step");
     if (boundary && !model->early.on()) model->updater.check_no_regions();
+    const std::string wrong = boundary && !model->early.on() ? group_fault() : "";
+    TESSERA_CHECK_VALUE(wrong.empty(), "engine.step", wrong);
   });
 }
 
@@ -291,14 +322,14 @@ void Engine::zero_grad() {
 }
 
 double Engine::grad_norm(const std::string& fault) try {
-  const OneThread::Call call(impl_->thread, "grad_norm");
+  const OneThread::Call call = impl_->enter_all("grad_norm");
   return impl_->norm_of("grad_norm()", {fault, nullptr});
 } catch (c10::OutOfMemoryError& error) {
   impl_->model->units.fail_alone(error);
 }
 
 double Engine::clip_grad_norm(double max_norm, const std::string& fault) try {
-  const OneThread::Call call(impl_->thread, "clip_grad_norm_");
+  const OneThread::Call call = impl_->enter_all("clip_grad_norm_");
   Impl& m = *impl_;
   zero::ShardedModel& model = m.live("clip_grad_norm_");
   m.check_keeps_gradients("clip_grad_norm_");
@@ -336,7 +367,7 @@ void Engine::Impl::reduce_for_norm(const char* call, Fault& fault) {
 }
 
 double Engine::norm_contribution(const std::vector<int>& without, const std::string& fault) try {
-  const OneThread::Call call(impl_->thread, "norm_contribution");
+  const OneThread::Call call = impl_->enter_all("norm_contribution");
   Impl& m = *impl_;
   m.check_keeps_gradients("norm_contribution");
   Impl::Fault why{fault, nullptr};
@@ -538,11 +569,15 @@ void Engine::destroy() {
         "[engine.destroy] the last update ran on, and what other ranks updated of the parameters is not here; call "
         "finish_update() on all ranks before");
   attempt([&] { impl_->model->moving.weights_come_back(); });  // they keep their values
+  std::vector<std::pair<zero::ParamId, at::Tensor>> whole;
+  attempt([&] { whole = impl_->model->regions.whole_copies(); });
   impl_->checkpointer.reset();
   impl_->savers.reset();
   impl_->scaling.attach(nullptr);
   impl_->model.reset();
-  impl_->mesh = comm::Mesh();  // who destroys the groups next waits for none of this engine's
+  for (const auto& [id, values] : whole)
+    shard::set_data(impl_->params[id].tensor, values);
+  impl_->mesh = comm::Mesh();  // who destroys the groups next waits for none of this engine
   if (error) std::rethrow_exception(error);
 }
 

@@ -25,6 +25,10 @@
 #include "tessera/engine/scaling.h"
 #include "tessera/zero/sharded_model.h"
 
+namespace tessera::optim {
+struct Type;
+}
+
 namespace tessera::engine {
 
 struct Options {
@@ -37,12 +41,13 @@ struct Options {
   bool precision_of_model = false;   // no precision section: zero.precision follows from the trained parameters' dtype
   std::optional<at::ScalarType> accumulate_in;  // then: the dtype of gradients, where it is not the parameters'
   std::optional<at::ScalarType> sequence_communication;  // zero.communication where several ranks share a sequence
-  bool time_device = false;       // phases begin and end when the device has done its work (base/phases.h)
-  bool says_some_unused = false;  // the user knows of parameters that have no part in a loss
-  bool broadcast_buffers = true;  // false: broadcast_buffers() does nothing
-  std::string nvme_path;          // where offload_states() may put what goes to a disk
-  OffloadOptions offload;         // whether zero.ratio and zero.device_share are to be found out
-  std::string schedule;           // the schedule as configured, which all ranks must have alike
+  bool time_device = false;                  // phases begin and end when the device has done its work (base/phases.h)
+  bool says_some_unused = false;             // the user knows of parameters that have no part in a loss
+  bool broadcast_buffers = true;             // broadcast_buffers() does what it says, and nothing without this
+  std::string nvme_path;                     // where offload_states() may put what goes to a disk
+  OffloadOptions offload;                    // what is found out of zero.ratio and zero.device_share
+  std::string schedule;                      // what the configuration says of it, which all ranks must have alike
+  const optim::Type* client_type = nullptr;  // Rule::External: whose bounds groups() have, or null
   std::string client_optimizer;   // Rule::External: class and hyper-parameters, which all ranks must have alike
   amp::ScalerOptions scaler;      // loss scaling
   amp::AutocastOptions autocast;  // the dtype that forward computes in
@@ -70,8 +75,10 @@ class Engine {
   // gradients, backwards and steps check it themselves, front ends before other work around these. Local.
   void check_not_captured(const char* call) const;
 
-  // A call of a front end that makes several of these, until the object goes: UsageError where another thread is in one. Local.
+  // A call of a front end that is several of these, until the object goes: UsageError where another thread is in one, also on the
+  // other ranks, which would wait for this one. check_one_thread(): a part of a forward may be this, too. Local.
   OneThread::Call enter(const char* call);
+  void check_one_thread(const char* call);
 
   // ---- forward
   // From here to the end of the forward, on this thread, autocast is as the options say: on in their dtype, or off even
@@ -118,6 +125,9 @@ class Engine {
   void count_empty_steps();
   // zero::Options::update_in_backward: a fault of the backwards to come, which compare what they update by. Local.
   void set_fault(const std::string& fault);
+  // Value error for hyper-parameters in groups() that no configuration could have, or another number of groups; steps say so on all
+  // ranks. Local.
+  void check_groups(const char* call) const;
   // What a client's optimizer updates by besides groups(): compared by all ranks as groups() are. `lines`: "name value in
   // param group 0". Local.
   void set_client_terms(const std::vector<std::string>& lines, const std::vector<DeviceTerm>& on_device = {});
@@ -241,7 +251,8 @@ class Engine {
   // Replaces the losses kept: for a batch that several engines train, whose loss is not this engine's. Local.
   void set_loss(double loss);
 
-  // Removes hooks and frees buffers; parameters keep their values. Safe to call twice; later calls throw. Waits for a
+  // Removes hooks and frees buffers; parameters keep their values, and partitioned ones that are whole now, as in a region, stay so
+  // (else nobody has them). Safe to call twice; later calls throw. Waits for a
   // checkpoint in the background, and throws its error at the end.
   void destroy();
   bool destroyed() const;

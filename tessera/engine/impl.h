@@ -45,6 +45,8 @@ struct Engine::Impl {
   LastNorm norm;           // of the last step
   LastNorm previous_norm;  // the last update's: Note [Clipping by the step before]
   std::vector<int> joined;
+  size_t group_count = 0;             // of the param groups that the engine knows
+  int state_count = 0;                // of the states that memory is for
   bool scale_by_accumulation = true;  // for the engine.backward() in progress
   Scaling scaling;
   c10::DeviceType device = at::kCPU;
@@ -91,7 +93,14 @@ struct Engine::Impl {
     return begun + 1 >= options.gradient_accumulation_steps;
   }
 
-  zero::StepState step_state() const {
+  // A call that ranks make together begins on this thread. UsageError where another one is in a call; the other ranks, which would
+  // wait for this one, get it, too.
+  OneThread::Call enter_all(const char* call);
+  void check_beside(const char* call);
+  void end_ranks(const UsageError& error) const;
+
+  zero::StepState step_state() {
+    check_beside("backward");
     const double mean = scale_by_accumulation ? 1.0 / static_cast<double>(options.gradient_accumulation_steps) : 1.0;
     return {boundary(), no_sync || coalesce, mean, scaling.gradient_scale()};
   }
@@ -106,6 +115,8 @@ struct Engine::Impl {
   void check_for_all(bool boundary, Fault& fault, const std::function<void()>& check) const;
   void check_step(bool boundary, std::optional<double> global_norm, Fault& fault) const;
   void check_may_step() const;
+  // What is wrong with the hyper-parameters that the program has set. Local.
+  std::string group_fault() const;
   // `present`: which parameters have a gradient, on any rank, so that all ranks find the same; empty: none.
   void check_trains(int64_t empty, const std::vector<bool>& present) const;
   // empty_with_this(): calls of step() for this update that no backward preceded, if the next one came now.

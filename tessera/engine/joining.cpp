@@ -69,7 +69,8 @@ void Engine::Impl::compare_in_backward() {
 }
 
 std::string Engine::Impl::why_not_update() const {
-  if (!fault.empty() || !clips_by_previous()) return fault;
+  const std::string wrong = fault.empty() ? group_fault() : fault;
+  if (!wrong.empty() || !clips_by_previous()) return wrong;
   const double norm = previous_norm.get().value_or(0);
   if (std::isfinite(norm)) return "";
   return c10::str("the norm of step ", global_steps, ", which tessera.clip \"previous\" goes by, is ", norm,
@@ -106,6 +107,7 @@ void Engine::check_addition(const std::vector<optim::GroupOptions>& groups, cons
   const size_t present = all.size();
   all.insert(all.end(), groups.begin(), groups.end());
   const optim::Rule rule = impl_->options.rule;
+  check_bounds(impl_->options, groups, present);
   TESSERA_CHECK_VALUE(
       present == 0 || optim::state_names(rule, all).count == optim::state_names(rule, units.groups()).count, "engine",
       "the new param group has momentum, and the engine was built of groups without, which left out the memory for it: "
@@ -121,11 +123,31 @@ void Engine::check_addition(const std::vector<optim::GroupOptions>& groups, cons
     if (const ParamSpec& param = impl_->params.at(id); param.tensor.requires_grad()) units.check_joins(param);
 }
 
+std::string Engine::Impl::group_fault() const {
+  const std::vector<optim::GroupOptions>& groups = model->units.groups();
+  if (groups.size() != group_count)
+    return c10::str("groups() has ", groups.size(), " param groups, and the engine was given ", group_count,
+                    ": change those that are there; add_param_group() makes one more");
+  if (const std::string wrong = wrong_in_groups(options, groups); !wrong.empty()) return wrong;
+  if (optim::state_names(options.rule, groups).count <= state_count) return "";
+  return "a param group has momentum now, and the engine was built of groups without, which left out the memory for "
+         "it: "
+         "set it back to 0, or destroy() the engine and build a new one";
+}
+
+void Engine::check_groups(const char* call) const {
+  impl_->live(call);
+  const std::string wrong = impl_->group_fault();
+  if (!wrong.empty()) TESSERA_FAIL(c10::ValueError, "[engine.", call, "] ", wrong);
+}
+
 int Engine::add_group(const optim::GroupOptions& group) {
   const OneThread::Call call(impl_->thread, "add_group");
   check_addition({group}, {});
   std::vector<optim::GroupOptions>& groups = impl_->model->units.groups();
   groups.push_back(group);
+  impl_->group_count = groups.size();
+  impl_->state_count = optim::state_names(impl_->options.rule, groups).count;
   return static_cast<int>(groups.size()) - 1;
 }
 
@@ -152,7 +174,7 @@ void Engine::set_joins(int param, int group) {
 }
 
 void Engine::join() try {
-  const OneThread::Call call(impl_->thread, "join");
+  const OneThread::Call call = impl_->enter_all("join");
   zero::ShardedModel& model = impl_->here("join");
   finish_update();
   const std::vector<int> waiting = model.driver.waiting();

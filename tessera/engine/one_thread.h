@@ -2,6 +2,7 @@
 #pragma once
 
 #include <mutex>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -18,6 +19,13 @@ class OneThread {
                   call_, " of this engine; calls come from one thread at a time");
     if (depth_++ == 0) call_ = call;
     thread_ = std::this_thread::get_id();
+  }
+  // A part of a forward or a backward, which may run on threads of autograd's: UsageError where another thread is in another call.
+  void check_beside(const char* call) {
+    const std::lock_guard lock(mutex_);
+    const std::string_view now = depth_ == 0 || thread_ == std::this_thread::get_id() ? "" : call_;
+    TESSERA_CHECK(now.empty() || now == "forward" || now == "backward", "engine", call, ": another thread is in ",
+                  call_, " of this engine; calls come from one thread at a time");
   }
   void leave() noexcept {
     const std::lock_guard lock(mutex_);

@@ -32,6 +32,8 @@ at::Tensor on_host(const at::Tensor& loss) {
 
 bool Engine::pre_forward() {
   zero::ShardedModel& model = impl_->live("forward");
+  // Other ranks would wait for what comes of it.
+  if (impl_->needs_the_host()) impl_->check_beside("forward");
   OneThread::Call call(impl_->thread, "forward");
   model.units.check_not_away("forward");
   if (impl_->needs_the_host()) check_not_captured("forward");

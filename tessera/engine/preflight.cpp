@@ -9,6 +9,7 @@
 #include "tessera/comm/backends.h"
 #include "tessera/engine/agreement.h"
 #include "tessera/engine/impl.h"
+#include "tessera/optim/types.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/hooks.h"
 
@@ -191,6 +192,20 @@ amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, st
   const at::ScalarType dtype = first == nullptr ? at::kFloat : first->tensor.scalar_type();
   // torch keeps moments in the dtype of the parameter; fp16 ones would overflow, and no kernel has them.
   return {dtype, grad.value_or(dtype), amp::Master::Weight, dtype == at::kHalf ? at::kFloat : dtype};
+}
+
+std::string wrong_in_groups(const Options& options, const std::vector<optim::GroupOptions>& groups, size_t first) {
+  const bool external = options.rule == optim::Rule::External;
+  const optim::Type* const type = external ? options.client_type : &optim::type_of(options.rule);
+  for (size_t number = 0; type != nullptr && number < groups.size(); ++number)
+    if (const std::string wrong = optim::wrong_in(*type, groups[number]); !wrong.empty())
+      return c10::str("param group ", first + number, ": ", wrong);
+  return "";
+}
+
+void check_bounds(const Options& options, const std::vector<optim::GroupOptions>& groups, size_t first) {
+  const std::string wrong = wrong_in_groups(options, groups, first);
+  TESSERA_CHECK_VALUE(wrong.empty(), "engine", wrong);
 }
 
 void check_update_in_backward(const Options& options, const comm::Mesh& mesh) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <span>
+#include <string>
 #include <vector>
 
 #include "tessera/engine/engine.h"
@@ -20,7 +21,12 @@ void check_added(std::span<const ParamSpec> present, const ParamSpec& param);
 // trained. Local.
 amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, std::optional<at::ScalarType> grad);
 
-// Throws a value error that lists what excludes an update in the backward (zero/update_in_backward.h). Local.
+// What no configuration could have: "param group 1: lr must be >= 0, got -1"; empty where nothing is. `first`: the number of the
+// first. check_bounds(): a value error. Local.
+std::string wrong_in_groups(const Options& options, const std::vector<optim::GroupOptions>& groups, size_t first = 0);
+void check_bounds(const Options& options, const std::vector<optim::GroupOptions>& groups, size_t first = 0);
+
+// Value error that lists what excludes an update in the backward (zero/update_in_backward.h). Local.
 void check_update_in_backward(const Options& options, const comm::Mesh& mesh);
 
 // Compares what ranks have built: different engines would follow each their own course, silently. Value error on all ranks that

@@ -10,7 +10,7 @@
 
 namespace tessera::engine {
 
-enum Outcome : char { kFine = 'f', kValue = 'v', kDisk = 'd', kMemory = 'm', kOther = 'o' };
+enum Outcome : char { kFine = 'f', kValue = 'v', kDisk = 'd', kMemory = 'm', kUsage = 'u', kBuilt = 'b', kOther = 'o' };
 
 // Runs f, which returns a text, on every rank. Then either all have the texts, by rank, or all throw what one rank threw.
 template <class F>
@@ -22,6 +22,10 @@ std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, c
     mine = std::string(1, kValue) + e.what_without_backtrace();
   } catch (const IoError& e) {
     mine = std::string(1, kDisk) + e.what_without_backtrace();
+  } catch (const UsageError& e) {
+    mine = std::string(1, kUsage) + e.what_without_backtrace();
+  } catch (const c10::NotImplementedError& e) {
+    mine = std::string(1, kBuilt) + e.what_without_backtrace();
   } catch (const c10::OutOfMemoryError& e) {
     mine = std::string(1, kMemory) + e.what_without_backtrace();
   } catch (const c10::Error& e) {
@@ -43,6 +47,8 @@ std::vector<std::string> together(const zero::Ranks& ranks, comm::Label label, c
     const std::string where = texts.size() > 1 ? " (rank " + std::to_string(r) + ")" : "";
     if (outcome == kValue) TESSERA_FAIL(::c10::ValueError, texts[r], where);
     if (outcome == kDisk) TESSERA_FAIL(IoError, texts[r], where);
+    if (outcome == kUsage) TESSERA_FAIL(UsageError, texts[r], where);
+    if (outcome == kBuilt) TESSERA_FAIL(::c10::NotImplementedError, texts[r], where);
     if (outcome == kMemory) throw zero::AgreedOutOfMemory({__func__, __FILE__, __LINE__}, texts[r] + where);
     TESSERA_FAIL(::c10::Error, texts[r], where);
   }

@@ -235,6 +235,7 @@ void ClientOptimizer::release() {
 
 void ClientOptimizer::publish(engine::Engine& core) {
   std::vector<std::string> terms;
+  if (core.groups().size() != originals_.size()) return;  // the step says it
   for (size_t number = 0; number < originals_.size(); ++number) {
     if (type_ == nullptr) {
       core.groups()[number].lr = rate_of(optimizer_->param_groups()[number]);

@@ -50,7 +50,8 @@ class ClientOptimizer {
   // Resets groups of the core to what they were before a load, but for their rates: checkpoints have no other options.
   void keep_options(engine::Engine& core) const;
   bool has_betas() const;
-  // Updates the masters.
+  const optim::Type* type() const { return type_; }  // null: it is the client's own
+  // The update.
   void run(engine::Engine& core);
 
   // ---- states of a parameter (client_states.h), by key; empty before the first step, and where this rank has nothing of it

@@ -1,6 +1,7 @@
 #include "tessera/nn/construction.h"
 
 #include "tessera/config/resolve.h"
+#include "tessera/nn/scope.h"
 
 namespace tessera::nn {
 
@@ -27,12 +28,12 @@ std::vector<int> Construction::numbers_of(const std::vector<at::Tensor>& params)
   return numbers;
 }
 
-void Construction::gather(const std::vector<at::Tensor>& params) {
-  early_->gather(numbers_of(params));
+void Construction::gather(const std::vector<at::Tensor>& params, int writer) {
+  early_->gather(numbers_of(params), writes_of(writer), writer);
 }
 
 void Construction::release(const std::vector<at::Tensor>& params, int writer) {
-  early_->release(numbers_of(params), writer < 0 ? zero::Writes::None : zero::Writes::FromRank, std::max(writer, 0));
+  early_->release(numbers_of(params), writes_of(writer), writer);
 }
 
 void Construction::restore(const at::Tensor& param) const {

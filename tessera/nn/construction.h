@@ -34,9 +34,10 @@ class Construction {
     return module;
   }
 
-  // Between gather() and release() these parameters are whole; `writer`: the rank whose writes hold, -1: a write is an error.
-  // Collective. Other tensors pass through.
-  void gather(const std::vector<at::Tensor>& params);
+  // Between the two these parameters are whole; `writer`: the rank whose writes hold, -1: writing is a state error.
+  // Collective. Others pass through. nn::GatheredParameters(building, params, writer) makes both calls.
+  // Value error for a writer that is no rank.
+  void gather(const std::vector<at::Tensor>& params, int writer = -1);
   void release(const std::vector<at::Tensor>& params, int writer = -1);
 
   // A parameter that is partitioned here becomes whole for good, in memory of its own. Collective.

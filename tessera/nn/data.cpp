@@ -9,9 +9,14 @@
 
 namespace tessera::nn {
 
-RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPosition position) {
+void check_loader(int64_t size, int rank, int ranks, int64_t batch_size) {
   TESSERA_CHECK_VALUE(size > 0, "data", "the dataset is empty");
   TESSERA_CHECK_VALUE(0 <= rank && rank < ranks, "data", "rank ", rank, " of ", ranks, " ranks");
+  TESSERA_CHECK_VALUE(batch_size >= 1, "data", "a batch must have 1 example at least, got ", batch_size);
+}
+
+RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPosition position) {
+  check_loader(size, rank, ranks, 1);
   TESSERA_CHECK_VALUE(position.epoch >= 0 && position.samples >= 0, "data", "pass ", position.epoch, ", example ",
                       position.samples);
   at::Tensor order = at::arange(size, at::kLong);
@@ -49,17 +54,23 @@ c10::IValue to_value(DataPosition position) {
   c10::impl::GenericDict value(c10::StringType::get(), c10::AnyType::get());
   value.insert("epoch", position.epoch);
   value.insert("samples", position.samples);
+  if (position.size > 0) value.insert("size", position.size);
   return value;
 }
 
-DataPosition data_position(const c10::IValue& value) {
+DataPosition data_position(const c10::IValue& value, int64_t size) {
   const auto count = [&](const char* key) {
     TESSERA_CHECK_IO(value.isGenericDict() && value.toGenericDict().contains(key) &&
                          value.toGenericDict().at(key).isInt() && value.toGenericDict().at(key).toInt() >= 0,
                      "data", "the state of a loader has no '", key, "' that can be");
     return value.toGenericDict().at(key).toInt();
   };
-  return {count("epoch"), count("samples")};
+  DataPosition position{count("epoch"), count("samples")};
+  if (value.toGenericDict().contains("size")) position.size = count("size");
+  TESSERA_CHECK_VALUE(position.samples == 0 || position.size <= size, "data",
+                      "the state is of a place in a dataset of ", position.size, " examples, and this one has ", size,
+                      ": give the loader the dataset of that run, or begin without its state");
+  return position;
 }
 
 }  // namespace tessera::nn

@@ -32,6 +32,7 @@ struct LoaderOptions {
 // Where in the data a run is: which pass, and how many examples of all ranks the pass has given.
 struct DataPosition {
   int64_t epoch = 0, samples = 0;
+  int64_t size = 0;  // of the dataset that it is of; 0: not known
 };
 
 // The examples of one rank in one pass: those of torch.utils.data.DistributedSampler for the same seed and epoch, so that C++ and Python
@@ -50,9 +51,11 @@ class RankSampler : public torch::data::samplers::Sampler<> {
   size_t next_ = 0;
 };
 
+// Value error for a dataset that is empty, a batch below 1, and a rank that is none.
+void check_loader(int64_t size, int rank, int ranks, int64_t batch_size);
 c10::IValue to_value(DataPosition position);
-// Reads a position. IoError for a value that is none.
-DataPosition data_position(const c10::IValue& value);
+// IoError for what is none; value error for a place in a larger dataset than one of `size` examples.
+DataPosition data_position(const c10::IValue& value, int64_t size);
 
 // A batch is what the dataset makes of its examples (BatchType). One pass at a time, on one thread.
 template <class Dataset>
@@ -60,12 +63,14 @@ class Loader {
  public:
   using Batch = typename Dataset::BatchType;
 
-  // Gives micro-batches of this rank, among those that share the batch's work; ranks of one sequence or one model see the same.
+  // Micro-batches of this rank, among those that share the batch's work; ranks of one sequence or one model see the same. Value error
+  // for a dataset that is empty or does not say its size, a batch below 1 and a rank that is none.
   Loader(Dataset dataset, const Session& engine, const LoaderOptions& options = {})
       : Loader(std::move(dataset), engine.rank(), engine.size(), engine.core().options().micro_batch_size, options) {}
   Loader(Dataset dataset, int rank, int ranks, int64_t batch_size, const LoaderOptions& options = {})
       : dataset_(std::move(dataset)), rank_(rank), ranks_(ranks), batch_size_(batch_size), options_(options) {
     TESSERA_CHECK_VALUE(dataset_.size().has_value(), "data", "the dataset does not say its size");
+    check_loader(size(), rank, ranks, batch_size);
   }
 
   class Iterator {
@@ -93,7 +98,7 @@ class Loader {
   // The next pass. A pass that is left early is over.
   Iterator begin() {
     const DataPosition from{epoch_++, std::exchange(skip_, 0)};
-    RankSampler sampler(static_cast<int64_t>(*dataset_.size()), rank_, ranks_, options_, from);
+    RankSampler sampler(size(), rank_, ranks_, options_, from);
     auto options = torch::data::DataLoaderOptions(static_cast<size_t>(batch_size_)).workers(options_.workers);
     options.drop_last(options_.drop_last);
     auto pass = std::shared_ptr(torch::data::make_data_loader(dataset_, std::move(sampler), options));
@@ -110,10 +115,10 @@ class Loader {
 
   // The position for checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
   c10::IValue state() const {
-    return to_value(under_way_ ? DataPosition{epoch_ - 1, given_} : DataPosition{epoch_, 0});
+    return to_value(under_way_ ? DataPosition{epoch_ - 1, given_, size()} : DataPosition{epoch_, 0});
   }
   void load_state(const c10::IValue& state) {
-    const DataPosition position = data_position(state);
+    const DataPosition position = data_position(state, size());
     epoch_ = position.epoch;
     skip_ = position.samples;
     under_way_ = false;
@@ -121,6 +126,7 @@ class Loader {
   int64_t epoch() const { return under_way_ ? epoch_ - 1 : epoch_; }
 
  private:
+  int64_t size() const { return static_cast<int64_t>(*dataset_.size()); }
   void arrived(bool over) {
     under_way_ = !over;
     if (!over) given_ += batch_size_ * ranks_;

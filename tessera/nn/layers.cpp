@@ -3,7 +3,10 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <mutex>
+#include <optional>
+#include <regex>
 #include <set>
 
 #include "tessera/nn/recompute.h"
@@ -78,6 +81,12 @@ void build(Layer& layer) {
   if (const auto make = std::exchange(layer.build, nullptr)) make(layer);
 }
 
+// Of a layer that is not built a copy is.
+double weight_by_type(Layer layer, const std::regex& pattern) {
+  build(layer);
+  return std::regex_search(layer.name, pattern) ? 1 : 0;
+}
+
 int64_t trained_elements(Layer layer) {
   build(layer);
   int64_t count = 0;
@@ -85,6 +94,29 @@ int64_t trained_elements(Layer layer) {
   for (const at::Tensor& param : layer.module->parameters())
     if (param.requires_grad()) count += param.numel();
   return count;
+}
+
+// "type:REGEX"; empty for another method.
+std::optional<std::regex> pattern_of(const std::string& method) {
+  if (!method.starts_with("type:")) return {};
+  try {
+    return std::regex(method.substr(5), std::regex::icase);
+  } catch (const std::regex_error& error) {
+    TESSERA_FAIL(c10::ValueError, "[pipeline] partition '", method, "' is no regular expression: ", error.what());
+  }
+}
+
+std::string classes_of(const Layers& layers) {
+  std::set<std::string> names;
+  for (int number = 0; number < layers.size(); ++number) {
+    Layer layer = layers[number];
+    build(layer);
+    names.insert(layer.name);
+  }
+  std::string text;
+  for (const std::string& name : names)
+    text += (text.empty() ? "" : ", ") + name;
+  return text;
 }
 
 std::map<std::string, std::vector<int>> ties_of(const Layers& layers, const std::vector<int>& bounds, int stages) {
@@ -177,9 +209,10 @@ engine::UnitNames units_of_layers(const torch::nn::Module& module) {
 
 std::vector<int> bounds_of(const std::string& method, int parts, const Layers& layers) {
   std::vector<double> weights(layers.size(), 1.0);
-  TESSERA_CHECK_VALUE(method == "uniform" || method == "parameters", "pipeline", "there is no partition '", method,
-                      "'; use 'uniform' or 'parameters'");
-  if (method == "parameters" && parts > 1) {
+  const std::optional<std::regex> pattern = pattern_of(method);
+  TESSERA_CHECK_VALUE(pattern || method == "uniform" || method == "parameters", "pipeline", "there is no partition '",
+                      method, "'; use 'uniform', 'parameters' or 'type:REGEX'");
+  if (method != "uniform" && parts > 1) {
     auto generator = at::detail::getDefaultCPUGenerator();
     const at::Tensor state = [&] {
       const std::scoped_lock lock(generator.mutex());
@@ -187,9 +220,16 @@ std::vector<int> bounds_of(const std::string& method, int parts, const Layers& l
     }();
     // Layers without parameters are shared out, too, where nothing else decides.
     for (int number = 0; number < layers.size(); ++number)
-      weights[number] = static_cast<double>(trained_elements(layers[number])) + 1e-6;
-    const std::scoped_lock lock(generator.mutex());
-    generator.set_state(state);
+      weights[number] = 1e-6 + (pattern ? weight_by_type(layers[number], *pattern)
+                                        : static_cast<double>(trained_elements(layers[number])));
+    const auto found = std::ranges::count_if(weights, [](double weight) { return weight >= 1; });
+    const std::string classes = pattern && found < parts ? classes_of(layers) : "";
+    {
+      const std::scoped_lock lock(generator.mutex());
+      generator.set_state(state);
+    }
+    TESSERA_CHECK_VALUE(!pattern || found >= parts, "pipeline", "partition '", method, "' finds ", found,
+                        " layers for ", parts, " parts; the layers are ", classes);
   }
   return pipeline::split(weights, parts);
 }

@@ -2,6 +2,7 @@
 
 #include <c10/util/accumulate.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <algorithm>
 #include <optional>
@@ -9,6 +10,7 @@
 #include <unordered_set>
 
 #include "tessera/base/error.h"
+#include "tessera/nn/construction.h"
 #include "tessera/shard/placement.h"
 
 namespace tessera::nn {
@@ -90,6 +92,15 @@ std::optional<std::string> runs_with(const std::unordered_set<std::string>& hold
   return path;
 }
 
+// A layer of a Sequential, or in one.
+bool in_sequence(const torch::nn::Module& module, const std::string& path) {
+  const size_t dot = path.rfind('.');
+  if (path.empty()) return false;
+  const std::string around = dot == std::string::npos ? "" : path.substr(0, dot);
+  const auto* const parent = around.empty() ? &module : module.named_modules().find(around)->get();
+  return parent->as<torch::nn::Sequential>() != nullptr;
+}
+
 }  // namespace
 
 std::string units_text(const torch::nn::Module& module, const engine::Engine& engine) {
@@ -117,29 +128,44 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
     text +=
         c10::str(text.empty() ? "" : "\n", called(item.key()), " (", item.value()->name(), "), ", own, " elements: ");
     if (!with)
-      text += "for the whole forward, as neither it nor a module around it says when it runs: tessera::nn::unit() does";
+      text +=
+          "for the whole forward, as neither it nor a module around it says when it runs: " +
+          (in_sequence(module, item.key()) ? "push tessera::nn::unit(layer) into the Sequential in its place, whose "
+                                             "calls of a layer torch lets nobody see"
+                                           : std::string("tessera::nn::unit() does"));
     else
       text += *with == item.key() ? "while it runs" : "while " + called(*with) + " runs, which it is a part of";
   }
   return text;
 }
 
-GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int modifier_rank)
-    : engine_(engine), writer_(modifier_rank) {
+GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params,
+                                       int modifier_rank) {
+  std::vector<int> numbers;
   std::unordered_set<const void*> wanted;
   for (const at::Tensor& p : params)
     wanted.insert(p.unsafeGetTensorImpl());
   const auto& specs = engine.params();
   for (size_t i = 0; i < specs.size(); ++i) {
-    if (wanted.contains(specs[i].tensor.unsafeGetTensorImpl())) params_.push_back(static_cast<int>(i));
+    if (wanted.contains(specs[i].tensor.unsafeGetTensorImpl())) numbers.push_back(static_cast<int>(i));
   }
-  engine_.regions().open(params_, /*writable=*/writer_ >= 0);
-  open_ = true;
+  const zero::Writes writes = writes_of(modifier_rank);
+  engine.check_one_thread("GatheredParameters");
+  engine.regions().open(numbers, writes, modifier_rank);
+  close_ = [&engine, numbers, writes, modifier_rank] {
+    if (!engine.destroyed()) engine.regions().close(numbers, writes, modifier_rank);
+  };
+}
+
+GatheredParameters::GatheredParameters(Construction& building, const std::vector<at::Tensor>& params,
+                                       int modifier_rank) {
+  building.gather(params, modifier_rank);
+  close_ = [&building, params, modifier_rank] { building.release(params, modifier_rank); };
 }
 
 GatheredParameters::~GatheredParameters() {
   try {
-    end(/*keeps_writes=*/std::uncaught_exceptions() == passing_);
+    close();
   } catch (const c10::Error& error) {  // close() throws it
     TORCH_WARN("[zero] GatheredParameters: ", error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -148,14 +174,7 @@ GatheredParameters::~GatheredParameters() {
 }
 
 void GatheredParameters::close() {
-  end(/*keeps_writes=*/true);
-}
-
-void GatheredParameters::end(bool keeps_writes) {
-  if (!std::exchange(open_, false) || engine_.destroyed()) return;
-  using Writes = zero::Writes;
-  engine_.regions().close(params_, keeps_writes && writer_ >= 0 ? Writes::FromRank : Writes::None,
-                          std::max(writer_, 0));
+  if (const auto close = std::exchange(close_, nullptr)) close();
 }
 
 }  // namespace tessera::nn

@@ -4,7 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <concepts>
-#include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +16,8 @@ class Module;
 }
 
 namespace tessera::nn {
+
+class Construction;
 
 // A module's number in an engine. Modules without an engine, or without partitioned parameters, have none.
 struct ScopeHandle {
@@ -61,10 +63,15 @@ ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engi
 // that connect_scopes() was called with.
 std::string units_text(const torch::nn::Module& module, const engine::Engine& engine);
 
-// While a GatheredParameters lives these parameters are whole: for reading, or, with `modifier_rank` >= 0, for
-// writing on that rank of the data-parallel group. Collective, at the begin and at the end. Tensors that the engine does
-// not partition pass through. close() ends the region and reports errors; the destructor warns of them, and where an exception
-// passes it ends without what was written.
+// Of a region's `modifier_rank`: -1 reads.
+inline zero::Writes writes_of(int modifier_rank) {
+  return modifier_rank == -1 ? zero::Writes::None : zero::Writes::FromRank;
+}
+
+// Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `modifier_rank` >= 0, for
+// writing on that rank of the data-parallel group; value error for what is no rank of it. Collective, at the begin and at the end,
+// also where an exception passes: what was written before it holds. Tensors that the engine does not have pass through. close()
+// ends it and reports errors; the destructor warns of them. Where the engine is destroyed inside, they stay whole.
 class GatheredParameters {
  public:
   GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int modifier_rank = -1);
@@ -74,19 +81,15 @@ class GatheredParameters {
     }
   GatheredParameters(E& engine, const std::vector<at::Tensor>& params, int modifier_rank = -1)
       : GatheredParameters(engine.core(), params, modifier_rank) {}
+  // Of a model that is being built.
+  GatheredParameters(Construction& building, const std::vector<at::Tensor>& params, int modifier_rank = -1);
   ~GatheredParameters();
   GatheredParameters(const GatheredParameters&) = delete;
   GatheredParameters& operator=(const GatheredParameters&) = delete;
   void close();
 
  private:
-  void end(bool keeps_writes);
-
-  engine::Engine& engine_;
-  std::vector<int> params_;
-  int writer_;
-  bool open_ = false;
-  const int passing_ = std::uncaught_exceptions();  // when it began
+  std::function<void()> close_;  // null: it was
 };
 
 }  // namespace tessera::nn

@@ -1,7 +1,6 @@
 #include "tessera/nn/session.h"
 
 #include <c10/core/GradMode.h>
-#include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <cmath>
@@ -40,8 +39,8 @@ optim::OptimizerOptions configured_optimizer(const Config& config) {
   auto found = config::native_optimizer(config);
   if (!found) found = config::torch_optimizer(config);
   TESSERA_CHECK_VALUE(found, "initialize", "the configuration names no optimizer that runs in C++",
-                      type.empty() ? "" : " (" + type + " does in Python only)", "; set optimizer.type to one of ",
-                      optim::cpp_types(), ", or give Recipe::optimizer one of torch::optim, or of your own");
+                      config::where_optimizer_runs(type), "; set optimizer.type to one of ", optim::cpp_types(),
+                      ", or give Recipe::optimizer one of torch::optim, or of your own");
   return *found;
 }
 
@@ -51,20 +50,6 @@ comm::Mesh environment_mesh(const Config& config) {
   return comm::environment_mesh(static_cast<int>(config.zero_optimization.mics_shard_size),
                                 static_cast<int>(config.sequence_parallel_size),
                                 static_cast<int>(std::max<int64_t>(1, config.tensor_parallel.autotp_size)));
-}
-
-double linear_flops(const torch::nn::Module& module) {
-  double weights = 0;
-  const auto add = [&](const auto* linear) {
-    if (linear != nullptr)
-      weights += static_cast<double>(linear->options.in_features() * linear->options.out_features());
-  };
-  for (const auto& part : module.modules()) {
-    add(part->as<torch::nn::Linear>());
-    add(part->as<ColumnLinear>());
-    add(part->as<RowLinear>());
-  }
-  return 6 * weights;
 }
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
@@ -99,6 +84,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   prepare_optimizer(config, recipe, part == Part::Whole, specs);
   if (client_ != nullptr) {
     options.rule = optim::Rule::External;
+    options.client_type = client_->type();
     options.client_optimizer = client_->description();
     const bool is_cut = std::ranges::any_of(specs, [](const auto& spec) { return spec.cut != nullptr; });
     const std::string stage = "stage " + std::to_string(config.zero_optimization.stage);
@@ -135,8 +121,11 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
                                 std::vector<engine::ParamSpec>& specs) {
   own_schedule_ = recipe.schedule;
   if (own_schedule_ == nullptr) schedule_ = config::native_schedule(config);
-  TESSERA_CHECK_VALUE(schedule_ || own_schedule_ || config.scheduler.type.empty(), "initialize", "scheduler.type '",
-                      config.scheduler.type, "' exists in Python only; Recipe::schedule takes one of your own");
+  TESSERA_CHECK_VALUE(
+      schedule_ || own_schedule_ || config.scheduler.type.empty(), "initialize",
+      "the configuration names no schedule that runs in C++", config::where_schedule_runs(config.scheduler.type),
+      "; set scheduler.type to one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest, or "
+      "give Recipe::schedule one of your own");
   if (recipe.optimizer != nullptr) {
     TESSERA_CHECK_VALUE(recipe.groups.empty(), "initialize",
                         "an optimizer of one's own has its groups already: leave Recipe::groups empty");
@@ -284,7 +273,12 @@ bool Session::step(std::optional<double> global_norm) {
 
 Session::Held::Held(engine::Engine& core, Error error, void (engine::Engine::*begin)(), void (engine::Engine::*end)())
     : core_(core), error_(std::move(error)), end_(end) {
-  (core_.*begin)();
+  if (begin != nullptr) (core_.*begin)();
+}
+
+Session::Held Session::states_away(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) {
+  offload_states(kinds, to, pin_memory);
+  return {live(), held_error_, nullptr, &engine::Engine::reload_states};
 }
 
 void Session::Held::end() {
@@ -303,6 +297,7 @@ Session::Held::~Held() {
 }
 
 at::Tensor Session::sum(const at::Tensor& value) const {
+  live().check_one_thread("sum");
   const at::Tensor result = value.detach().clone(at::MemoryFormat::Contiguous);
   const comm::Mesh& mesh = live().mesh();
   mesh.group(comm::kBatchAxes)->all_reduce(result, comm::ReduceOp::Sum, "sum of the batch ranks").wait();
@@ -432,6 +427,7 @@ void Session::check_contents(const char* call) {
   const std::string wrong = fault();
   live().checkpoints().on_all([&] {
     if (!wrong.empty()) TESSERA_FAIL(UsageError, "[engine.", call, "] ", wrong);
+    live().check_groups(call);
   });
 }
 

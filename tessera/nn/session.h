@@ -28,6 +28,7 @@
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/scope.h"
+#include "tessera/nn/sizes.h"
 #include "tessera/nn/state_dict.h"
 #include "tessera/nn/states.h"
 #include "tessera/nn/units.h"
@@ -45,10 +46,6 @@ namespace tessera::nn {
 
 // The ranks of the environment on the axes that a configuration asks for (comm::environment_mesh). Collective.
 comm::Mesh environment_mesh(const Config& config);
-
-// Operations of one token in the forward and the backward of a model's linear layers, cut ones as a whole: 6 for each weight. Products
-// of activations, as in attention, are the program's to add.
-double linear_flops(const torch::nn::Module& module);
 
 // Values of the program's own in a checkpoint: numbers, texts, lists and dicts of such (c10::impl::GenericDict), tensors. Python's
 // engines read them as client_state, and C++ reads theirs.
@@ -142,7 +139,8 @@ class Session {
   int add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
-  // Ends the engine: parameters keep their values (engine::Engine::destroy()), an optimizer of one's own gets them back.
+  // Ends the engine: parameters keep their values, inside a GatheredParameters partitioned ones, too (engine::Engine::destroy()); an
+  // optimizer of one's own gets them back.
   void destroy();
 
   // Where the parameters are, and inputs belong.
@@ -157,25 +155,11 @@ class Session {
   // parameter past its module. For a reader that does not say when it runs (hooked.h), while the module around it that does runs,
   // or for the whole forward. Value error for what is not of this engine. On all ranks alike; local.
   void register_external_parameter(const torch::nn::Module& reader, const ParamKey& param);
-  // Makes room for other engines: what is on the device goes elsewhere until reload_states() (engine::Engine::offload_states).
-  void offload_states(const std::vector<zero::StateKind>& kinds = zero::all_state_kinds(),
-                      shard::Residence to = shard::Residence::Host, bool pin_memory = true) {
-    live().offload_states(kinds, to, pin_memory);
-  }
-  void reload_states() { live().reload_states(); }
-  bool states_are_away() const { return live().states_are_away(); }
-
-  // How tensor_parallel has cut the module; empty where it has not, or the module came cut. For reading: parallel_plan()->text().
-  const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
-
-  // What stage 3 gathers together, and why: nn::units_text(). Local.
-  std::string units_text() const { return nn::units_text(*module_, live()); }
-
-  // ---- accumulation
-  // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
+  // What lasts as long as an object of this class.
   class [[nodiscard]] Held {
    public:
     using Error = std::shared_ptr<std::exception_ptr>;
+    // Without `begin` it has begun.
     Held(engine::Engine& core, Error error, void (engine::Engine::*begin)(), void (engine::Engine::*end)());
     // Where end() was not called: its error is that of the next step(); a warning where an exception passes, which counts.
     ~Held();
@@ -190,6 +174,25 @@ class Session {
     void (engine::Engine::*end_)();  // null: it was ended
     const int passing_ = std::uncaught_exceptions();
   };
+  // Room for other engines: what this one has on its device goes elsewhere until reload_states() (engine::Engine::offload_states).
+  void offload_states(const std::vector<zero::StateKind>& kinds = zero::all_state_kinds(),
+                      shard::Residence to = shard::Residence::Host, bool pin_memory = true) {
+    live().offload_states(kinds, to, pin_memory);
+  }
+  void reload_states() { live().reload_states(); }
+  // The same while the object lives; its end(), or where it goes the next step(), throws what reload_states() does.
+  Held states_away(const std::vector<zero::StateKind>& kinds = zero::all_state_kinds(),
+                   shard::Residence to = shard::Residence::Host, bool pin_memory = true);
+  bool states_are_away() const { return live().states_are_away(); }
+
+  // How tensor_parallel has cut the module; empty where it did not, or it came cut. For reading: parallel_plan()->text().
+  const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
+
+  // What stage 3 gathers together, and why: nn::units_text(). Local.
+  std::string units_text() const { return nn::units_text(*module_, live()); }
+
+  // ---- accumulation
+  // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
   Held no_sync() { return {live(), held_error_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }
   Held coalesce() { return {live(), held_error_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce}; }
   void zero_grad() { live().zero_grad(); }

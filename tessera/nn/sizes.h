@@ -1,7 +1,9 @@
-// How large a model is, for estimates: tessera/config/estimate.h.
+// How large a model is, for estimates (tessera/config/estimate.h), and what a token takes.
 #pragma once
 
 #include <torch/nn/module.h>
+
+#include <string>
 
 #include "tessera/config/estimate.h"
 #include "tessera/nn/units.h"
@@ -13,5 +15,12 @@ namespace tessera::nn {
 //   config::estimate(nn::model_sizes(*model, config), config, 8).total()
 config::ModelSizes model_sizes(const torch::nn::Module& module, const Config& config,
                                const UnitPolicy& policy = default_unit_policy);
+
+// Operations of one token in the forward and the backward of a model's linear layers, cut ones as a whole: 6 for each weight. Products
+// of activations, as in attention, are the program's to add.
+double linear_flops(const torch::nn::Module& module);
+// The same by module, each with all below it: a line "path (class): parameters, operations of a token, share" for every module that
+// has any, down to `depth` (-1: all); of what is cut along tp the parameters are this rank's. Local.
+std::string flops_text(const torch::nn::Module& module, int depth = -1);
 
 }  // namespace tessera::nn

@@ -58,11 +58,11 @@ std::vector<Ids> units_of(const engine::Engine& core) {
 // Runs f() while these parameters are whole. Collective.
 template <class F>
 void in_region(engine::Engine& core, const Ids& params, Writes writes, const F& f) {
-  core.regions().open(params, /*writable=*/writes != Writes::None);
+  core.regions().open(params, writes);
   try {
     f();
   } catch (...) {
-    core.regions().close(params);
+    core.regions().close(params, writes);
     throw;
   }
   core.regions().close(params, writes);
@@ -72,10 +72,16 @@ bool is_cut(const engine::Engine& core, int param) {
   return core.params()[param].cut != nullptr;
 }
 
+std::string complex_fault(bool there, bool here) {
+  return there && !here ? "is complex there and real here" : "";
+}
+
 // Where the values of a load come from.
 struct Source {
   std::vector<std::vector<std::string>> names;  // of each tensor
   std::function<std::optional<Shape>(const std::string& name)> sizes;
+  std::function<std::string(const std::string& name, bool complex)>
+      fault;  // why its values cannot be a tensor's; or empty
   std::function<at::Tensor(const std::string& name, const shard::CutPtr& cut)>
       value;  // this rank's slice of a tensor, or all
   bool on_disk = false;
@@ -87,14 +93,22 @@ struct LoadPlan {
   LoadedNames names;
 };
 
-// Throws a value error for what does not fit. Local.
+std::string renamed(const LoadOptions& options, const std::string& name) try {
+  return options.rename ? options.rename(name) : name;
+} catch (const std::exception& error) {
+  TESSERA_FAIL(c10::ValueError, "[engine.load_module_state_dict] `rename` threw for '", name, "': ", error.what());
+}
+
+// Value error for what does not fit. Local.
 LoadPlan plan_of(const std::vector<Entry>& entries, engine::Engine& core, const Source& source,
                  const LoadOptions& options) {
   LoadPlan plan{std::vector<std::string>(core.params().size()), {}, {}};
   std::string problems;
   std::set<std::string> used;
+  std::vector<std::string> named;  // by entry
+  named.reserve(entries.size());
   for (const Entry& entry : entries) {
-    const std::string name = options.rename ? options.rename(entry.name) : entry.name;
+    const std::string& name = named.emplace_back(renamed(options, entry.name));
     const auto there = source.sizes(name);
     used.insert(name);
     if (!there) continue;
@@ -103,13 +117,16 @@ LoadPlan plan_of(const std::vector<Entry>& entries, engine::Engine& core, const 
     if (*there != own && (cut == nullptr || *there != cut->sizes))
       problems += c10::str("\n  '", entry.name, "' has shape ", at::IntArrayRef(*there), " there and ",
                            at::IntArrayRef(cut ? cut->sizes : own), " here");
+    else if (const std::string wrong = source.fault(name, entry.tensor.is_complex()); !wrong.empty())
+      problems += "\n  '" + entry.name + "' " + wrong;
     if (entry.param < 0)
       plan.others.emplace_back(entry.tensor, name);
     else
       plan.of_param[entry.param] = name;
   }
-  for (const Entry& entry : entries) {
-    const std::string name = options.rename ? options.rename(entry.name) : entry.name;
+  for (size_t i = 0; i < entries.size(); ++i) {
+    const Entry& entry = entries[i];
+    const std::string& name = named[i];
     const bool filled = source.sizes(name) || (entry.param >= 0 && !plan.of_param[entry.param].empty());
     if (!filled) plan.names.missing.push_back(entry.name);
   }
@@ -213,8 +230,14 @@ LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& cor
     source.names.push_back({item.key()});
   source.sizes = [&](const std::string& name) -> std::optional<Shape> {
     const at::Tensor* found = state.find(name);
-    if (found == nullptr) return std::nullopt;
+    if (found == nullptr || !found->defined()) return std::nullopt;
     return found->sizes().vec();
+  };
+  source.fault = [&](const std::string& name, bool complex) -> std::string {
+    const at::Tensor& value = state[name];
+    if (value.is_meta()) return "is on the meta device there, and has no values";
+    if (value.layout() != at::kStrided || value.is_quantized()) return "is sparse or quantized there; make it dense";
+    return complex_fault(value.is_complex(), complex);
   };
   source.value = [&](const std::string& name, const shard::CutPtr& cut) {
     const at::Tensor& value = state[name];
@@ -232,6 +255,9 @@ LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& cor
     const checkpoint::WeightTensor* found = files.find(name);
     if (found == nullptr) return std::nullopt;
     return found->shape;
+  };
+  source.fault = [&](const std::string& name, bool complex) {
+    return complex_fault(at::isComplexType(files.find(name)->dtype), complex);
   };
   source.value = [&](const std::string& name, const shard::CutPtr& cut) {
     const bool whole = cut && files.find(name)->shape == cut->sizes;

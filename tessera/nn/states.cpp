@@ -1,6 +1,7 @@
 #include "tessera/nn/states.h"
 
 #include "tessera/base/error.h"
+#include "tessera/config/text.h"
 #include "tessera/engine/logical.h"
 #include "tessera/nn/client_states.h"
 
@@ -14,7 +15,9 @@ int States::number(const ParamKey& key) const {
   if (!key.name.empty()) {
     const auto params = module_.named_parameters();
     const at::Tensor* found = params.find(key.name);
-    TESSERA_CHECK_VALUE(found != nullptr, "state", "the module has no parameter '", key.name, "'");
+    const std::string near = found != nullptr ? "" : config::nearest(key.name, params.keys());
+    TESSERA_CHECK_VALUE(found != nullptr, "state", "the module has no parameter '", key.name, "'",
+                        near.empty() ? "" : ": did you mean '" + near + "'?");
     param = *found;
   }
   for (size_t i = 0; i < core_.params().size(); ++i)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 #include <iomanip>
 #include <sstream>
 #include <string_view>
@@ -13,6 +14,7 @@ namespace {
 
 using G = GroupOptions;
 
+constexpr double kNoBound = std::numeric_limits<double>::infinity();
 constexpr Field kRate{"lr", &G::lr, 0};
 constexpr Field kBetas{"betas", Field::Betas(), 0, 1};
 constexpr Field kEps{"eps", &G::eps, 0};
@@ -79,7 +81,7 @@ const std::vector<Type>& types() {
                                        kBetas,
                                        kEps,
                                        kDecay,
-                                       {"max_coeff", &G::max_coeff, 0},
+                                       {"max_coeff", &G::max_coeff, 0, kNoBound, /*may_be_infinite=*/true},
                                        {"min_coeff", &G::min_coeff, 0},
                                        {"eps_inside_sqrt", &G::eps_inside_sqrt}}},
                                      {"Muon",
@@ -161,16 +163,19 @@ OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode) {
   return options;
 }
 
-void check(const Type& type, const GroupOptions& group) {
+std::string wrong_in(const Type& type, const GroupOptions& group) {
   std::ostringstream wrong;
   const auto add = [&]() -> std::ostream& { return wrong << (wrong.tellp() > 0 ? "; " : ""); };
   for (const Field& field : type.fields) {
     each_number(field, group, [&](const char* name, double value) {
       const bool bounded = field.below < std::numeric_limits<double>::infinity();
-      if (value >= field.least && (!bounded || value < field.below)) return;
+      const bool above_all = std::isinf(value) && !field.may_be_infinite;
+      if (value >= field.least && (bounded ? value < field.below : !above_all)) return;
       add() << name << " must be ";
       if (bounded)
         wrong << "in [" << field.least << ", " << field.below << ")";
+      else if (std::isinf(field.least) || above_all)
+        wrong << "a finite number";
       else
         wrong << ">= " << field.least;
       wrong << ", got " << value;
@@ -178,7 +183,12 @@ void check(const Type& type, const GroupOptions& group) {
   }
   if (type.rule == Rule::Lamb && !(0 < group.min_coeff && group.min_coeff <= group.max_coeff))
     add() << "0 < min_coeff <= max_coeff must hold, got " << group.min_coeff << " and " << group.max_coeff;
-  if (wrong.tellp() > 0) TESSERA_FAIL(c10::ValueError, "[", type.name, "] ", wrong.str());
+  return wrong.str();
+}
+
+void check(const Type& type, const GroupOptions& group) {
+  if (const std::string wrong = wrong_in(type, group); !wrong.empty())
+    TESSERA_FAIL(c10::ValueError, "[", type.name, "] ", wrong);
 }
 
 std::string text_of(const Type& type, const GroupOptions& group) {

@@ -20,6 +20,7 @@ struct Field {
   Where where;
   double least = -std::numeric_limits<double>::infinity();
   double below = std::numeric_limits<double>::infinity();  // never reached
+  bool may_be_infinite = false;
 };
 
 struct Type {
@@ -60,7 +61,9 @@ bool is_native_type(const std::string& type);
 // `adam_w_mode` is false (DeepSpeed's rule).
 OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = true);
 
-// Throws a value error that names what is out of its bounds, with the type's name as its origin.
+// What is out of its bounds, or no finite number: "lr must be >= 0, got -1; ..."; empty where nothing is.
+std::string wrong_in(const Type& type, const GroupOptions& group);
+// Value error that says it, with the type's name as its origin.
 void check(const Type& type, const GroupOptions& group);
 // The group's fields as text, "lr 0.001, betas (0.9, 0.999), ...": for ranks to compare.
 std::string text_of(const Type& type, const GroupOptions& group);

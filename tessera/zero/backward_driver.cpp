@@ -78,6 +78,7 @@ void BackwardDriver::check_all_watched() {
   for (const ParamId id : units_.trained_ids()) {
     const Param& p = *units_[id].param;
     const at::Tensor& grad = p.tensor.grad();
+    if (grad.defined()) check_shape(p, grad);
     // Stage 0: the conversion took along what was reduced.
     if (!grad.defined() || (units_[id].unit->grads_are_visible() && p.grad.has())) continue;
     TESSERA_CHECK(
@@ -124,6 +125,12 @@ void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) try {
   units_.fail_alone(error);
 }
 
+// Only C++ lets a p.grad of another shape be set.
+void BackwardDriver::check_shape(const Param& param, const at::Tensor& grad) {
+  TESSERA_CHECK(grad.sizes() == param.tensor.sizes(), "zero", "the gradient of '", param.name, "' has shape ",
+                grad.sizes(), ", and the parameter ", param.tensor.sizes(), "; give p.grad one of that shape, or none");
+}
+
 bool BackwardDriver::is_visible_view(const Place& place, const at::Tensor& grad) {
   const auto [buffer, there] = place.unit->gradient(*place.param, place.param->range);
   if (!buffer.has_memory() || grad.layout() != at::kStrided) return false;
@@ -145,6 +152,7 @@ void BackwardDriver::before_accumulate(ParamId id, at::Tensor& grad) try {
     return;
   }
   const at::Tensor old = std::exchange(grad, at::Tensor());
+  check_shape(*place.param, old);
   if (visible && is_visible_view(place, old) && place.param->grad.has()) return;
   reducer_->clear(*place.unit, *place.param);
   reducer_->accumulate(*place.unit, *place.param, old.is_sparse() ? old.to_dense() : old, 1.0);
@@ -167,8 +175,7 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
   }
   if (arrived.defined()) {
     if (arrived.is_sparse()) arrived = arrived.to_dense();
-    TESSERA_CHECK(arrived.sizes() == place.param->tensor.sizes(), "zero", "gradient of '", place.param->name,
-                  "' has shape ", arrived.sizes(), ", the parameter ", place.param->tensor.sizes());
+    check_shape(*place.param, arrived);
     scaled_ = scaled_ || backward.loss_scale != 1;
     reducer_->accumulate(*place.unit, *place.param, arrived,
                          step.gradient_scale * (step.loss_scale / backward.loss_scale), alone);
@@ -314,6 +321,8 @@ void BackwardDriver::adopt_grads() {
   if (!has_gradients()) return;
   const std::lock_guard lock(hooks_.mutex());
   const c10::AutoGradMode no_grad(false);
+  for (const ParamId id : units_.trained_ids())
+    if (const Param& p = *units_[id].param; p.tensor.grad().defined()) check_shape(p, p.tensor.grad());
   if (units_.placements().grads == shard::Placement::Replicate) {
     adopt_visible_grads();
   } else if (sink_ == nullptr) {  // with one refused: check_all_watched()

@@ -125,6 +125,7 @@ class BackwardDriver final : private HookSink {
   void put_gradient(const Place& place, const at::Tensor& flat);
   void settle_empty_units();
   void show_remote_grads();
+  static void check_shape(const Param& param, const at::Tensor& grad);  // state error
   static bool is_visible_view(const Place& place, const at::Tensor& grad);
 
   Units& units_;

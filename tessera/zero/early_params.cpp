@@ -82,7 +82,13 @@ int EarlyParams::add(std::string name, at::Tensor tensor, at::ScalarType dtype) 
   throw;
 }
 
-void EarlyParams::gather(const std::vector<int>& numbers) try {
+void EarlyParams::check_writer(Writes writes, int writer) const {
+  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < ranks_.size()), "zero.GatheredParameters",
+                      "modifier_rank ", writer, " is no rank of a group of ", ranks_.size());
+}
+
+void EarlyParams::gather(const std::vector<int>& numbers, Writes writes, int writer) try {
+  check_writer(writes, writer);
   const std::vector<Entry*> entries = held(numbers);
   for (const Entry* e : entries) {
     TESSERA_CHECK(!e->open, "zero.GatheredParameters", "parameter '", e->flat->name(),
@@ -110,8 +116,7 @@ void EarlyParams::gather(const std::vector<int>& numbers) try {
 
 void EarlyParams::release(const std::vector<int>& numbers, Writes writes, int writer) try {
   const c10::AutoGradMode no_grad(false);
-  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < ranks_.size()), "zero.GatheredParameters",
-                      "modifier_rank ", writer, " is no rank of a group of ", ranks_.size());
+  check_writer(writes, writer);
   std::string edited;
   RankGuard disks(home_ != nullptr);
   for (Entry* e : held(numbers)) {
@@ -154,7 +159,7 @@ void EarlyParams::restore(int number) {
   if (!e.open) take_replaced(e);
   FlatParams& flat = *e.flat;
   if (flat.sharded()) {
-    if (!e.open) gather({number});
+    if (!e.open) gather({number}, Writes::None, 0);
     at::Tensor tensor = flat.items().front().tensor;
     shard::bind(tensor, flat.whole(), flat.items().front().range, flat.items().front().form);
   }

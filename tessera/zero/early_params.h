@@ -25,9 +25,10 @@ class EarlyParams {
   // stays whole. Collective. IoError, on all ranks, where a rank's slice cannot be brought to its home. Value error unless it is a floating-point leaf with data on a device that this build serves.
   int add(std::string name, at::Tensor tensor, at::ScalarType dtype);
 
-  // Between gather() and release() the parameters are whole. Collective. State error for a parameter that is whole already, and
-  // for in-place edits with Writes::None (reported after all are partitioned again). Restored parameters pass through.
-  void gather(const std::vector<int>& numbers);
+  // Between the two the parameters are whole. Collective. State error for one that is whole already, and for in-place
+  // edits with Writes::None (reported after all are partitioned again). Restored parameters pass through.
+  // As of Regions::open() and close().
+  void gather(const std::vector<int>& numbers, Writes writes = Writes::Own, int writer = 0);
   void release(const std::vector<int>& numbers, Writes writes, int writer);
   bool is_gathered(int number) const;
   // State error for a restored parameter.
@@ -51,6 +52,7 @@ class EarlyParams {
   std::unique_ptr<FlatParams> partition(std::vector<FlatParams::Item> items, at::ScalarType dtype) const;
   void agree(const RankGuard& disks) const;
   std::vector<Entry*> held(const std::vector<int>& numbers);
+  void check_writer(Writes writes, int writer) const;
 
   Ranks ranks_;
   HomeMaker home_;

@@ -1,6 +1,8 @@
 #include "tessera/zero/regions.h"
 
+#include <ATen/ops/clone.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 
@@ -35,8 +37,16 @@ at::Tensor Regions::held_values(ParamId param) const {
   return shard::flatten_like_param(tensor, tensor);
 }
 
-void Regions::open(const std::vector<ParamId>& params, bool writable) try {
+void Regions::check_writer(Writes writes, int writer) const {
+  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < units_.ranks().size()),
+                      "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
+                      units_.ranks().size());
+}
+
+void Regions::open(const std::vector<ParamId>& params, Writes writes, int writer) try {
   const transforms::Suspended plain;
+  check_writer(writes, writer);
+  const bool writable = writes != Writes::None;
   const std::vector<ParamId> ids = units_.held(params, "gather");
   units_.check_here("gather");
   units_.lane().finish();
@@ -82,7 +92,21 @@ void Regions::end(ParamId id) {
   units_.unsharder().unhold(place.number);
 }
 
-// Sends the writer's values to all ranks, also of parameters that nobody holds here.
+std::vector<std::pair<ParamId, at::Tensor>> Regions::whole_copies() const {
+  const c10::InferenceMode no_inference(false);
+  std::vector<std::pair<ParamId, at::Tensor>> copies;
+  for (ParamId id = 0; id < units_.count(); ++id) {
+    if (!partition_of(id).partitioned || !is_gathered(id)) continue;
+    try {
+      copies.emplace_back(id, units_.params()[id].tensor.detach().clone());
+    } catch (const c10::Error&) {
+      // Released meanwhile, as by autograd's thread of a device after a backward that threw.
+    }
+  }
+  return copies;
+}
+
+// The writer's values, also of what nobody holds here.
 void Regions::broadcast(const std::vector<ParamId>& params, int writer) const {
   for (const ParamId id : params) {
     const Place& place = units_[id];
@@ -162,9 +186,7 @@ void Regions::agree_on_disks(const std::vector<ParamId>& ids, RankGuard& disks) 
 
 void Regions::close(const std::vector<ParamId>& params, Writes writes, int writer) try {
   const transforms::Suspended plain;
-  TESSERA_CHECK_VALUE(writes != Writes::FromRank || (writer >= 0 && writer < units_.ranks().size()),
-                      "zero.GatheredParameters", "modifier_rank ", writer, " is no rank of a group of ",
-                      units_.ranks().size());
+  check_writer(writes, writer);
   const std::vector<ParamId> ids = units_.held(params, "release");
   const std::lock_guard lock(driver_.hooks().mutex());
   std::exception_ptr failure;

@@ -2,6 +2,7 @@
 // hold for these too, in every stage.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "tessera/zero/backward_driver.h"
@@ -17,13 +18,15 @@ class Regions {
   ParamPartition partition_of(ParamId param) const;
   // This rank's elements of a parameter, 1-D, for reading: a view where they live on the device, else a copy.
   at::Tensor held_values(ParamId param) const;
-  // Collective, all ranks with the same `params`. State error for a parameter that is in an open region. `writable` false:
-  // for reading, and close() with Writes::None; shared parameters need no private copy then.
-  void open(const std::vector<ParamId>& params, bool writable = true);
-  // Collective. `writer` counts as Ranks::rank() does. Where a parameter differs along axes, the rank's values hold that
-  // has the writer's place along the other axes.
+  // Collective, all ranks with the same `params`. State error for a parameter that is in an open region; value error for a
+  // `writer` that is no rank. `writes` None: for reading; it spares shared parameters a private copy. Nothing is open after an error.
+  void open(const std::vector<ParamId>& params, Writes writes = Writes::Own, int writer = 0);
+  // Collective, also where an exception leaves the region: what was written before it holds, in every stage. `writer` counts as Ranks::rank() does; of a parameter that differs along axes, the values of the rank hold
+  // that has the writer's place along the others.
   void close(const std::vector<ParamId>& params, Writes writes = Writes::None, int writer = 0);
-  // Takes note that there are more parameters. Local.
+  // Copies of the partitioned parameters that are whole now, for who ends the engine. Local.
+  std::vector<std::pair<ParamId, at::Tensor>> whole_copies() const;
+  // There are more parameters. Local.
   void params_changed() { open_.resize(static_cast<size_t>(units_.count())); }
 
  private:
@@ -35,6 +38,7 @@ class Regions {
   // Copies what must be there when the region of a parameter that is whole anyway ends. end() undoes it.
   void copy_before(ParamId id, bool writable);
   void end(ParamId id);
+  void check_writer(Writes writes, int writer) const;
   void broadcast(const std::vector<ParamId>& params, int writer) const;
   void take_writes(const std::vector<ParamId>& params, Writes writes, int writer);
   bool has_masters(ParamId id) const;  // the parameter has masters beside its weights

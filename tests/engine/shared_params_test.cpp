@@ -32,7 +32,7 @@ std::vector<GroupPtr> groups_of(Over over, int world) {
 using Seen = std::vector<at::Tensor>;
 
 void see_values(Engine& engine, const Toy& toy, Seen& seen) {
-  engine.regions().open(kAll, /*writable=*/false);
+  engine.regions().open(kAll, zero::Writes::None);
   for (const at::Tensor& t : toy.tensors)
     seen.push_back(t.detach().clone());
   engine.regions().close(kAll);
@@ -186,7 +186,7 @@ TEST(SharedEngine, HoldsParametersOncePerHost) {
                  EXPECT_LE(memory.shared, 2 * 4 * 32 * world * 5);
                  if (stage == 3) {
                    EXPECT_EQ(memory.buckets - engine.memory().buckets, 0);
-                   engine.regions().open(kAll, /*writable=*/false);
+                   engine.regions().open(kAll, zero::Writes::None);
                    EXPECT_EQ(engine.memory().buckets, memory.buckets) << "reading copies nothing";
                    engine.regions().close(kAll);
                  }
@@ -272,10 +272,10 @@ TEST(SharedEngine, FastRanksWaitForSlowOnes) {
 
 TEST(SharedEngine, ForeignEditsAreRefusedWhereTheyCanBeSeen) {
   on_ranks(Over::Segments, 2, {.stage = 3, .persistence = 0, .share = true}, [](Engine& engine, const Toy& toy, int) {
-    engine.regions().open({4}, /*writable=*/false);
+    engine.regions().open({4}, zero::Writes::None);
     fill(toy.tensors[4], 1);
     EXPECT_HAS(error_of([&] { engine.regions().close({4}); }), "reached the other ranks");
-    engine.regions().open({4}, /*writable=*/false);
+    engine.regions().open({4}, zero::Writes::None);
     EXPECT_HAS(error_of([&] { engine.regions().close({4}, zero::Writes::FromRank, 0); }), "for reading only");
     return Seen{};
   });

@@ -85,6 +85,16 @@ TEST(Construction, RegionsReadAndWriteBeforeThereIsAnEngine) {
     building.gather({linear->bias});
     EXPECT_TRUE(linear->bias.equal(at::ones({6})));
     building.release({linear->bias});
+    const auto write_and_throw = [&] {
+      const GatheredParameters region(building, {linear->bias}, 1);
+      linear->bias.detach().fill_(rank + 4);
+      throw std::runtime_error("half way");
+    };
+    EXPECT_THROW(write_and_throw(), std::runtime_error);
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { GatheredParameters(building, {linear->bias}, 2); }),
+               "modifier_rank 2 is no rank of a group of 2");
+    const GatheredParameters region(building, {linear->bias});
+    EXPECT_TRUE(linear->bias.equal(at::full({6}, 5)));
   });
 }
 

@@ -165,9 +165,10 @@ TEST(Contents, WeightsAreNeitherLoadedNorWrittenWhereOneRankHasOthers) {
       EXPECT_TRUE(engine.step());
       const at::Tensor before = weight(), kept = net->head->weight;
       if (rank == 1) net->head->weight = torch::randn({2, 6}, at::requires_grad());
-      EXPECT_HAS(testing::error_of([&] { static_cast<void>(engine.load_checkpoint(folder)); }),
+      EXPECT_HAS(testing::error_of<UsageError>([&] { static_cast<void>(engine.load_checkpoint(folder)); }),
                  "[engine.load_checkpoint] head.weight");
-      EXPECT_HAS(testing::error_of([&] { static_cast<void>(engine.save_16bit_model(folder, "weights.safetensors")); }),
+      EXPECT_HAS(testing::error_of<UsageError>(
+                     [&] { static_cast<void>(engine.save_16bit_model(folder, "weights.safetensors")); }),
                  "[engine.save_16bit_model] head.weight");
       EXPECT_TRUE(weight().equal(before));
       EXPECT_EQ(engine.core().global_steps(), 1);

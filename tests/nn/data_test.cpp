@@ -158,7 +158,19 @@ TEST(Loader, FollowsTheMeshOfAnEngineAndItsCheckpoints) {
 TEST(Loader, StatesThatAreNoneAreRefused) {
   Loader<Numbers> loader(Numbers(4), 0, 1, 2);
   EXPECT_HAS(testing::error_of<IoError>([&] { loader.load_state(c10::IValue("x")); }), "has no 'epoch' that can be");
-  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { Loader<Numbers>(Numbers(0), 0, 1, 2).begin(); }), "is empty");
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { Loader<Numbers>(Numbers(0), 0, 1, 2); }), "is empty");
+  for (const int64_t batch : {0, -1})
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { Loader<Numbers>(Numbers(4), 0, 1, batch); }),
+               c10::str("a batch must have 1 example at least, got ", batch));
+  for (const int rank : {-1, 2})
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { Loader<Numbers>(Numbers(4), rank, 2, 1); }), "of 2 ranks");
+  Loader<Numbers> larger(Numbers(9), 0, 1, 2);
+  const auto ended = larger.state();
+  loader.load_state(ended);
+  EXPECT_EQ(take(loader, 100).size(), 4U);
+  take(larger, 3);
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { loader.load_state(larger.state()); }),
+             "a place in a dataset of 9 examples, and this one has 4");
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <numeric>
@@ -300,6 +301,59 @@ TEST(Engine, CallsComeFromOneThreadAtATime) {
       EXPECT_TRUE(engine.step());
     }).join();
   }
+}
+
+// Rank 0 saves in a thread while all train: no rank waits for what does not come.
+TEST(Engine, ASaveOfAnotherThreadIsAnErrorOfAllRanks) {
+  for (const bool amid : {false, true})  // between a forward and its backward
+    for (const int stage : {0, 1, 2, 3})
+      testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        auto engine = initialize(std::make_shared<PairNet>(), adamw_config(stage, 2), comm::Mesh(group));
+        const io::TempFolder dir;
+        const auto forward = [&] { return std::get<0>(engine.forward(at::ones({4, 5}), at::ones({4, 3}))); };
+        at::Tensor loss = amid ? forward() : at::Tensor();
+        std::string of_saver;
+        std::thread saver;
+        if (rank == 0) {
+          saver = std::thread([&] { of_saver = testing::error_of([&] { engine.save_checkpoint(dir.path()); }); });
+          std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        }
+        const std::string error = testing::error_of([&] {
+          for (int step = 0; step < 3; ++step) {
+            if (!loss.defined()) loss = forward();
+            std::exchange(loss, at::Tensor()).backward();
+            engine.step();
+          }
+        });
+        const char* const says = "another thread is in save_checkpoint of this engine; calls come from one thread";
+        EXPECT_HAS(error, says);
+        if (rank > 0) return;
+        saver.join();
+        EXPECT_HAS(of_saver, says);
+      });
+}
+
+// C++ lets p.grad be of any shape.
+TEST(Engine, GradientsOfAnotherShapeAreNamed) {
+  for (const int ranks : {1, 2})
+    for (const int stage : {0, 1, 2, 3})
+      for (const bool after : {false, true})  // a backward
+        testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+          auto net = std::make_shared<PairNet>();
+          auto engine = initialize(net, adamw_config(stage, ranks), comm::Mesh(group));
+          const auto backward = [&] { std::get<0>(engine.forward(at::ones({4, 5}), at::ones({4, 3}))).backward(); };
+          if (after) backward();
+          net->head->bias.mutable_grad() = at::ones({7});
+          const std::string error = testing::error_of([&] {
+            if (!after) backward();
+            engine.step();
+          });
+          EXPECT_HAS(error, "the gradient of 'head.bias' has shape [7], and the parameter [3]");
+          net->head->bias.mutable_grad().reset();
+          engine.zero_grad();
+          backward();
+          EXPECT_TRUE(engine.step());
+        });
 }
 
 TEST(Engine, WhatWasMovedFromSaysSo) {

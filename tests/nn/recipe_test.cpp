@@ -367,6 +367,63 @@ TEST(Recipe, ParametersMayBeginToBeTrained) {
       });
 }
 
+using Change = std::function<void(optim::GroupOptions&)>;
+
+struct Wrong {
+  Change change;
+  std::string said;
+  std::string optimizer = "AdamW";
+};
+
+// As the configuration would be; wherever it comes from, all ranks have the error, and nothing has changed.
+TEST(Recipe, HyperParametersOfGroupsHaveTheBoundsOfTheConfiguration) {
+  const double nan = std::nan("");
+  const std::vector<Wrong> wrongs{{[](auto& g) { g.lr = -1; }, "lr must be >= 0, got -1"},
+                                  {[=](auto& g) { g.lr = nan; }, "lr must be >= 0, got nan"},
+                                  {[](auto& g) { g.lr = INFINITY; }, "lr must be a finite number, got inf"},
+                                  {[](auto& g) { g.beta2 = 1; }, "beta 1 must be in [0, 1), got 1"},
+                                  {[=](auto& g) { g.weight_decay = nan; }, "weight_decay must be >= 0, got nan"},
+                                  {[](auto& g) { g.momentum = -1; }, "momentum must be >= 0, got -1", "SGD"},
+                                  {[](auto& g) { g.min_coeff = 20; }, "0 < min_coeff <= max_coeff must hold", "Lamb"},
+                                  {[](auto& g) { g.momentum = 1; }, "momentum must be in [0, 1), got 1", "Muon"}};
+  for (const Wrong& wrong : wrongs)
+    for (const int stage : {0, 1, 2, 3})
+      for (const int ranks : {1, 2})
+        testing::run_ranks(ranks, [&](int rank, const comm::GroupPtr& group) {
+          SCOPED_TRACE(c10::str(wrong.said, ", stage ", stage, ", ", ranks, " ranks"));
+          const Config config = config_of_stage(stage, optimizer_of(wrong.optimizer));
+          const auto start = [&](const std::vector<ParamGroup>& groups) {
+            return initialize(std::make_shared<Growing>(), config, comm::Mesh(group), Recipe{.groups = groups});
+          };
+          const auto takes = [](const std::string&, const at::Tensor&) { return true; };
+          EXPECT_HAS(testing::error_of<c10::ValueError>([&] { start({{.takes = takes, .set = wrong.change}}); }),
+                     wrong.said);
+          auto engine = start({});
+          const auto before = engine.states().full_param("last.weight").clone();
+          const bool alone = rank == ranks - 1;  // all ranks have the error of one
+          auto& options = engine.groups().back();
+          const optim::GroupOptions good = options;
+          if (alone) wrong.change(options);
+          engine.forward(batch(0)).backward();
+          EXPECT_HAS(testing::error_of([&] { engine.step(); }), wrong.said);
+          options = good;
+          if (alone) engine.groups().push_back(good);
+          EXPECT_HAS(testing::error_of([&] { engine.step(); }), "add_param_group() makes one more");
+          const io::TempFolder folder;
+          EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.save_checkpoint(folder.path()); }),
+                     "add_param_group() makes one more");
+          if (alone) engine.groups().pop_back();
+          EXPECT_TRUE(engine.states().full_param("last.weight").equal(before));
+          EXPECT_TRUE(engine.step());
+          if (!optim::is_native_type(wrong.optimizer)) return;  // whose groups do not grow
+          optim::GroupOptions added = good;
+          wrong.change(added);
+          const auto params = engine.module().grow();
+          EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.add_param_group(params, added); }), wrong.said);
+          EXPECT_EQ(engine.groups().size(), 1U);
+        });
+}
+
 TEST(Recipe, MuonIsForMatricesInside) {
   const auto groups_of = [](const std::vector<ParamGroup>& groups) {
     auto model = net();
@@ -428,12 +485,23 @@ TEST(Recipe, TypesThatCppHasNotAreNamed) {
   const auto build = [](const std::string& type) {
     initialize(net(), config_of_stage(0, optimizer_of(type)), comm::Mesh());
   };
-  for (const char* type : {"NAdam", "RAdam", "Adadelta", "rmsprop"})
+  for (const char* type : {"NAdam", "RAdam", "Adadelta"})
     EXPECT_HAS(
         testing::error_of<c10::ValueError>([&] { build(type); }),
         std::string(type) +
             " does in Python only); set optimizer.type to one of Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, and "
             "of torch::optim RMSprop, and Adam and AdamW with amsgrad");
+  for (const auto& [type, near] : {std::pair("rmsprop", "RMSprop"), {"Adamm", "Adam"}, {"Loin", "Lion"}})
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { build(type); }),
+               c10::str("('", type, "' is none: did you mean \"", near, "\"?); set optimizer.type to one of"));
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { build("Nothing"); }), "('Nothing' is none); set");
+  const auto scheduled = [](const std::string& type) {
+    Config config = config_of_stage(0, kAdamW);
+    config.scheduler.type = type;
+    return testing::error_of<c10::ValueError>([&] { initialize(net(), config, comm::Mesh()); });
+  };
+  EXPECT_HAS(scheduled("StepLR"), "names no schedule that runs in C++ (StepLR does in Python only); set");
+  EXPECT_HAS(scheduled("WarmupDecyLR"), "('WarmupDecyLR' is none: did you mean \"WarmupDecayLR\"?)");
   EXPECT_HAS(testing::error_of<c10::NotImplementedError>([&] { build("LBFGS"); }), "needs a closure");
 }
 

@@ -336,41 +336,90 @@ TEST(Scope, RegionsTakeTheWritersValues) {
   });
 }
 
-// As in Python: what an exception leaves half written does not hold.
-TEST(Scope, RegionsThatAnExceptionLeavesChangeNothing) {
-  testing::run_ranks(2, [](int rank, const comm::GroupPtr& group) {
-    auto net = std::make_shared<BlockNet>();
+// body(engine, net, stage, ranks, rank), of one to three ranks.
+void in_every_stage(const std::function<void(Engine<BlockNet>&, BlockNet&, int, int, int)>& body,
+                    const std::string& precision = "") {
+  for (const int ranks : {1, 2, 3})
+    for (int stage = 0; stage < 4; ++stage)
+      testing::run_ranks(ranks, [&](int rank, const comm::GroupPtr& group) {
+        const auto net = std::make_shared<BlockNet>();
+        Config cfg = config(ranks);
+        cfg.zero_optimization.stage = stage;
+        cfg.bf16.enabled = precision == "bf16";
+        auto engine = initialize(net, cfg, comm::Mesh(group));
+        SCOPED_TRACE(c10::str("stage ", stage, ", ", ranks, " ranks, ", precision));
+        body(engine, *net, stage, ranks, rank);
+      });
+}
+
+// As of plain PyTorch: an exception does not undo what was written before it, on any rank or stage.
+TEST(Scope, WhatWasWrittenBeforeAnExceptionLeftARegionHolds) {
+  for (const bool all_throw : {true, false})
+    for (const std::string precision : {"", "bf16"})
+      in_every_stage(
+          [&](Engine<BlockNet>& engine, BlockNet& net, int stage, int ranks, int rank) {
+            const at::Tensor weight = net.head->weight;
+            const int writer = ranks - 1;
+            const auto write = [&] {
+              const GatheredParameters region(engine, {weight}, writer);
+              const torch::NoGradGuard no_grad;
+              at::Tensor(weight).fill_(rank + 3);
+              if (all_throw || rank == writer) throw std::runtime_error("half way");
+            };
+            try {
+              write();
+            } catch (const std::runtime_error& error) {
+              EXPECT_STREQ(error.what(), "half way");
+            }
+            EXPECT_EQ(gathered(engine.core()), stage == 3 && ranks > 1 ? 0 : 8);
+            const at::Tensor want = at::full({2, 6}, writer + 3.0);
+            EXPECT_TRUE(engine.states().full_param("head.weight").equal(want));
+            const GatheredParameters region(engine, {weight});
+            EXPECT_TRUE(weight.to(at::kFloat).equal(want));
+          },
+          precision);
+}
+
+TEST(Scope, AWriterThatIsNoRankOpensNothing) {
+  in_every_stage([](Engine<BlockNet>& engine, BlockNet& net, int, int ranks, int) {
+    for (const int wrong : {-2, ranks, 100})
+      EXPECT_HAS(error_of<c10::ValueError>([&] { GatheredParameters(engine, net.parameters(), wrong); }),
+                 c10::str("modifier_rank ", wrong, " is no rank of a group of ", ranks));
+    engine.forward(torch::ones({4, 6}).to(net.head->weight.scalar_type())).backward();
+    EXPECT_TRUE(engine.step());
+  });
+}
+
+TEST(Scope, AnEngineThatEndsInARegionLeavesItsParametersWhole) {
+  for (const int modifier : {-1, 0})
+    in_every_stage([&](Engine<BlockNet>& engine, BlockNet& net, int stage, int ranks, int) {
+      BlockNet want;
+      {
+        const GatheredParameters region(engine, {net.head->weight, net.head->bias}, modifier);
+        engine.destroy();
+      }
+      EXPECT_TRUE(net.head->weight.equal(want.head->weight));
+      net.head->forward(at::ones({1, 6})).sum().backward();
+      EXPECT_TRUE(net.head->bias.grad().equal(at::ones({2})));
+      const at::Tensor other = net.parameters()[0];
+      if (stage == 3 && ranks > 1)
+        EXPECT_HAS(error_of([&] { (void)other.sum(); }), "its engine was destroyed");
+      else
+        EXPECT_TRUE(other.equal(want.parameters()[0]));
+    });
+}
+
+// LibTorch calls the layers of a Sequential itself: what is none of Tessera's is gathered with the model.
+TEST(Scope, LayersOfAPlainSequentialAreNamed) {
+  testing::run_ranks(2, [](int, const comm::GroupPtr& group) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 6), unit(torch::nn::Linear(6, 2)));
     auto engine = initialize(net, config(2), comm::Mesh(group));
-    const at::Tensor weight = net->head->weight;
-    at::Tensor before;
-    {
-      const GatheredParameters region(engine.core(), {weight});
-      before = weight.detach().clone();
-    }
-    const auto write_and_throw = [&] {
-      const GatheredParameters region(engine.core(), {weight}, /*modifier_rank=*/1);
-      const torch::NoGradGuard no_grad;
-      at::Tensor(weight).narrow(0, 0, 1).fill_(rank);
-      throw std::runtime_error("half way");
-    };
-    EXPECT_THROW(write_and_throw(), std::runtime_error);
-    // One that begins and ends while another exception passes is whole.
-    struct Cleaner {
-      std::function<void()> f;
-      ~Cleaner() { f(); }
-    };
-    const auto in_passing = [&] {
-      const Cleaner cleaner{[&] {
-        const GatheredParameters region(engine.core(), {weight}, /*modifier_rank=*/1);
-        const torch::NoGradGuard no_grad;
-        EXPECT_TRUE(weight.equal(before));
-        at::Tensor(weight).fill_(rank);
-      }};
-      throw std::runtime_error("passes");
-    };
-    EXPECT_THROW(in_passing(), std::runtime_error);
-    const GatheredParameters region(engine.core(), {weight});
-    EXPECT_TRUE(weight.equal(torch::ones({2, 6})));
+    const std::string text = engine.units_text();
+    EXPECT_HAS(text,
+               c10::str("0",
+                        " (torch::nn::LinearImpl), 42 elements: for the whole forward, as neither it nor a module "
+                        "around it says when it runs: push tessera::nn::unit(layer) into the Sequential in its place"));
+    EXPECT_HAS(text, "1 (torch::nn::LinearImpl), 14 elements: while it runs");
   });
 }
 

@@ -186,6 +186,25 @@ TEST(StateDict, WhatDoesNotFit) {
     if (rank == engine.core().mesh().size(comm::kAxes) - 1) bad["out.weight"] = at::ones({kWidth, 3});
     EXPECT_HAS(load(bad, loose), "'out.weight' has shape [8, 3] there and [3, 8] here");
     expect_same(engine.module_state_dict(), before);
+    const bool last = rank == engine.core().mesh().size(comm::kAxes) - 1;
+    const auto wrong_here = [&](const char* name, const at::Tensor& value) {
+      NamedTensors wrong;
+      for (const auto& item : before)
+        wrong.insert(item.key(), last && item.key() == name ? value : item.value() + 1);
+      return load(wrong);
+    };
+    const at::Tensor weight = before["out.weight"], buffer = before["shift"];
+    EXPECT_HAS(wrong_here("out.weight", weight.to(at::kMeta)), "'out.weight' is on the meta device there");
+    EXPECT_HAS(wrong_here("shift", buffer.to(at::kMeta)), "'shift' is on the meta device there");
+    EXPECT_HAS(wrong_here("out.weight", weight.to(at::kComplexFloat)), "'out.weight' is complex there and real here");
+    EXPECT_HAS(wrong_here("out.weight", weight.to_sparse()), "'out.weight' is sparse");
+    EXPECT_HAS(wrong_here("out.weight", at::Tensor()), "not there: 'out.weight'");
+    const LoadOptions renames{.rename = [&](const std::string& name) {
+      if (last && name == "out.weight") throw std::runtime_error("no such name");
+      return name;
+    }};
+    EXPECT_HAS(load(before, renames), "`rename` threw for 'out.weight': no such name");
+    expect_same(engine.module_state_dict(), before);
 
     const LoadedNames names = engine.load_module_state_dict(other, loose);
     EXPECT_EQ(names.missing, (std::vector<std::string>{"norm.bias", "shift"}));

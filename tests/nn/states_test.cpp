@@ -5,6 +5,7 @@
 #include <torch/optim/adam.h>
 
 #include "tessera/nn/engine.h"
+#include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
@@ -148,6 +149,34 @@ TEST(States, OfOptimizersThatRunThemselves) {
     for (const int ranks : {1, 3})
       for (int stage = 0; stage < 4; ++stage)
         testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) { check(row, stage, group); });
+}
+
+// While the object lives; also where an exception ends it.
+TEST(States, AreAwayInAScope) {
+  for (const int ranks : {1, 2})
+    for (const int stage : {1, 2, 3})
+      testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+        const io::TempFolder disk;
+        const auto config = Config::from_json(c10::str(
+            R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": )",
+            stage, R"(, "offload_optimizer": {"device": "none", "nvme_path": ")", disk.path(), R"("}}})"));
+        auto engine = initialize(states_model(), config, comm::Mesh(group));
+        const at::Tensor before = engine.states().full_param("0.weight").clone();
+        const auto away = [&](bool throws) {
+          auto held = engine.states_away(zero::all_state_kinds(), shard::Residence::Nvme);
+          EXPECT_TRUE(engine.states_are_away());
+          EXPECT_HAS(error_of<UsageError>([&] { engine.step(); }), "reload_states() first");
+          if (throws) throw std::runtime_error("passes");
+          held.end();
+          EXPECT_FALSE(engine.states_are_away());
+        };
+        EXPECT_EQ(error_of([&] { away(true); }), "passes");
+        EXPECT_FALSE(engine.states_are_away());
+        away(false);
+        EXPECT_TRUE(engine.states().full_param("0.weight").equal(before));
+        train(engine);
+        EXPECT_TRUE(engine.step());
+      });
 }
 
 }  // namespace tessera::nn::states_tests

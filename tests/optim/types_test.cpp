@@ -55,6 +55,9 @@ TEST(OptimizerOptions, OutOfBounds) {
   EXPECT_EQ(error("Lamb", [](auto& g) { g.lr = -1; }), "[Lamb] lr must be >= 0, got -1");
   EXPECT_EQ(error("Muon", [](auto& g) { g.momentum = 1, g.ns_steps = 0; }),
             "[Muon] momentum must be in [0, 1), got 1; ns_steps must be >= 1, got 0");
+  EXPECT_EQ(error("SGD", [](auto& g) { g.lr = INFINITY, g.dampening = NAN; }),
+            "[SGD] lr must be a finite number, got inf; dampening must be a finite number, got nan");
+  EXPECT_EQ(error("Lamb", [](auto& g) { g.max_coeff = INFINITY; }), "");
   EXPECT_HAS(error("Adam", [](auto& g) { g.beta2 = std::nan(""); }), "beta 1 must be in [0, 1), got nan");
   EXPECT_HAS(error("Lamb", [](auto& g) { g.min_coeff = 20; }), "0 < min_coeff <= max_coeff must hold, got 20 and 10");
 }

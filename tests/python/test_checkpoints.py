@@ -37,6 +37,30 @@ def saved(request: Any, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor], 
     return tmp_path / "run", engines(model, 2, config(stage, bf16=bf16), body)[0], model
 
 
+@pytest.mark.parametrize("max_size", [None, 64])
+def test_weight_files_are_written_and_read(max_size: int | None, tmp_path: Path) -> None:
+    first, second = torch.arange(24.0).view(4, 6).requires_grad_(), torch.arange(3)
+    tensors = {"a.weight": first, "tied": first, "b": second}
+    names = checkpoints.write_weights(tmp_path, "model.safetensors", tensors, max_size, {"by": "me"})
+    assert names == ["model.safetensors"] if max_size is None else len(names) == 3
+    for path in (tmp_path, [tmp_path / name for name in names if name.endswith(".safetensors")]):
+        reader = checkpoints.WeightReader(path)
+        assert reader.tensors() == {
+            "a.weight": (torch.float32, [4, 6]),
+            "tied": (torch.float32, [4, 6]),
+            "b": (torch.int64, [3]),
+        }
+        assert reader.metadata()["by"] == "me"
+        assert all(torch.equal(reader.read(name), value) for name, value in tensors.items())
+        assert torch.equal(reader.read("tied", 1, [(0, 1), (4, 6)]), first[:, [0, 4, 5]])
+        with pytest.raises(tessera.ConfigError, match="nowhere"):
+            reader.read("nowhere")
+    with pytest.raises(tessera.errors.IoError):
+        checkpoints.WeightReader(tmp_path / "none.safetensors")
+    with pytest.raises(tessera.ConfigError, match="'b' is not a dense tensor"):
+        checkpoints.write_weights(tmp_path, "other.safetensors", {"b": second.to("meta")})
+
+
 def test_weights_for_other_tools(saved: Any, tmp_path: Path) -> None:
     folder, values, model = saved
     state = checkpoints.state_dict(folder)

@@ -95,6 +95,15 @@ def test_a_loader_goes_on_where_it_was(taken: int, before: int | None) -> None:
     assert [next(after).tolist() for _ in range(9)] == everything[taken : taken + 9]
 
 
+def test_a_place_in_a_larger_dataset_is_refused() -> None:
+    saved, smaller = (make_loader(Numbers(size), batch_size=2, rank=0, world_size=1) for size in (9, 4))
+    smaller.load_state_dict(saved.state_dict())
+    next(iter(saved))
+    with pytest.raises(tessera.ConfigError, match="a dataset of 9 examples, and this one has 4"):
+        smaller.load_state_dict(saved.state_dict())
+    assert len(list(smaller)) == 2
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("later", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3])

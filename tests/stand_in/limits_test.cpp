@@ -115,7 +115,7 @@ std::vector<Call> calls_of_all_ranks() {
           {"the first step", [](Trainee& t) { t.step(1); }, true},
           {"a region",
            [](Trainee& t) {
-             t.engine->regions().open({0, 1, 2, 3, 4}, /*writable=*/true);
+             t.engine->regions().open({0, 1, 2, 3, 4});
              t.engine->regions().close({0, 1, 2, 3, 4}, zero::Writes::FromRank, 0);
            }},
           {"a value", [](Trainee& t) { t.engine->states().get_full(3, engine::Quantity::Master); }}};

@@ -120,7 +120,7 @@ class DsParameter(nn.Parameter):
         params = list(param_list or [self])
         settle(params)
         for holder, numbers in _by_holder(params):
-            holder.gather(numbers, False)
+            holder.gather(numbers, _core.Writes.None_, 0)
 
     def all_gather_coalesced(self, params: Iterable[nn.Parameter], **_: Any) -> _Done:
         self.all_gather(params)

@@ -6,11 +6,9 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from tessera import _core
-from tessera._copies import copy_of
 from tessera._loans import Loans
 from tessera.engine._ranks import Ranks
 
@@ -46,7 +44,7 @@ def end(engine: Ending) -> None:
         if parallel is not None:
             steps.callback(parallel.undo)
         if core is not None:
-            steps.callback(_destroy_core, core, engine.module, updates.index if updates is not None else {})
+            steps.callback(core.destroy)
         steps.callback(engine._loans.give_back)
         if "_watch" in there:
             steps.callback(there["_watch"].close)
@@ -61,23 +59,9 @@ def give_up(engine: Ending) -> None:
     core = vars(engine).get("core")
     if core is not None:
         with contextlib.suppress(RuntimeError):
-            core.gather(list(range(len(core.params()))), False)
+            core.gather(list(range(len(core.params()))), _core.Writes.None_, 0)
 
 
 def _numbers_in(core: _core.Engine, regions: Iterable[frozenset[int]]) -> set[int]:
     inside = frozenset[int]().union(*regions)
     return {number for number, spec in enumerate(core.params()) if id(spec.tensor) in inside}
-
-
-def _destroy_core(core: _core.Engine, module: nn.Module, index: dict[int, int]) -> None:
-    whole: dict[torch.Tensor, torch.Tensor] = {}  # values of partitioned parameters that are whole at the moment
-    try:
-        for param in module.parameters():
-            number = index.get(id(param), -1)
-            here = number >= 0 and core.partition_of(number).partitioned and core.is_gathered(number)
-            if here and (copy := copy_of(param)) is not None:
-                whole[param] = copy
-    finally:
-        core.destroy()
-    for gathered, value in whole.items():
-        gathered.data = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from tessera import _core
 from tessera._copies import own_copies
+from tessera.engine._on_all import on_all
+from tessera.errors import ConfigError
 from tessera.parallel.engines import TensorParallel
 from tessera.zero.engines import Region, parts_of
 
@@ -27,6 +30,18 @@ class HasWeights(Protocol):
     @property
     def _settings(self) -> _core.Config: ...
     def _whole(self) -> contextlib.AbstractContextManager[bool]: ...
+
+
+def _check_values(state: dict[str, Any], module: nn.Module) -> None:
+    """Of what torch notices when some of the module has changed already."""
+    for name, own in itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers()):
+        value = state.get(name)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.is_meta:
+            raise ConfigError(f"[engine.load_module_state_dict] '{name}' is on the meta device, and has no values")
+        if value.is_complex() and not own.is_complex():
+            raise ConfigError(f"[engine.load_module_state_dict] '{name}' is complex there and real here")
 
 
 class Weights:
@@ -66,8 +81,12 @@ class Weights:
         custom_load_fn: Callable[[dict[str, Any], nn.Module], None] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """module.load_state_dict(); the masters follow. Every rank loads the same values. Collective in stage 3."""
+        """module.load_state_dict(); the masters follow. Every rank loads the same values. ConfigError, with nothing
+        changed, for values that no tensor of the module can take. Collective in stage 3."""
         core, module = self._engine.core, self._engine.module
+        if custom_load_fn is None:
+            with on_all(core) if self._engine._settings.placements.shards_params else contextlib.nullcontext():
+                _check_values(checkpoint, module)
         # A region in any stage: it sees what a custom function writes to p.data, too.
         everything = list(range(len(core.params())))
         with Region([(core, everything)], _core.Writes.Own):

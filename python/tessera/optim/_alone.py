@@ -97,6 +97,7 @@ class KernelOptimizer(torch.optim.Optimizer):
         first, works = 0, []
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
+            self._check_range(number, group)
             work = _Work(group, [], [])
             for index, param in enumerate(group["params"]):
                 if param.grad is not None:
@@ -142,6 +143,12 @@ class KernelOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"[{self._name}] {name} is not supported (param group {number}); use the class of torch.optim"
                 )
+
+    def _check_range(self, number: int, group: Group) -> None:
+        options = _core.GroupOptions()
+        self.fill(group, options)
+        if wrong := _core.wrong_in_group(self._rule, options):
+            raise ConfigError(f"[{self._name}] param group {number}: {wrong}")
 
     def _state(self, param: torch.Tensor, group: Group) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]

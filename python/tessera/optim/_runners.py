@@ -20,6 +20,7 @@ from tessera.optim import _parts
 from tessera.optim._rules import NativeRule, device_terms, note_group, other_names, other_terms, read_group
 from tessera.optim._state_view import StateView, shaped_like
 from tessera.optim._states import OptimizerStates, OwnStates
+from tessera.optim._whole import WholeOptimizer
 
 _ELSEWHERE = "[optimizer] another rank could not take the optimizer's states, and says why"
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
@@ -358,6 +359,8 @@ class ExternalRunner(Runner):
         for index, (group, options) in enumerate(zip(self.base.param_groups, self._groups, strict=True)):
             note_group(group, options)
             self._core.set_group(index, options)
+            if isinstance(self.base, WholeOptimizer):
+                self.base.check_group(index, group)
         lines, on_device = [], []
         for index, (group, names) in enumerate(zip(self.base.param_groups, self._names, strict=True)):
             lines += other_terms(group, index, names)

@@ -33,7 +33,7 @@ class WholeOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates all parameters that have a gradient; returns what `closure` gave, or None."""
         loss = loss_of(closure)
-        groups = [self.options(group) for group in self.param_groups]
+        groups = [self.check_group(number, group) for number, group in enumerate(self.param_groups)]
         numbers, params, states, names = [], [], [], []
         for number, group in enumerate(self.param_groups):
             keys = _core.state_names(self._rule, [groups[number]])
@@ -59,6 +59,13 @@ class WholeOptimizer(torch.optim.Optimizer):
     def options(self, group: dict[str, Any]) -> _core.GroupOptions:
         """The hyper-parameters of a param group in the core's terms."""
         return _core.group_options(self._rule, group)
+
+    def check_group(self, number: int, group: dict[str, Any]) -> _core.GroupOptions:
+        """options(). ConfigError for what is beyond the bounds of a configuration."""
+        options = self.options(group)
+        if wrong := _core.wrong_in_group(self._rule, options):
+            raise ConfigError(f"[{type(self).__name__}] param group {number}: {wrong}")
+        return options
 
     def _state(self, param: torch.Tensor, keys: list[str]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]

@@ -58,7 +58,7 @@ class EarlyParameters:
         """Collective, unless the parameter is whole."""
         if self.core.is_gathered(number):
             return
-        self.core.gather([number])
+        self.core.gather([number], _core.Writes.FromRank, 0)
         self._read[number] = elements
         while len(self._read) > 1 and sum(self._read.values()) > self.OPEN_ELEMENTS:
             self._close([next(iter(self._read))])
@@ -72,9 +72,9 @@ class EarlyParameters:
             del self._read[number]
         self.core.release(numbers, _core.Writes.FromRank, 0)
 
-    def gather(self, numbers: list[int], writable: bool = True) -> None:
+    def gather(self, numbers: list[int], writes: _core.Writes, writer: int) -> None:
         self._close([number for number in numbers if number in self._read])
-        self.core.gather(numbers)
+        self.core.gather(numbers, writes, writer)
 
     def release(self, numbers: list[int], writes: _core.Writes, writer: int) -> None:
         self.core.release(numbers, writes, writer)

@@ -21,7 +21,7 @@ _PICKLER = "__reduce_ex__"  # _Pickler
 class Holder(Protocol):
     """Who holds partitioned parameters: an engine's core, or EarlyParameters before there is one."""
 
-    def gather(self, numbers: list[int], writable: bool, /) -> None: ...
+    def gather(self, numbers: list[int], writes: _core.Writes, writer: int, /) -> None: ...
     def release(self, numbers: list[int], writes: _core.Writes, writer: int, /) -> None: ...
     def is_gathered(self, number: int, /) -> bool: ...
     def partition_of(self, number: int, /) -> _core.ParamPartition: ...
@@ -100,7 +100,7 @@ class _Copier(_OfParam):
         if found is None or not partitions or found[0].is_gathered(found[1]):
             return type(param).__deepcopy__(param, memo)
         holder, number = found
-        holder.gather([number], False)
+        holder.gather([number], _core.Writes.None_, 0)
         try:
             return type(param).__deepcopy__(param, memo)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ Part = tuple[Holder, list[int]]  # parameters of one holder, by their numbers th
 
 
 class Region:
-    """Makes the parameters of `parts` whole inside the `with`. `writes`: whose values hold afterwards, with FromRank
-    those of `writer`; None_: nothing may be written. After an error no rank's values hold. Collective."""
+    """Inside the `with` the parameters of `parts` are whole. `writes`: whose values hold afterwards, with FromRank
+    those of `writer`; None_: nothing may be written. Collective, also where an exception leaves it: what was written
+    before holds."""
 
     def __init__(self, parts: list[Part], writes: _core.Writes = _core.Writes.None_, writer: int = 0) -> None:
         self._parts = parts
@@ -30,29 +32,25 @@ class Region:
     def __enter__(self) -> None:
         for number, (holder, numbers) in enumerate(self._parts):
             try:
-                holder.gather(numbers, self._writes != _core.Writes.None_)
+                holder.gather(numbers, self._writes, self._writer)
             except BaseException:
-                _drop(self._parts[:number])
+                for open_holder, open_numbers in self._parts[:number]:  # nothing is written yet
+                    with contextlib.suppress(RuntimeError):
+                        open_holder.release(open_numbers, _core.Writes.None_, 0)
                 raise
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            _drop(self._parts)
-            return
-        for number, (holder, numbers) in enumerate(self._parts):
+        failure: BaseException | None = None
+        for holder, numbers in self._parts:
             try:
                 if not holder.destroyed():
                     holder.release(numbers, self._writes, self._writer)
-            except BaseException:
-                _drop(self._parts[number + 1 :])
-                raise
-
-
-def _drop(parts: list[Part]) -> None:
-    """Ends regions when an error is on its way already."""
-    for holder, numbers in parts:
-        with contextlib.suppress(RuntimeError):
-            holder.release(numbers, _core.Writes.None_, 0)
+            except BaseException as own:
+                failure = failure or own
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None:  # the error that leaves the region says more
+            warnings.warn(f"[zero] GatheredParameters: {failure}", stacklevel=3)
 
 
 def parts_of(params: Iterable[torch.Tensor], writable: bool) -> list[Part]:
@@ -75,9 +73,10 @@ class GatheredParameters:
 
     Collective: every rank opens and closes the region with the same parameters. Those of a model that zero.Init built
     need no engine. `modifier_rank`: what that rank (of the data-parallel group) writes holds on all ranks, in every
-    stage and also for small and frozen parameters; for an expert or a slice, what the rank in its place writes. None:
-    writing is an error (UsageError, when the region ends), but for parameters that are not partitioned, where it is
-    each rank's own affair.
+    stage and also of small and frozen parameters; of an expert or a slice, what the rank in its place writes. None:
+    writing is an error (UsageError, when the region ends), but of parameters that are not partitioned, where it is each
+    rank's own affair. ConfigError for what is no rank. An exception that leaves the region leaves it as its end does:
+    what was written before holds, as in plain PyTorch.
     `fwd_module`: also registers the parameters as external to that module. Regions must not overlap. A whole unit is
     gathered, also for one parameter of it.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, assert_close, batch, config, engines, make, run, train_plain, weights
+from support import OPTIMIZERS, assert_close, batch, config, engines, make, run, run_ranks, train_plain, weights
 
 import tessera
 
@@ -33,6 +33,57 @@ def test_client_optimizers_equal_plain_torch(kind: str, stage: int, world: int) 
     for got in engines(model, world, cfg, body, client=OPTIMIZERS[kind]):
         for name, value in weights(plain).items():
             torch.testing.assert_close(got[name], value, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+NAN = float("nan")
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("AdamW", {"lr": -1.0}, "lr must be >= 0, got -1"),
+    ("AdamW", {"lr": NAN}, "lr must be >= 0, got nan"),
+    ("Adam", {"betas": (0.9, 1.0)}, r"beta 1 must be in \[0, 1\), got 1"),
+    ("AdamW", {"weight_decay": NAN}, "weight_decay must be >= 0, got nan"),
+    ("SGD", {"momentum": -1.0}, "momentum must be >= 0, got -1"),
+    ("Lion", {"lr": -1.0}, "lr must be >= 0, got -1"),
+    ("Lamb", {"lr": NAN}, "lr must be >= 0, got nan"),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [*STAGES, 3])
+@pytest.mark.parametrize("kind, wrong, says", WRONG)
+def test_hyper_parameters_have_the_bounds_of_the_configuration(
+    kind: str, wrong: dict[str, Any], says: str, stage: int, world: int
+) -> None:
+    """Of groups that torch looks at no more: as the engine is built, before a step, and of one that is added."""
+    cls = getattr(tessera.optim, kind, None) or getattr(torch.optim, kind)
+    models = [make() for _ in range(world)]
+
+    def body(rank: int, group: tessera.Group) -> None:
+        model = models[rank]
+        optimizer = cls(model.parameters(), lr=0.01)
+        good = dict(optimizer.param_groups[0])
+        of_core = kind != "Lamb"  # else the client's own, which is asked before its first step
+        if of_core:
+            optimizer.param_groups[0].update(wrong)
+            with pytest.raises(tessera.ConfigError, match=says):
+                tessera.Engine(model, config(stage), optimizer=optimizer, group=group)
+            optimizer.param_groups[0].update(good)
+        engine = tessera.Engine(model, config(stage), optimizer=optimizer, group=group)
+        before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        engine(*batch(rank)).backward()
+        if rank == world - 1:  # all ranks have the error of one
+            optimizer.param_groups[0].update(wrong)
+        with pytest.raises((tessera.ConfigError, tessera.UsageError), match=says):
+            engine.step()
+        optimizer.param_groups[0].update({key: good[key] for key in wrong})
+        assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
+        engine.step()
+        if of_core:
+            engine.module.late = torch.nn.Linear(2, 2)
+            with pytest.raises(tessera.ConfigError, match=says):
+                engine.optimizer.add_param_group({"params": list(engine.module.late.parameters()), **wrong})
+        engine.destroy()
+
+    run_ranks(world, body)
 
 
 @pytest.mark.parametrize("stage", STAGES)

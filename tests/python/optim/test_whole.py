@@ -218,6 +218,18 @@ def test_configurations_have_the_defaults_of_the_class(kind: str, cls: type[torc
     }
 
 
+@pytest.mark.parametrize("cls", [Lamb, Muon, tessera.optim.AdamW, tessera.optim.Lion])
+def test_groups_that_are_wrong_later(cls: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = cls([weight], lr=0.1)
+    weight.grad = torch.ones(2, 2)
+    for rate in (-1.0, float("nan")):
+        optimizer.param_groups[0]["lr"] = rate
+        with pytest.raises(tessera.ConfigError, match="param group 0: lr must be >= 0"):
+            optimizer.step()
+    assert torch.equal(weight, torch.ones(2, 2))
+
+
 def test_wrong_arguments() -> None:
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     with pytest.raises(tessera.ConfigError, match="fewer than two dimensions"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
@@ -218,6 +219,55 @@ def test_a_writers_values_hold_in_every_stage(stage: int, mode: str, shared: boo
     first, second, third = engines(make(Parts), 3, cfg, body)
     for name, value in first.items():
         assert torch.equal(value, second[name]) and torch.equal(value, third[name]), name
+
+
+@pytest.mark.parametrize("raising", ["all", "writer"])
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_what_was_written_before_an_exception_left_a_region_holds(
+    stage: int, world: int, mode: str, raising: str
+) -> None:
+    cfg = config(stage, zero={"stage3_param_persistence_threshold": 50})
+    if mode != "fp32":
+        cfg[mode] = {"enabled": True}
+    writer = world - 1
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        params = dict(engine.module.named_parameters())
+        stops = raising == "all" or rank == writer
+        said = pytest.raises(KeyError, match="half way") if stops else contextlib.nullcontext()
+        with said, GatheredParameters(params.values(), modifier_rank=writer):
+            for param in params.values():
+                param.data.fill_(0.25 + rank)
+            if stops:
+                raise KeyError("half way")
+        for param in params.values():
+            if param.requires_grad:
+                assert tessera.state.get_full_fp32_param(engine, param).eq(0.25 + writer).all()
+        assert all(value.eq(0.25 + writer).all() for value in engine.module_state_dict().values())
+
+    engines(make(Parts), world, cfg, body)
+
+
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_writer_that_is_no_rank_opens_nothing(stage: int, built: bool) -> None:
+    def body(rank: int, group: tessera.Group) -> None:
+        with zero.Init(group=group, config=config(stage), enabled=built):
+            model = make()
+        engine = None if built else tessera.Engine(model, config(stage), group=group)
+        for wrong in (-1, 2, 100):
+            says = f"modifier_rank {wrong} is no rank of a group of 2"
+            region = GatheredParameters(model.parameters(), modifier_rank=wrong)
+            with pytest.raises(tessera.ConfigError, match=says), region:
+                raise AssertionError("it is open")
+        with GatheredParameters(model.parameters(), modifier_rank=1):
+            pass
+        if engine is not None:
+            engine.destroy()
+
+    run_ranks(2, body)
 
 
 def test_one_rank_replaces_data_while_a_model_is_built() -> None:
