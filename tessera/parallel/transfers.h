@@ -28,6 +28,11 @@ class Transfer {
   explicit Transfer(T done) : finish_([done = std::move(done)] { return done; }) {}
   Transfer(comm::Pending pending, std::function<T()> finish)
       : finish_(std::move(finish)), pending_(std::move(pending)) {}
+  // Who drops it without a wait has failed, also where the exception has gone another way than through here (a backward's goes by
+  // autograd): other ranks may never make the call, and none is waited for.
+  ~Transfer() { pending_.release(); }
+  Transfer(Transfer&&) noexcept = default;
+  Transfer& operator=(Transfer&&) = delete;
   T wait() {
     pending_.wait();
     return finish_();

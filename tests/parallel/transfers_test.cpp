@@ -1,5 +1,10 @@
 #include "tessera/parallel/transfers.h"
 
+#include <chrono>
+#include <future>
+#include <memory>
+#include <optional>
+
 #include "tests/support/ranks.h"
 
 namespace tessera::parallel {
@@ -21,6 +26,23 @@ TEST(Transfers, SeveralInFlight) {
     EXPECT_TRUE(start_sum(x, even, true).wait().is_same(x));
     EXPECT_TRUE(x.equal(at::full({3, 6}, 6.0)));
   });
+}
+
+// As the graph of a backward that failed: no exception passes where it is dropped. The other rank never makes the call.
+TEST(Transfers, WhatNobodyWaitsForHoldsUpNobody) {
+  const auto start = std::chrono::steady_clock::now();
+  std::promise<void> done;
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    if (rank == 0) {
+      const at::Tensor x = at::ones({4, 2});
+      const auto kept = std::make_shared<std::optional<Transfer<at::Tensor>>>(start_sum(x, {group, 0, {}, "a sum"}));
+      kept->reset();
+      done.set_value();
+    } else {
+      done.get_future().wait_for(std::chrono::seconds(10));
+    }
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
 }
 
 TEST(Transfers, OnlyHolder) {

@@ -228,6 +228,14 @@ def test_doors(text, home, elsewhere):
     assert findings({elsewhere: f"// {text}\n"}) == []  # a comment may name it
 
 
+def test_doors_of_python():
+    text = "store = torch._C._distributed_c10d.HashStore()"
+    assert not list(check_layers.check_doors("python/tessera/distributed.py", text))
+    assert list(check_layers.check_doors("python/tessera/hybrid/_link.py", text))
+    assert not list(check_layers.check_doors("python/tessera/hybrid/_link.py", f"# {text}\n"))
+    assert not list(check_layers.check_doors("tests/python/test_distributed.py", text))
+
+
 def test_length():
     assert findings({"tessera/base/a.h": "\n" * 600}) == []
     assert "601 lines" in findings({"tessera/base/a.h": "\n" * 601})[0]

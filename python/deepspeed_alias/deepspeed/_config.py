@@ -306,18 +306,16 @@ class DeepSpeedConfig:
         zero = given.get(ZERO_OPTIMIZATION) or {}
         zero_given = zero if isinstance(zero, Mapping) else {}
         self.zero_config = DeepSpeedZeroConfig._of(tree[ZERO_OPTIMIZATION], zero_given)
-        self.zero_optimization_stage = tree[ZERO_OPTIMIZATION]["stage"]
+        self.zero_optimization_stage = resolved.zero_optimization.stage
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.fp16_enabled, self.bfloat16_enabled = tree["fp16"]["enabled"], tree["bf16"]["enabled"]
+        self.fp16_enabled, self.bfloat16_enabled = resolved.fp16.enabled, resolved.bf16.enabled
         self.float16_config = DeepSpeedFP16Config._of(tree["fp16"], {})
         self.bfloat16_config = DeepSpeedBF16Config._of(tree["bf16"], {})
-        self.loss_scale = tree["fp16"]["loss_scale"]
-        self.optimizer_name = (tree.get("optimizer") or {}).get("type") or None
-        self.optimizer_params = (tree.get("optimizer") or {}).get("params")
-        self.scheduler_name = (tree.get("scheduler") or {}).get("type") or None
-        self.scheduler_params = (tree.get("scheduler") or {}).get("params")
+        self.loss_scale = resolved.fp16.loss_scale
+        self.optimizer_name, self.optimizer_params = resolved.optimizer.type or None, resolved.optimizer.params
+        self.scheduler_name, self.scheduler_params = resolved.scheduler.type or None, resolved.scheduler.params
         self.monitor_config = get_monitor_config(tree)
-        self.load_universal_checkpoint = tree["checkpoint"]["load_universal"]
+        self.load_universal_checkpoint = resolved.checkpoint.load_universal
 
     def print_user_config(self) -> str:
         return str(self._param_dict)

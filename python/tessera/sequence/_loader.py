@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,13 +12,12 @@ import torch.distributed as dist
 
 from tessera import _core
 from tessera._mesh import core_group
-from tessera._nested import Nesting
+from tessera._nested import Form, Nesting, as_bytes, bytes_of, form_of, from_bytes
 from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
 
 Batch = dict[str, Any]
 Part = tuple[list[torch.Tensor], str]  # tensors, and how they are nested
-Form = list[Any]  # a dtype's name and a shape
 _BATCHES = Nesting("SequenceLoader", "the batch holds", "ranks", "rank", ConfigError)
 
 
@@ -63,7 +61,7 @@ class SequenceLoader:
         parts: list[Part] = []
         try:
             parts = [_taken_apart(part) for part in cut_batch(next(self._iterator), self.sp_world_size)]
-            own: Any = [[note, [[_name(t.dtype), list(t.shape)] for t in tensors]] for tensors, note in parts]
+            own: Any = [[note, [form_of(t) for t in tensors]] for tensors, note in parts]
         except StopIteration:
             own = None
         except Exception as error:
@@ -99,16 +97,12 @@ class SequenceLoader:
         moved = [[t.detach().to(self.device) for t in of_rank] for of_rank in tensors]
         if self.sp_world_size == 1:
             return moved
-        sizes = [[math.prod(shape) * _dtype(name).itemsize for name, shape in of_rank] for of_rank in forms]
-        sent = [t.contiguous().flatten().view(torch.uint8) for of_rank in moved for t in of_rank]
-        lengths = [sum(t.nbytes for t in of_rank) for of_rank in moved]
-        bytes_of = [sum(of_rank) for of_rank in sizes]
-        buffer = torch.empty(sum(bytes_of), dtype=torch.uint8, device=self.device)
-        dist.all_to_all_single(buffer, torch.cat(sent), bytes_of, lengths, group=self.sp_group)
-        pieces = iter(buffer.split([size for of_rank in sizes for size in of_rank]))
-        return [
-            [next(pieces).clone().view(_dtype(name)).reshape(shape) for name, shape in of_rank] for of_rank in forms
-        ]
+        sent = [as_bytes(of_rank, self.device) for of_rank in moved]
+        coming = [bytes_of(of_rank) for of_rank in forms]
+        buffer = torch.empty(sum(coming), dtype=torch.uint8, device=self.device)
+        lengths = [part.numel() for part in sent]
+        dist.all_to_all_single(buffer, torch.cat(sent), coming, lengths, group=self.sp_group)
+        return [from_bytes(data, of_rank) for data, of_rank in zip(buffer.split(coming), forms, strict=True)]
 
 
 def _taken_apart(part: Batch) -> Part:
@@ -117,15 +111,6 @@ def _taken_apart(part: Batch) -> Part:
         if t.layout != torch.strided:
             raise ConfigError(f"[SequenceLoader] the batch holds a tensor of the layout {t.layout}; make it dense")
     return tensors, note
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:
