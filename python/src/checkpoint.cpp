@@ -44,10 +44,8 @@ std::string save(Engine& engine, const std::string& dir, const engine::SaveOptio
     part.tensors.push_back({name, kind, tensor});
   for (const auto& [param, kind, values] : states)
     part.states.push_back({param, kind, values});
-  const auto run_it = [&] { return engine.checkpoints().save(dir, options, std::move(part)); };
-  if (options.deepspeed) return with_warnings(run_it);
   const py::gil_scoped_release release;
-  return run_it();
+  return engine.checkpoints().save(dir, options, std::move(part));
 }
 
 }  // namespace

@@ -351,6 +351,20 @@ TEST(Session, WarningsGoToWriters) {
   }
 }
 
+TEST(Session, WarningsOfALoadGoToWriters) {
+  const io::TempFolder folder;
+  auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}})");
+  config.tessera.json_lines = folder / "lines";
+  for (const bool loads : {false, true}) {
+    config.gradient_accumulation_steps = loads ? 3 : 2;
+    auto engine = initialize(torch::nn::Linear(2, 1), config);
+    EXPECT_EQ(loads, loads && engine.load_checkpoint(folder / "run"));
+    EXPECT_EQ(text_of(folder / "lines").find("was saved inside an accumulation") != std::string::npos, loads);
+    pass(engine);
+    engine.save_checkpoint(folder / "run");
+  }
+}
+
 TEST(Session, MemoryPrintsItselfBesideTheFormula) {
   for (const int stage : {0, 3})
     testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
