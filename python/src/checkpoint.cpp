@@ -201,6 +201,7 @@ void bind_checkpoint(py::module_& m) {
         return checkpoint::open(dir, tag, {{}, {}, optimizer, objects});
       },
       py::arg("dir"), py::arg("tag") = "", py::arg("optimizer") = false, py::arg("objects") = Objects::Inert, NoGil());
+  m.def("why_no_latest", &checkpoint::why_no_latest, py::arg("dir"), py::arg("latest"));
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   using checkpoint::WeightReader;
   py::class_<WeightReader>(m, "WeightReader")

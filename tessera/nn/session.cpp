@@ -501,15 +501,18 @@ engine::ClientPart Session::client_part(const ClientValues& client) const {
 // Each with the value that it shall have.
 std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine::Restore& found, bool strict) const {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
+  std::string problems;
   for (const auto& buffer : module_->named_buffers()) {
-    const at::Tensor value = found.buffer(buffer.key());
-    TESSERA_CHECK_VALUE(value.defined() || !strict, "checkpoint", "buffer '", buffer.key(),
-                        "' is not in the checkpoint");
+    const at::Tensor value = found.buffer(buffer.key()), here = buffer.value();
+    if (!value.defined() && strict) problems += c10::str("\n  not in the checkpoint: '", buffer.key(), "'");
     if (!value.defined()) continue;
-    TESSERA_CHECK_VALUE(value.sizes() == buffer.value().sizes(), "checkpoint", "buffer '", buffer.key(), "' has shape ",
-                        value.sizes(), " there and ", buffer.value().sizes(), " here");
-    buffers.emplace_back(buffer.value(), value);
+    if (value.sizes() == here.sizes())
+      buffers.emplace_back(here, value);
+    else
+      problems += c10::str("\n  '", buffer.key(), "' has shape ", value.sizes(), " there and ", here.sizes(), " here");
   }
+  TESSERA_CHECK_VALUE(problems.empty(), "checkpoint", "buffers of '", found.folder(),
+                      "' do not fit this model:", problems);
   return buffers;
 }
 

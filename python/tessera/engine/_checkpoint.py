@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from tessera import _core
 from tessera.engine._export import export
@@ -12,6 +15,15 @@ from tessera.engine._load import LoadRequest, load
 from tessera.engine._report import heard
 from tessera.engine._run import Run
 from tessera.engine._save import SaveRequest, save
+
+
+@contextlib.contextmanager
+def _called_by_all(call: str) -> Iterator[None]:
+    """Where ranks wait for others, a frequent reason."""
+    try:
+        yield
+    except dist.DistBackendError as error:
+        raise type(error)(f"{error}\n[engine.{call}] all ranks call it, not the first alone") from error
 
 
 class Restorable(Run, Protocol):
@@ -48,7 +60,7 @@ class Checkpoints:
             keep_last,
             random_state,
         )
-        with heard(self._run._tell):
+        with heard(self._run._tell), _called_by_all("save_checkpoint"):
             save(self._run, request)
         return True
 
@@ -86,7 +98,7 @@ class Checkpoints:
             trusted,
             missing_ok,
         )
-        with heard(self._run._tell):
+        with heard(self._run._tell), _called_by_all("load_checkpoint"):
             return load(self._run, request, self._run.load_module_state_dict)
 
     def save_16bit_model(
@@ -111,5 +123,6 @@ class Checkpoints:
                 ]
             )
             return False
-        export(self._run, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+        with _called_by_all("save_16bit_model"):
+            export(self._run, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
         return True

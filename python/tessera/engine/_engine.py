@@ -410,6 +410,16 @@ class Engine(nn.Module):
         afterwards the module is as plain as before and can get a new engine."""
         end(self)
 
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("_") or module is None or not hasattr(module, name):
+                raise
+            text = f"[engine] the engine has no '{name}', its module has: engine.module.{name}"
+            raise AttributeError(text, name=name, obj=self) from None
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "[engine] an engine cannot be pickled or copied, it holds process groups and buffers: save_checkpoint() "
