@@ -44,10 +44,8 @@ std::string save(Engine& engine, const std::string& dir, const engine::SaveOptio
     part.tensors.push_back({name, kind, tensor});
   for (const auto& [param, kind, values] : states)
     part.states.push_back({param, kind, values});
-  const auto run_it = [&] { return engine.checkpoints().save(dir, options, std::move(part)); };
-  if (options.deepspeed) return with_warnings(run_it);
   const py::gil_scoped_release release;
-  return run_it();
+  return engine.checkpoints().save(dir, options, std::move(part));
 }
 
 }  // namespace
@@ -203,6 +201,7 @@ void bind_checkpoint(py::module_& m) {
         return checkpoint::open(dir, tag, {{}, {}, optimizer, objects});
       },
       py::arg("dir"), py::arg("tag") = "", py::arg("optimizer") = false, py::arg("objects") = Objects::Inert, NoGil());
+  m.def("why_no_latest", &checkpoint::why_no_latest, py::arg("dir"), py::arg("latest"));
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   using checkpoint::WeightReader;
   using checkpoint::WeightTensor;

@@ -33,6 +33,7 @@ void bind_commands(py::module_& m) {
         py::arg("sizes"), py::arg("config"), py::arg("ranks"));
   m.def("with_stage", &config::with_stage, py::arg("config"), py::arg("stage"));
   m.def("json_of", &config::json_of, py::arg("given"));
+  m.def("config_of", &config::config_of, py::arg("given"));
   m.def("shard_bytes", &commands::shard_bytes, py::arg("size"));
 
   m.def("command_names", [] {

@@ -3,7 +3,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <sstream>
+#include <string>
 
 #include "bindings.h"
 #include "tessera/base/transforms.h"
@@ -27,6 +27,13 @@ std::shared_ptr<Engine> make_engine(engine::Options options, comm::Mesh mesh, st
   py::gil_scoped_release no_gil;
   auto engine = std::make_unique<Engine>(options, std::move(mesh), std::move(params), groups);
   return {engine.release(), Unlocked<Engine>()};
+}
+
+// Without the end of the last line, which print() adds.
+std::string lines_of(std::string text) {
+  while (text.ends_with('\n'))
+    text.pop_back();
+  return text;
 }
 
 // A tensor for Python, which is None where the core has no tensor.
@@ -143,14 +150,11 @@ void bind_structs(py::module_& m) {
       .def_readonly("peak_buckets", &Engine::Memory::peak_buckets)
       .def_readonly("host", &Engine::Memory::host)
       .def_readonly("disk", &Engine::Memory::disk)
-      .def_readonly("shared", &Engine::Memory::shared);
+      .def_readonly("shared", &Engine::Memory::shared)
+      .def("__repr__", [](const Engine::Memory& memory) { return lines_of(engine::table_of(memory)); });
   py::class_<engine::MemoryUse, Engine::Memory>(m, "MemoryUse")
       .def_readonly("formula", &engine::MemoryUse::formula)
-      .def("__repr__", [](const engine::MemoryUse& memory) {
-        std::ostringstream text;
-        text << memory;
-        return text.str();
-      });
+      .def("__repr__", [](const engine::MemoryUse& memory) { return lines_of(c10::str(memory)); });
 }
 
 void bind_writes(py::module_& m) {

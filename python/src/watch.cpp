@@ -2,15 +2,26 @@
 
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <tuple>
+#include <utility>
 
 #include "bindings.h"
+#include "tessera/base/heard_warnings.h"
 #include "tessera/io/metrics.h"
 
 namespace tessera::python {
 namespace {
 
 using Event = std::tuple<std::string, double, int64_t>;
+
+struct Ears {
+  std::vector<std::string> stop() {
+    const auto ended = std::exchange(heard, nullptr);
+    return ended == nullptr ? std::vector<std::string>() : ended->texts();
+  }
+  std::unique_ptr<HeardWarnings> heard = std::make_unique<HeardWarnings>(false);
+};
 
 py::dict row_of(const engine::CallRow& row) {
   const comm::CallTimes& total = row.total;
@@ -58,6 +69,10 @@ void bind_watch(py::module_& m) {
   m.def("tensorboard_metrics", &io::tensorboard_metrics, py::arg("folder"));
   m.def("json_metrics", &io::json_metrics, py::arg("path"));
   m.def("metrics_folder", &io::metrics_folder, py::arg("output_path"), py::arg("job_name"), py::arg("standard"));
+
+  // Hears from where it is made until stop(), in one thread.
+  py::class_<Ears>(m, "Ears").def(py::init<>()).def("stop", &Ears::stop);
+  m.def("warn", [](const std::string& text) { TORCH_WARN(text); }, py::arg("text"));
 
   py::class_<Watch>(m, "Watch")
       .def(py::init<const config::Config&>(), py::arg("config"))

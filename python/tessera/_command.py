@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 from tessera import _core
+from tessera.errors import ConfigError, IoError
 
 
 def _no_sizes(model: str, config: _core.Config) -> _core.ModelSizes:
     raise AssertionError(f"no sizes of {model}")
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Its exit code; of what a user does wrong the line that says it, and 1."""
+    try:
+        return command()
+    except (ConfigError, IoError, NotImplementedError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def run(

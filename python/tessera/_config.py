@@ -29,7 +29,7 @@ def _parse(config: Any) -> _core.Config:
     if isinstance(config, os.PathLike):
         return _core.Config.from_file(os.fspath(config))
     if isinstance(config, str):
-        return _core.Config.from_json(_core.json_of(config))
+        return _core.config_of(config)
     raise ConfigError(
         f"[initialize] config must be a dict, a path, JSON text or base64 text, got {type(config).__module__}."
         f"{type(config).__qualname__}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 
 from tessera import __version__, _core, checkpoints, estimate, launch, report
-from tessera._command import run
-from tessera.errors import ConfigError, IoError
+from tessera._command import guarded, run
 
 __all__ = ["main"]
 
@@ -32,6 +31,7 @@ COMMANDS: dict[str, Callable[[Sequence[str] | None], int]] = {
     **dict.fromkeys(("inspect", "export", "deepspeed", "universal"), checkpoints.main),
 }
 
+_MORE = "\ntessera COMMAND --help says what it takes; tessera --version.\n"
 
 # Summaries of commands that are Python's alone; the core's say theirs themselves.
 _SUMMARIES = {"launch": "Starts the ranks of this host."}
@@ -39,7 +39,7 @@ _SUMMARIES = {"launch": "Starts the ranks of this host."}
 
 def _usage() -> str:
     lines = {**_SUMMARIES, **dict(_core.command_names())}
-    return "usage: tessera COMMAND ...\n\n" + "".join(f"  {name:12}{lines[name]}\n" for name in COMMANDS)
+    return "usage: tessera COMMAND ...\n\n" + "".join(f"  {name:12}{lines[name]}\n" for name in COMMANDS) + _MORE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,15 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command is None:
         asked = name in ("-h", "--help")
+        if name and not asked:
+            near = [f"; did you mean '{other}'?" for other in difflib.get_close_matches(name, COMMANDS, 1)]
+            print(f"tessera: there is no command '{name}'{''.join(near)}\n", file=sys.stderr)
         print(_usage(), end="", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
-    try:
-        return command(given if command is checkpoints.main else given[1:])
-    except (ConfigError, IoError, NotImplementedError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    return guarded(lambda: command(given if command is checkpoints.main else given[1:]))
 
 
 if __name__ == "__main__":

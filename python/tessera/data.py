@@ -268,6 +268,8 @@ def make_loader(
         raise ConfigError(f"[data] training data must be a torch.utils.data.Dataset, got {type(dataset).__name__}")
     if route not in ROUTES:
         raise ConfigError(f"[data] route must be one of {', '.join(ROUTES)}, got {route!r}")
+    if collate_fn is not None and not callable(collate_fn):
+        raise ConfigError(f"[data] collate_fn must be a function of a list of samples, got {type(collate_fn).__name__}")
     samples: Any = dataset  # torch says Dataset where it needs no more than an Indexed
     if data_sampler is None and not isinstance(dataset, IterableDataset):
         data_sampler = DistributedSampler(

@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from tessera import _core
+from tessera._command import guarded
 from tessera.errors import ConfigError
 
 __all__ = ["add_option", "add_options", "check", "exit_code", "main", "own_devices", "run_here"]
@@ -57,12 +59,19 @@ def add_options(made: argparse.ArgumentParser) -> None:
     def add(*names: str, **options: object) -> None:
         add_option(made, *names, **options)
 
-    add("--num_nodes", action=_FromOne, default=-1, help="hosts of the job; default: this one")
+    add("--num_nodes", action=_FromOne, default=-1, metavar="N", help="hosts of the job; default: this one")
     add("-n", "--num_gpus", "--num_accelerators", "--nproc_per_node", dest="num_gpus", action=_FromOne, default=-1,
+        metavar="N",
         help="processes on each host; default: its devices, on the CPU 1")  # fmt: skip
-    add("--master_addr", default="", help="where rank 0 is")
-    add("--master_port", type=int, default=0, help=f"default: a free port on one host, {PORT} on several")
-    add("--node_rank", type=int, default=-1, help="this host's number, where each is started by hand")
+    add("--master_addr", default="", metavar="HOST", help="where rank 0 is")
+    add(
+        "--master_port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help=f"default: a free port on one host, {PORT} on several",
+    )
+    add("--node_rank", type=int, default=-1, metavar="N", help="this host's number, where each is started by hand")
     add("--module", action="store_true", help="the program is the name of a module")
     add("--no_python", action="store_true", help="the program is not Python")
     add("--with_local_rank", action="store_true", help="the program gets an argument --local_rank=N")
@@ -78,6 +87,14 @@ def check(options: argparse.Namespace) -> None:
     """ConfigError for options that exclude each other."""
     if options.module and options.no_python:
         raise ConfigError("[launch] --module and --no_python exclude each other")
+
+
+def _check_program(program: str, runs: bool) -> None:
+    """`runs`: it is no program of Python."""
+    if runs and shutil.which(program) is None:
+        raise ConfigError(f"[launch] there is no program '{program}' that may be run; give its path or chmod +x it")
+    if not runs and not os.path.exists(program):
+        raise ConfigError(f"[launch] there is no file '{program}'; --module takes the name of a module")
 
 
 def own_devices() -> int:
@@ -96,9 +113,11 @@ def own_devices() -> int:
 def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nodes: int = 1, node: int = 0) -> int:
     """The ranks of this host, one a slot; `named`: slots are the numbers of its devices. Returns the exit code of the
     first that failed, whose errors are shown last, or 128 + the number of a signal that ended them; else 0. ConfigError
-    for a port that is in use, and where several tasks of srun do this."""
+    for a program that is not there, a port that is in use, and where several tasks of srun do this."""
     if nodes == 1 and options.num_nodes < 1 and (why := _core.why_not_started_here()):
         raise ConfigError(f"[launch] {why}")
+    if not options.module:
+        _check_program(options.program, options.no_python)
     try:
         return _run_here(options, slots, named, nodes, node)
     except (KeyboardInterrupt, SystemExit):
@@ -245,4 +264,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -228,7 +228,9 @@ class Monitor:
         self._told: dict[int, int] = {}  # how many warnings each writer has got
 
     def on_metric(self, call: Callable[[str, float, int], object]) -> None:
-        """call(name, value, x) for every event from here on, on rank 0."""
+        """call(name, value, x) for every event from here on, on rank 0. ConfigError for what cannot be called."""
+        if not callable(call):
+            raise ConfigError(f"[monitor] on_metric takes a function (name, value, x), got {type(call).__name__}")
         if self._rank == 0:
             self.writers[f"call {len(self.writers)}"] = _Call(call)
 

@@ -311,9 +311,25 @@ std::string manifest_text(const std::string& dir, const std::string& tag, const 
   return text;
 }
 
+std::string why_no_latest(const std::string& dir, const std::string& latest) {
+  namespace fs = std::filesystem;
+  const fs::path path = fs::path(dir).lexically_normal(), folder = path.has_filename() ? path : path.parent_path();
+  if (!fs::exists(folder)) return c10::str("there is no folder '", dir, "'");
+  if (!fs::is_directory(folder))
+    return c10::str("'", dir, "' is a file; give the folder that save_checkpoint() was called with");
+  if (fs::exists(folder / kManifestName)) {
+    const std::string around = folder.parent_path().string();
+    return c10::str("'", dir, "' is one checkpoint; give the folder around it, '", around.empty() ? "." : around,
+                    "', with the tag '", folder.filename().string(), "'");
+  }
+  const std::vector<std::string> there = tags(dir);
+  return c10::str("there is no file '", latest, "' in '", dir, "'; name a tag",
+                  there.empty() ? "" : ", as '" + there[0] + "'");
+}
+
 Reader open(const std::string& dir, const std::string& given, const DeepSpeedHints& hints) {
   const std::string tag = given.empty() ? latest_tag(dir) : given;
-  TESSERA_CHECK_IO(!tag.empty(), "checkpoint", "there is no file 'latest' in '", dir, "'; name a tag");
+  TESSERA_CHECK_IO(!tag.empty(), "checkpoint", why_no_latest(dir));
   const std::string text = manifest_text(dir, tag, hints);
   return {folder_of(dir, tag), text};
 }

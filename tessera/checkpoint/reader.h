@@ -91,6 +91,8 @@ struct DeepSpeedHints {
 // The manifest of `dir`/`tag`, made in memory where DeepSpeed saved it. IoError that says what is missing, value error
 // for a text that is no tag.
 std::string manifest_text(const std::string& dir, const std::string& tag, const DeepSpeedHints& hints = {});
+// Where `dir` has no file `latest`: what there is instead, and what to give.
+std::string why_no_latest(const std::string& dir, const std::string& latest = "latest");
 // Opens a checkpoint without an engine, for reading, DeepSpeed's too; `tag` empty: the tag that `latest` names. `dir` is what
 // save_checkpoint() was called with. Errors as of manifest_text(). Local.
 Reader open(const std::string& dir, const std::string& tag = "", const DeepSpeedHints& hints = {});

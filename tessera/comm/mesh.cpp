@@ -68,7 +68,8 @@ std::vector<Axes> MeshShape::groups() const {
 
 MeshShape mesh_shape(int world, int shards, int sp, int tp) {
   TESSERA_CHECK_VALUE(sp >= 1 && tp >= 1 && world % (sp * tp) == 0, "comm.mesh", "sequence_parallel_size ", sp,
-                      " x tensor_parallel.autotp_size ", tp, " does not divide the ", world, " ranks");
+                      " x tensor_parallel.autotp_size ", tp, " does not divide the ", world,
+                      " ranks: start a multiple of ", sp * tp, ", or lower the two");
   const int batch = world / (sp * tp);
   if (shards <= 0) shards = batch;
   TESSERA_CHECK_VALUE(batch % shards == 0, "comm.mesh", "the ", batch,

@@ -13,9 +13,10 @@ void check(const Arguments& given, const FrontEnd&, Result& result) {
     for (const std::string& line : lines)
       result.errors += "warning: " + line + "\n";
   };
+  const int64_t ranks = given.has("--ranks") ? given.number("--ranks", 1) : 0;
   const Config config = [&] {
     try {
-      return Config::from_json(config::json_of(given.text("config")));
+      return config::config_of(given.text("config"));
     } catch (const config::InvalidConfig& error) {
       warn(error.warnings());
       throw;
@@ -25,8 +26,7 @@ void check(const Arguments& given, const FrontEnd&, Result& result) {
   config::check_served(config);
   result.output = config.describe(given.has("--all"));
   if (!result.output.ends_with('\n')) result.output += '\n';
-  if (!given.has("--ranks")) return;
-  const int64_t ranks = given.number("--ranks", 1);
+  if (ranks == 0) return;
   const config::Batch batch = config.resolve_batch(ranks);
   result.output +=
       c10::str(ranks, " ranks: ", batch.train_batch_size, " samples a step = micro batch ", batch.micro_batch_size,

@@ -4,6 +4,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/commands/table.h"
+#include "tessera/config/text.h"
 
 namespace tessera::commands {
 
@@ -30,7 +31,14 @@ Result run(const std::vector<std::string>& arguments, const FrontEnd& front) {
   const std::string name = arguments.empty() ? "" : arguments.front();
   const auto command =
       std::find_if(table().begin(), table().end(), [&](const Command& c) { return c.syntax.command == name; });
-  if (command == table().end()) return {kWrongUsage, "", "tessera: there is no command '" + name + "'\n"};
+  if (command == table().end()) {
+    std::vector<std::string> all;
+    for (const Command& one : table())
+      all.push_back(one.syntax.command);
+    const std::string near = config::nearest(name, all);
+    const std::string hint = near.empty() ? "; tessera --help lists them" : "; did you mean '" + near + "'?";
+    return {kWrongUsage, "", "tessera: there is no command '" + name + "'" + hint + "\n"};
+  }
   Result result;
   const auto failed = [&](int code, const char* text) {
     result.code = code;

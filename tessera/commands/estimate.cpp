@@ -98,8 +98,9 @@ void estimate(const Arguments& given, const FrontEnd& front, Result& result) {
     result.errors =
         "[estimate] '" + model + "' is no number of parameters, like 7B or 350M, and no file or folder that exists\n";
   }
-  const std::string source = given.has("--config") ? config::json_of(given.text("--config")) : kDefault;
-  const Config config = Config::from_json(source);
+  const std::vector<int64_t> all =
+      given.has("--ranks") ? given.numbers("--ranks", 1) : std::vector<int64_t>{1, 2, 4, 8};
+  const Config config = config::config_of(given.has("--config") ? given.text("--config") : kDefault);
   config::check_served(config);
   if (!known) {
     result.code = 1;
@@ -116,8 +117,6 @@ void estimate(const Arguments& given, const FrontEnd& front, Result& result) {
   }
   result.output += "  (GB)\n";
   bool served = false;
-  const std::vector<int64_t> all =
-      given.has("--ranks") ? given.numbers("--ranks", 1) : std::vector<int64_t>{1, 2, 4, 8};
   for (const int64_t ranks : all)
     for (int64_t stage = 0; stage < 4; ++stage)
       result.output += row(config, stage, ranks, away, model, front, served);

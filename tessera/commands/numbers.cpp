@@ -130,12 +130,15 @@ std::vector<Run> read_runs(const std::vector<std::string>& paths) {
   std::vector<Run> runs;
   std::vector<std::string> places;
   const auto add = [&](Run run, const fs::path& place) {
-    TESSERA_CHECK_IO(!run.series.empty(), "page", "'", place.string(), "' has no numbers of a run");
+    TESSERA_CHECK_IO(!run.series.empty(), "page", "'", place.string(),
+                     "' has no numbers of a run: an engine writes them after its first update (tessera.json_lines, "
+                     "csv_monitor)");
     runs.push_back(std::move(run));
     places.push_back(place.string());
   };
   for (const fs::path path : paths) {
-    TESSERA_CHECK_IO(fs::exists(path), "page", "there is no '", path.string(), "'");
+    TESSERA_CHECK_IO(fs::exists(path), "page", "there is no '", path.string(),
+                     "'; give the file of tessera.json_lines, or the folder of csv_monitor");
     if (!fs::is_directory(path)) {
       add(of_json_lines(path), path);
     } else if (const auto tables = files_in(path, ".csv"); !tables.empty()) {

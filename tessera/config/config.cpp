@@ -74,7 +74,9 @@ Config Config::from_json(const std::string& text) {
 }
 
 Config Config::from_file(const std::string& path) {
-  return from_json(text_of_file(path));
+  Report report;
+  const nlohmann::json root = read_json(text_of_file(path), report, path);
+  return finish(root, report);
 }
 
 void Config::validate() const {

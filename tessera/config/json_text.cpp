@@ -89,17 +89,17 @@ std::string strict_json(const std::string& text, bool quote_words) {
   return out;
 }
 
-nlohmann::json read_json(const std::string& text, Report& report) {
+nlohmann::json read_json(const std::string& text, Report& report, const std::string& what) {
   Watcher watcher(report);
   try {
     return nlohmann::json::parse(
         strict_json(text), [&watcher](int depth, auto event, auto& parsed) { return watcher(depth, event, parsed); });
   } catch (const nlohmann::json::exception& e) {
-    const std::string what = e.what();
-    const size_t end = what.find("] ");
-    report.error("JSON", end == std::string::npos ? what : what.substr(end + 2));
+    const std::string fault = e.what();
+    const size_t end = fault.find("] ");
+    report.error(what, end == std::string::npos ? fault : fault.substr(end + 2));
   } catch (const std::runtime_error& e) {
-    report.error("JSON", e.what());
+    report.error(what, e.what());
   }
   return nlohmann::json::object();
 }

@@ -15,7 +15,7 @@ namespace tessera::config {
 std::string strict_json(const std::string& text, bool quote_words = true);
 
 // Parses JSON text. Syntax errors (with line), duplicate keys (with path) and nesting deeper than 64 go to
-// the report.
-nlohmann::json read_json(const std::string& text, Report& report);
+// the report; `what`: the text is called so.
+nlohmann::json read_json(const std::string& text, Report& report, const std::string& what = "JSON");
 
 }  // namespace tessera::config

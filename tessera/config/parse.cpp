@@ -163,6 +163,8 @@ class Parser {
         return "; write \"" + key.path.substr(dot + 1) + "\" inside \"" + key.path.substr(0, dot) + "\"";
       }
     }
+    if (contains(std::vector<std::string>{"lr", "betas", "eps", "weight_decay", "momentum"}, name))
+      return "; write \"" + name + "\" inside \"optimizer.params\"";
     return "";
   }
 

@@ -44,6 +44,16 @@ std::optional<std::string> from_base64(std::string_view text) {
   return bytes;
 }
 
+bool is_text(const std::string& given) {
+  const size_t first = given.find_first_not_of(kBlanks);
+  return first != std::string::npos && given[first] == '{';
+}
+
+bool is_file(const std::string& given) {
+  std::error_code ignored;
+  return !is_text(given) && std::filesystem::exists(given, ignored);
+}
+
 }  // namespace
 
 std::string text_of_file(const std::string& path) {
@@ -57,11 +67,13 @@ std::string text_of_file(const std::string& path) {
   return text.str();
 }
 
+Config config_of(const std::string& given) {
+  return is_file(given) ? Config::from_file(given) : Config::from_json(json_of(given));
+}
+
 std::string json_of(const std::string& given) {
-  const size_t first = given.find_first_not_of(kBlanks);
-  if (first != std::string::npos && given[first] == '{') return given;
-  std::error_code ignored;
-  if (std::filesystem::exists(given, ignored)) return text_of_file(given);
+  if (is_text(given)) return given;
+  if (is_file(given)) return text_of_file(given);
   const std::string decoded = from_base64(given).value_or("");
   const bool text = decoded.find_first_not_of(kBlanks) != std::string::npos && whole_characters(decoded) == decoded;
   TESSERA_CHECK_VALUE(text, "initialize",

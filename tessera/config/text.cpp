@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cctype>
+#include <set>
+#include <sstream>
 
 #include "tessera/base/error.h"
 
@@ -25,6 +27,29 @@ int edit_distance(std::string_view a, std::string_view b) {
   return cost[a.size()][b.size()];
 }
 
+namespace {
+
+std::set<std::string> words_of(const std::string& name) {
+  std::istringstream parts(name);
+  std::set<std::string> words;
+  for (std::string part; std::getline(parts, part, '_');)
+    words.insert(part);
+  return words;
+}
+
+// Names that have all words of one of several, and others: warmup_num_steps for warmup_steps. Not where there are many.
+std::vector<std::string> with_all_words_of(const std::string& name, const std::vector<std::string>& candidates) {
+  constexpr size_t kMany = 3;
+  const std::set<std::string> words = words_of(name);
+  std::vector<std::string> found;
+  for (const std::string& candidate : words.size() > 1 ? candidates : std::vector<std::string>())
+    if (std::ranges::includes(words_of(lower(candidate)), words) && std::ranges::find(found, candidate) == found.end())
+      found.push_back(candidate);
+  return found.size() > kMany ? std::vector<std::string>() : found;
+}
+
+}  // namespace
+
 std::vector<std::string> all_nearest(std::string_view word, const std::vector<std::string>& candidates) {
   if (word.size() > 200) {
     return {};
@@ -39,7 +64,9 @@ std::vector<std::string> all_nearest(std::string_view word, const std::vector<st
     best_cost = cost;
     if (std::find(best.begin(), best.end(), candidate) == best.end()) best.push_back(candidate);
   }
-  return best;
+  if (!best.empty() && near_miss(word, best.front())) return best;
+  const std::vector<std::string> longer = with_all_words_of(wanted, candidates);
+  return longer.empty() ? best : longer;
 }
 
 std::string nearest(std::string_view word, const std::vector<std::string>& candidates) {

@@ -99,6 +99,37 @@ int64_t total_steps_of(const config::Config& config) {
       *schedule);
 }
 
+// `formula`: null without that column.
+std::string memory_table(const Engine::Memory& memory, const config::Estimate* formula) {
+  struct Row {
+    const char* kind;
+    int64_t held;
+    int64_t config::Estimate::* expected;  // null: the formula says nothing of it
+  };
+  const std::array<Row, 8> rows{
+      {{"params", memory.params, &config::Estimate::params},
+       {formula == nullptr ? "grads" : "grads (formula: after a backward)", memory.grads, &config::Estimate::grads},
+       {"masters and states", memory.master + memory.states, &config::Estimate::states},
+       {formula == nullptr ? "buckets" : "buckets (formula: gathered units)", memory.buckets,
+        &config::Estimate::gathered},
+       {"buckets at their most", memory.peak_buckets, nullptr},
+       {"of these in host memory", memory.host, &config::Estimate::host},
+       {"of these on disk", memory.disk, &config::Estimate::disk},
+       {"params that ranks share", memory.shared, nullptr}}};
+  const auto line = [&](const char* kind, const std::string& held, const std::string& expected) {
+    return formatted("%-34s%12s", kind, held.c_str()) +
+           (formula == nullptr ? "" : formatted("%12s", expected.c_str())) + "\n";
+  };
+  const auto mib = [](int64_t bytes) { return formatted("%.2f", static_cast<double>(bytes) / (1 << 20)); };
+  std::string text = line("memory of this rank (MiB)", "held", "formula");
+  for (const Row& row : rows) {
+    const bool says = formula != nullptr && row.expected != nullptr;
+    const int64_t expected = says ? formula->*row.expected : 0;
+    if (row.held > 0 || expected > 0) text += line(row.kind, mib(row.held), says ? mib(expected) : "");
+  }
+  return text;
+}
+
 }  // namespace
 
 Watch::Watch(const config::Config& config)
@@ -156,7 +187,9 @@ Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates, c
   }
   loss_ = engine.take_loss();
   if (listens_) add_numbers(engine, rates, report.metrics);
-  if (says_progress(engine)) report.progress = progress_of(engine, rates, more);
+  // Without rates where its time has come since wants_rates(): the next step's, then.
+  if (says_progress(engine) && (!rates.empty() || engine.groups().empty()))
+    report.progress = progress_of(engine, rates, more);
   if (!lines_.at) lines_.next(engine.global_samples());
   if (calls_ != nullptr && shows_calls_)
     for (const comm::CallTime& call : calls_->take_calls())
@@ -335,27 +368,11 @@ std::string text_of(const Engine::Memory& memory) {
 }
 
 std::ostream& operator<<(std::ostream& stream, const MemoryUse& memory) {
-  const config::Estimate& formula = memory.formula;
-  struct Row {
-    const char* kind;
-    int64_t held;
-    std::optional<int64_t> formula;
-  };
-  const std::array<Row, 8> rows{{{"params", memory.params, formula.params},
-                                 {"grads (formula: after a backward)", memory.grads, formula.grads},
-                                 {"masters and states", memory.master + memory.states, formula.states},
-                                 {"buckets (formula: gathered units)", memory.buckets, formula.gathered},
-                                 {"buckets at their most", memory.peak_buckets, {}},
-                                 {"of these in host memory", memory.host, formula.host},
-                                 {"of these on disk", memory.disk, formula.disk},
-                                 {"params that ranks share", memory.shared, {}}}};
-  constexpr const char* kLine = "%-34s%12s%12s\n";
-  std::string text = formatted(kLine, "memory of this rank (MiB)", "held", "formula");
-  const auto mib = [](int64_t bytes) { return formatted("%.2f", static_cast<double>(bytes) / (1 << 20)); };
-  for (const Row& row : rows)
-    if (row.held > 0 || row.formula.value_or(0) > 0)
-      text += formatted(kLine, row.kind, mib(row.held).c_str(), row.formula ? mib(*row.formula).c_str() : "");
-  return stream << text;
+  return stream << memory_table(memory, &memory.formula);
+}
+
+std::string table_of(const Engine::Memory& memory) {
+  return memory_table(memory, nullptr);
 }
 
 std::vector<CallRow> call_rows(const comm::CallRecord& record, Engine& engine, bool stragglers) {

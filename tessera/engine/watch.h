@@ -28,6 +28,7 @@ struct MemoryUse : Engine::Memory {
 };
 // Prints a table of kinds in MiB.
 std::ostream& operator<<(std::ostream& stream, const MemoryUse& memory);
+std::string table_of(const Engine::Memory& memory);  // without the formula
 
 class Watch {
  public:

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
+#include "tessera/base/heard_warnings.h"
 #include "tessera/checkpoint/torch_file.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
@@ -50,6 +51,14 @@ comm::Mesh environment_mesh(const Config& config) {
   return comm::environment_mesh(static_cast<int>(config.zero_optimization.mics_shard_size),
                                 static_cast<int>(config.sequence_parallel_size),
                                 static_cast<int>(std::max<int64_t>(1, config.tensor_parallel.autotp_size)));
+}
+
+template <class F>
+auto Session::noting(const F& call) {
+  const HeardWarnings heard;
+  auto result = call();
+  note(heard.texts());
+  return result;
 }
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
@@ -99,7 +108,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     checks_sequence_ =
         part == Part::Whole && config.sequence_parallel_size > 1 ? SequenceCheck::Error : SequenceCheck::Warning;
   if (building != nullptr) building->hand_over(specs);
-  core_ = std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups_);
+  core_ = noting([&] { return std::make_shared<engine::Engine>(options, std::move(mesh), std::move(specs), groups_); });
   live().broadcast_buffers(module_->buffers());
   if (client_ != nullptr)
     client_->take(*core_,
@@ -160,8 +169,13 @@ void Session::read_checkpoint_section(const Config& config) {
 }
 
 void Session::warn(const std::vector<std::string>& warnings) {
-  for (const std::string& line : logs_ ? warnings : std::vector<std::string>()) {
+  for (const std::string& line : logs_ ? warnings : std::vector<std::string>())
     TORCH_WARN(line);
+  note(warnings);
+}
+
+void Session::note(const std::vector<std::string>& warnings) {
+  for (const std::string& line : logs_ ? warnings : std::vector<std::string>()) {
     said_.emplace_back(line, core_ == nullptr ? 0 : core_->global_samples());
     for (const auto& writer : writers_)
       writer->warn(line, said_.back().second);
@@ -261,7 +275,7 @@ bool Session::step(std::optional<double> global_norm) {
     client_->publish(*core_);
     update = [this] { client_->run(*core_); };
   }
-  const bool applied = live().step(update, global_norm, boundary ? fault() : "");
+  const bool applied = noting([&] { return live().step(update, global_norm, boundary ? fault() : ""); });
   warn_of_step();
   if (applied) {
     ++schedule_steps_;
@@ -446,7 +460,7 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
     part = client_part(client);
   });
   if (chosen.tags == engine::SaveOptions::Tags::Ignore) chosen.tags = save_options_.tags;
-  return live().checkpoints().save(dir, chosen, std::move(part));
+  return noting([&] { return live().checkpoints().save(dir, chosen, std::move(part)); });
 }
 
 // By group of the optimizer.
@@ -483,15 +497,18 @@ engine::ClientPart Session::client_part(const ClientValues& client) const {
 // Each with the value that it shall have.
 std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine::Restore& found, bool strict) const {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
+  std::string problems;
   for (const auto& buffer : module_->named_buffers()) {
-    const at::Tensor value = found.buffer(buffer.key());
-    TESSERA_CHECK_VALUE(value.defined() || !strict, "checkpoint", "buffer '", buffer.key(),
-                        "' is not in the checkpoint");
+    const at::Tensor value = found.buffer(buffer.key()), here = buffer.value();
+    if (!value.defined() && strict) problems += c10::str("\n  not in the checkpoint: '", buffer.key(), "'");
     if (!value.defined()) continue;
-    TESSERA_CHECK_VALUE(value.sizes() == buffer.value().sizes(), "checkpoint", "buffer '", buffer.key(), "' has shape ",
-                        value.sizes(), " there and ", buffer.value().sizes(), " here");
-    buffers.emplace_back(buffer.value(), value);
+    if (value.sizes() == here.sizes())
+      buffers.emplace_back(here, value);
+    else
+      problems += c10::str("\n  '", buffer.key(), "' has shape ", value.sizes(), " there and ", here.sizes(), " here");
   }
+  TESSERA_CHECK_VALUE(problems.empty(), "checkpoint", "buffers of '", found.folder(),
+                      "' do not fit this model:", problems);
   return buffers;
 }
 
@@ -502,7 +519,7 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   options.from_master = options.from_master && loads_masters_;
   engine::Foreign from = load_from_;
   if (client_ != nullptr) from.groups = client_->names(*core_);
-  std::optional<engine::Restore> found = live().checkpoints().open(dir, tag, options, from);
+  auto found = noting([&] { return live().checkpoints().open(dir, tag, options, from); });
   if (!found) return {};
   Loaded loaded{found->folder(), found->tag(), found->missing(), found->unexpected()};
   const SavedValues saved(*found, live().checkpoints().place());
@@ -521,7 +538,7 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
       client_->try_load(states, present);
     }
   });
-  found->apply();
+  noting([&] { return found->apply(), true; });
   if (client_ != nullptr) client_->keep_options(*core_);
   if (!states.empty()) client_->load(states);
   const at::NoGradGuard no_grad;

@@ -285,7 +285,13 @@ class Session {
   void check_contents(const char* call);
   void read_checkpoint_section(const Config& config);
   std::vector<std::vector<std::string>> trained_names() const;
+  // Shows a warning, which writers get.
   void warn(const std::vector<std::string>& warnings);
+  // Writers get it, whoever has shown it.
+  void note(const std::vector<std::string>& warnings);
+  // What `call` returns; writers get what the core warned of meanwhile.
+  template <class F>
+  auto noting(const F& call);
   void report_step();
   void warn_of_step();
   std::string sequence_fault() const;

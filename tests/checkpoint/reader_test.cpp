@@ -144,6 +144,7 @@ TEST(Open, ByFolderAndTag) {
   };
   EXPECT_TRUE(tags(folder / "none").empty());
   EXPECT_HAS(opened(), "there is no file 'latest' in '");
+  EXPECT_HAS(why_no_latest(folder / "none"), "there is no folder '");
   for (const std::string tag : {"first", "second"}) {
     io::make_folder(folder / tag);
     const at::Tensor& whole = tag == "first" ? a : b;
@@ -152,6 +153,10 @@ TEST(Open, ByFolderAndTag) {
         folder / (tag + "/manifest.json"),
         std::filesystem::file_time_type::clock::now() - std::chrono::seconds(tag == "first" ? 20 : 10));
   }
+  EXPECT_HAS(opened(), "name a tag, as 'second'");
+  EXPECT_HAS(why_no_latest(folder / "first/"), "is one checkpoint; give the folder around it, '" + folder.path());
+  EXPECT_HAS(why_no_latest(folder / "first/"), "with the tag 'first'");
+  EXPECT_HAS(why_no_latest(folder / "first/manifest.json"), "is a file; give the folder that save_checkpoint()");
   io::make_folder(folder / "begun");
   EXPECT_EQ(tags(folder.path()), (std::vector<std::string>{"second", "first"}));
   set_latest(folder.path(), "first");

@@ -7,6 +7,7 @@
 
 #include "support.h"
 #include "tessera/config/json.h"
+#include "tessera/config/source.h"
 
 namespace tessera::config {
 namespace {
@@ -129,6 +130,7 @@ TEST(Config, FileErrorsNameTheFile) {
   EXPECT_HAS(error_of([] { Config::from_file("/nowhere/x.json"); }), "/nowhere/x.json");
   EXPECT_HAS(error_of([] { Config::from_file("/tmp"); }), "/tmp is a folder; give the JSON file");
   EXPECT_HAS(error_of([] { Config::from_file("/dev/null"); }), "/dev/null is empty or cannot be read");
+  EXPECT_HAS(error_of([] { config_of("/proc/cpuinfo"); }), "/proc/cpuinfo: parse error at line 1");
 }
 
 Config triple(std::optional<int64_t> total, std::optional<int64_t> micro, std::optional<int64_t> steps) {

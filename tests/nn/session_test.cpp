@@ -351,6 +351,20 @@ TEST(Session, WarningsGoToWriters) {
   }
 }
 
+TEST(Session, WarningsOfALoadGoToWriters) {
+  const io::TempFolder folder;
+  auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}})");
+  config.tessera.json_lines = folder / "lines";
+  for (const bool loads : {false, true}) {
+    config.gradient_accumulation_steps = loads ? 3 : 2;
+    auto engine = initialize(torch::nn::Linear(2, 1), config);
+    EXPECT_EQ(loads, loads && engine.load_checkpoint(folder / "run"));
+    EXPECT_EQ(text_of(folder / "lines").find("was saved inside an accumulation") != std::string::npos, loads);
+    pass(engine);
+    engine.save_checkpoint(folder / "run");
+  }
+}
+
 TEST(Session, MemoryPrintsItselfBesideTheFormula) {
   for (const int stage : {0, 3})
     testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
@@ -493,7 +507,7 @@ TEST(Session, WhatOneRankCannotLoadIsAnErrorOnAll) {
     auto other = session_with(2 + rank);
     const at::Tensor weight = other.core().params()[0].tensor, before = weight.clone();
     EXPECT_HAS(testing::error_of<c10::ValueError>([&] { static_cast<void>(other.load_checkpoint(folder.path())); }),
-               "buffer 'counts' has shape [2] there and [3] here");
+               "do not fit this model:\n  'counts' has shape [2] there and [3] here");
     EXPECT_TRUE(weight.equal(before));
     train_step(other);
   });

@@ -35,6 +35,7 @@ def test_other_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main([]) == 2 and cli.main(["nothing"]) == 2
     capsys.readouterr()
     assert cli.main(["--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()[2:]
+    *lines, empty, more = capsys.readouterr().out.splitlines()[2:]
+    assert (empty, more) == ("", "tessera COMMAND --help says what it takes; tessera --version.")
     assert [line.split()[0] for line in lines] == list(cli.COMMANDS) and all(line.endswith(".") for line in lines)
     assert cli.main(["--version"]) == 0 and capsys.readouterr().out == f"{tessera.__version__}\n"

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import config, free_port
+from support import config, engines, free_port
 from tessera.errors import ConfigError, IoError, UsageError
 from torch import nn
+from torch.distributed import DistBackendError
 
 import tessera
 from tessera import cli
@@ -51,6 +52,41 @@ def load_other_shapes(folder: Path) -> None:
     build(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), **adam).load_checkpoint(folder)
 
 
+class Counted(nn.Module):
+    """With buffers of this size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(size))
+        self.register_buffer("kept", torch.zeros(2, size))
+
+
+def load_other_buffers(folder: Path) -> None:
+    build(Counted(2)).save_checkpoint(folder)
+    build(Counted(3)).load_checkpoint(folder)
+
+
+def load_one_checkpoint(folder: Path) -> None:
+    build().save_checkpoint(folder, tag="a")
+    load(folder / "a")
+
+
+def load_a_file(folder: Path) -> None:
+    (folder / "model.pt").write_text("weights")
+    load(folder / "model.pt")
+
+
+def read_broken(folder: Path) -> None:
+    (folder / "config.json").write_text('{"bf16": ')
+    tessera.initialize(model=nn.Linear(4, 4), config=str(folder / "config.json"))
+
+
+def gather(params: Any) -> None:
+    with tessera.zero.GatheredParameters(params):
+        pass
+
+
 def typed(kind: str, **params: Any) -> dict[str, Any]:
     return {"type": kind, "params": params}
 
@@ -65,6 +101,14 @@ class Mistake:
     kind: type[Exception]
     origin: str
     names: tuple[str, ...]
+
+
+def in_ddp(model: nn.Module) -> nn.Module:
+    tessera.init_distributed()
+    return nn.parallel.DistributedDataParallel(model)
+
+
+in_ddp.__name__ = "DistributedDataParallel"
 
 
 def near(section: str, misspelt: str, meant: str, **more: Any) -> Mistake:
@@ -112,10 +156,43 @@ MISTAKES = [
     Mistake("inputs on another device", lambda _: forward(torch.ones(2, 4, device="meta")), RuntimeError,
             "engine.forward", ("on cpu; input [0] is torch.float32 on meta", ".to(engine.device)")),
     Mistake("a load from no folder", lambda folder: load(folder / "none"), IoError, "engine.load_checkpoint",
-            ("/none'", "'latest'", "missing_ok=True")),
+            ("there is no folder '", "/none'", "missing_ok=True")),
     Mistake("a load from an empty folder", load, IoError, "engine.load_checkpoint", ("'latest'", "missing_ok=True")),
     Mistake("a load of no tag", lambda folder: load(folder, tag="b", missing_ok=True), IoError, "checkpoint",
             ("no complete checkpoint 'b'",)),
+    Mistake("a load of one checkpoint", load_one_checkpoint, IoError, "engine.load_checkpoint",
+            ("/a' is one checkpoint; give the folder around it, '", "with the tag 'a'")),
+    Mistake("a load of a file", load_a_file, IoError, "engine.load_checkpoint",
+            ("model.pt' is a file; give the folder that save_checkpoint() was called with",)),
+    Mistake("a load of other buffers", load_other_buffers, ConfigError, "engine.load_checkpoint",
+            ("do not fit this model:\n", "  'seen' has shape [2] there and [3] here\n",
+             "  'kept' has shape [2, 2] there and [2, 3] here")),
+    Mistake("a file that is no JSON", read_broken, ConfigError, "config", ("config.json: parse error at line 1",)),
+    Mistake("a parameter misspelt by a word", lambda _: build(scheduler=typed("WarmupLR", warmup_steps=2)), ConfigError,
+            "config", ('did you mean "warmup_num_steps"',)),
+    Mistake("more ranks of a cut than there are", lambda _: build(tensor_parallel={"autotp_size": 2}), ConfigError,
+            "comm.mesh", ("does not divide the 1 ranks", "start a multiple of 2, or lower the two")),
+    *(
+        Mistake(f"{wrap.__name__} as a model", lambda _, wrap=wrap: build(wrap(nn.Linear(4, 4))), ConfigError,
+                "initialize", (wrap.__name__, "hand over what it wraps (model.module)"))
+        for wrap in (nn.DataParallel, in_ddp)
+    ),
+    Mistake("an engine as a model", lambda _: build(build()), ConfigError, "initialize",
+            ("is an engine already", "destroy()")),
+    Mistake("a model as parameters", lambda _: tessera.initialize(
+        model=nn.Linear(4, 4), model_parameters=nn.Linear(4, 4), config=config()), ConfigError, "initialize",
+            ("model_parameters", "model.parameters()")),
+    Mistake("a collate_fn that is none", lambda _: tessera.initialize(
+        model=nn.Linear(4, 4), training_data=torch.ones(4, 4), collate_fn=5, config=config()), ConfigError, "data",
+            ("collate_fn", "got int")),
+    Mistake("named parameters to gather", lambda _: gather(nn.Linear(4, 4).named_parameters()), ConfigError,
+            "zero.GatheredParameters", ("list(model.parameters())",)),
+    Mistake("a module to gather", lambda _: gather(nn.Linear(4, 4)), ConfigError, "zero.GatheredParameters",
+            ("list(model.parameters())",)),
+    Mistake("on_metric of no function", lambda _: build().monitor.on_metric(5), ConfigError, "monitor",
+            ("(name, value, x)",)),
+    Mistake("what the module has, of the engine", lambda _: build().weight, AttributeError, "engine",
+            ("no 'weight'", "engine.module.weight")),
     Mistake("a load of other shapes", load_other_shapes, ConfigError, "checkpoint",
             ("does not fit this engine", "'0.weight' has shape [8, 4] there and [6, 4] here")),
     *(
@@ -151,10 +228,22 @@ def test_one_line_a_parameter_of_another_shape(tmp_path: Path) -> None:
     assert [line.split("'")[1] for line in lines] == ["0.weight", "0.bias", "1.weight"]
 
 
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "save_16bit_model"])
+def test_a_call_of_the_first_rank_alone(call: str, tmp_path: Path) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(DistBackendError, match=rf"\n\[engine.{call}\] all ranks call it, not the first alone"):
+                getattr(engine, call)(tmp_path)
+
+    engines(nn.Linear(4, 4), 2, config(2), body)
+
+
 def test_what_is_no_mistake(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(tmp_path / "none", missing_ok=True) == (None, None)
-    build(my_own_section={"a": 1})
+    build(my_own_section={"a": 1}, lr=1e-3, batch_size=4)
     assert "my_own_section: unknown key, ignored" in caplog.text
+    assert 'lr: unknown key, ignored; write "lr" inside "optimizer.params"' in caplog.text
+    assert 'batch_size: unknown key, ignored; did you mean "train_batch_size"' in caplog.text
     for stage in (0, 3):
         caplog.clear()
         frozen(stage)
@@ -206,6 +295,14 @@ COMMANDS = [
     (["check", '{"my_own": 1, "optimiser": {}, "zero_optimization": {"stge": 1, "cpu_offload": true}}'], 1,
      ["warning: my_own: unknown key, ignored", "warning: zero_optimization.cpu_offload: deprecated", "3 problems",
       'optimiser: unknown key; did you mean "optimizer"', 'zero_optimization.stge: unknown key; did you mean "stage"']),
+    (["chek", "c.json"], 2, ["tessera: there is no command 'chek'; did you mean 'check'?"]),
+    (["check", "./broken.json"], 1, ["broken.json: parse error at line 1"]),
+    (["check", "./broken.json", "--ranks", "four"], 2, ["--ranks must be a whole number from 1, got 'four'"]),
+    (["inspect", "./nofolder"], 1, ["[checkpoint] there is no folder './nofolder'"]),
+    (["page", "./none.jsonl"], 1, ["[page] there is no './none.jsonl'", "tessera.json_lines", "csv_monitor"]),
+    (["page", "./empty.jsonl"], 1, ["no numbers of a run", "after its first update"]),
+    (["launch", "none.py"], 1, ["[launch] there is no file 'none.py'; --module takes"]),
+    (["launch", "--no_python", "./none"], 1, ["[launch] there is no program './none' that may be run"]),
     (["estimate", "7X"], 1, ["[estimate] '7X' is no number of parameters, like 7B"]),
     (["estimate", "./nofolder"], 1, ["'./nofolder'", "no file or folder that exists"]),
     (["estimate", "7Bn", "--config", WRONG], 1, ["[estimate] '7Bn' is no number", "bf16.enabledd: unknown key"]),
@@ -217,10 +314,27 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("words", "code", "says"), COMMANDS, ids=[" ".join(row[0])[:30] for row in COMMANDS])
-def test_commands(words: list[str], code: int, says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands(
+    words: list[str],
+    code: int,
+    says: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.json").write_text('{"bf16": ')
+    (tmp_path / "empty.jsonl").touch()
     assert cli.main(words) == code
-    errors = capsys.readouterr().err
-    assert all(text in errors for text in says), errors
+    output, errors = capsys.readouterr()
+    assert output == "" and all(text in errors for text in says), errors
+
+
+def test_modules_say_one_line_as_their_commands(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "tessera.launch", "--num_gpus", "0", "x.py"]
+    child = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert (child.returncode, child.stdout) == (1, "")
+    assert child.stderr == "[launch] --num_gpus must be a number from 1, got '0'\n"
 
 
 @contextlib.contextmanager
@@ -239,7 +353,7 @@ TWO_HOSTS = ["--num_nodes", "2", "--node_rank", "0", "--master_addr", "127.0.0.1
 )
 def test_a_port_in_use_is_one_line(options: list[str]) -> None:
     with listening() as port:
-        words = ["launch", *options, "--master_port", str(port), "x.py"]
+        words = ["launch", *options, "--master_port", str(port), __file__]
         child = subprocess.run([sys.executable, "-m", "tessera", *words], capture_output=True, text=True, timeout=300)
     assert child.returncode == 1 and child.stderr.count("\n") == 1, child.stderr
     assert f"[launch] port {port} is in use on this host; name another with --master_port" in child.stderr

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from support import Net, batch, config, engines, make
 from tessera.monitor import JsonLines, Monitor
+from torch import nn
 
 import tessera
 
@@ -149,3 +153,50 @@ def test_an_engine_writes_rate_scale_and_times_over_samples(tmp_path: Path, fp16
     for part in parts:
         assert (f"Train_Samples_elapsed_time_ms_{part}.csv" in names) == times
     assert rows(tmp_path / "job" / "Train_Samples_lr.csv") == [["step", "lr"], ["16", "0.1"], ["32", "0.1"]]
+
+
+def half_trained(stage: int, accumulation: int, **more: Any) -> tessera.Engine:
+    """Its bias is frozen, and in no group."""
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    cfg = config(stage, accumulation, zero_allow_untested_optimizer=True, **more)
+    return tessera.initialize(model=model, optimizer=torch.optim.SGD([model.weight], 0.1), config=cfg)[0]
+
+
+def begin_a_step(engine: tessera.Engine) -> None:
+    engine(torch.ones(4, 4)).sum().backward()
+    engine.step()
+
+
+def load_elsewhere(engine: tessera.Engine, folder: Path) -> None:
+    saved = half_trained(0, accumulation=2)
+    begin_a_step(saved)
+    saved.save_checkpoint(folder / "run")
+    engine.load_checkpoint(folder / "run")
+
+
+def thaw(engine: tessera.Engine, folder: Path) -> None:
+    engine.module.bias.requires_grad_(True)
+    begin_a_step(engine)
+
+
+# What warns, at which stage, and what the warning begins with.
+WARNS = [
+    (load_elsewhere, 0, "[checkpoint] "),
+    (thaw, 0, "[engine] bias: requires gradients now"),
+    (lambda engine, folder: engine.save_16bit_model(folder), 3, "[engine.save_16bit_model] nothing is written"),
+    (lambda engine, folder: engine.offload_states(device="none"), 1, "[engine.offload_states] device 'none'"),
+]
+
+
+@pytest.mark.parametrize(("call", "stage", "begins"), WARNS, ids=[row[2].split("]")[0][1:] for row in WARNS])
+def test_every_warning_of_an_engine_is_in_the_files(
+    call: Callable[[tessera.Engine, Path], Any], stage: int, begins: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.jsonl"
+    engine = half_trained(stage, accumulation=3, tessera={"json_lines": str(file)})
+    with pytest.warns(UserWarning, match=re.escape(begins)) as caught:
+        call(engine, tmp_path)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["warning"][: len(begins)] for line in lines if "warning" in line] == [begins]
+    assert [warning.filename for warning in caught] == [__file__]

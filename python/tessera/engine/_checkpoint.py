@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from tessera import _core
 from tessera.engine._export import export
 from tessera.engine._load import LoadRequest, load
+from tessera.engine._report import heard
 from tessera.engine._run import Run
 from tessera.engine._save import SaveRequest, save
+
+
+@contextlib.contextmanager
+def _called_by_all(call: str) -> Iterator[None]:
+    """Where ranks wait for others, a frequent reason."""
+    try:
+        yield
+    except dist.DistBackendError as error:
+        raise type(error)(f"{error}\n[engine.{call}] all ranks call it, not the first alone") from error
 
 
 class Restorable(Run, Protocol):
@@ -38,19 +50,18 @@ class Checkpoints:
         or not at all, and whatever was complete there before stays until then. Keywords that are None are as the
         `checkpoint` section says. `asynchronous` returns once the states are copied; wait_for_checkpoint() waits for
         the rest. `client_state`: anything that torch.save takes, rank 0's. Collective. See docs/checkpoints.md."""
-        save(
-            self._run,
-            SaveRequest(
-                save_dir,
-                tag,
-                client_state or {},
-                save_latest,
-                exclude_frozen_parameters,
-                asynchronous,
-                keep_last,
-                random_state,
-            ),
+        request = SaveRequest(
+            save_dir,
+            tag,
+            client_state or {},
+            save_latest,
+            exclude_frozen_parameters,
+            asynchronous,
+            keep_last,
+            random_state,
         )
+        with heard(self._run._tell), _called_by_all("save_checkpoint"):
+            save(self._run, request)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -87,7 +98,8 @@ class Checkpoints:
             trusted,
             missing_ok,
         )
-        return load(self._run, request, self._run.load_module_state_dict)
+        with heard(self._run._tell), _called_by_all("load_checkpoint"):
+            return load(self._run, request, self._run.load_module_state_dict)
 
     def save_16bit_model(
         self,
@@ -104,11 +116,13 @@ class Checkpoints:
         settings = self._run._settings
         gathers = settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if settings.placements.shards_params and not gathers:
-            warnings.warn(
-                "[engine.save_16bit_model] nothing is written: parameters are partitioned; set "
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file",
-                stacklevel=3,
+            self._run._tell(
+                [
+                    "[engine.save_16bit_model] nothing is written: parameters are partitioned; set "
+                    "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file"
+                ]
             )
             return False
-        export(self._run, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
+        with _called_by_all("save_16bit_model"):
+            export(self._run, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
         return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -38,7 +37,7 @@ from tessera.engine._moving import Moving
 from tessera.engine._norms import Norms
 from tessera.engine._preflight import check_modules
 from tessera.engine._ranks import Ranks
-from tessera.engine._report import warn_of
+from tessera.engine._report import heard, warn_of, warn_user
 from tessera.engine._updates import Updates
 from tessera.engine._watch import Watch
 from tessera.engine._weights import Weights
@@ -146,8 +145,9 @@ class Engine(nn.Module):
         self._info, self._weights = Info(this), Weights(this)
         self._checkpoints, self._loaders = Checkpoints(this), Loaders(this)
         device = checked_device(group, model.parameters())
-        self._ranks = Ranks(group, self._settings, device, sequence_parallel, tensor_parallel)
         self._said: list[tuple[str, int]] = []
+        with heard(self._tell):
+            self._ranks = Ranks(group, self._settings, device, sequence_parallel, tensor_parallel)
         self._warn(self._settings.warnings)
         put_back = [keep_optimizer(optimizer), keep_device(model)]
         try:
@@ -172,7 +172,8 @@ class Engine(nn.Module):
                 None if training_data is None else self.data_loader(training_data, batch.micro_batch_size)
             )
             self._parallel.cut(whole_for_good, partition_again)
-            self._build_core(base, unit_policy or default_unit_policy, joins)
+            with heard(self._tell):
+                self._build_core(base, unit_policy or default_unit_policy, joins)
             self._parallel.settle()
             if self._front.counts_empty_steps:
                 self.core.count_empty_steps()
@@ -196,10 +197,17 @@ class Engine(nn.Module):
             warn_of(lines)
             self._note(lines)
 
+    def _tell(self, lines: list[str]) -> None:
+        """On this rank."""
+        self._note(lines)
+        warn_user(lines)
+
     def _note(self, lines: list[str]) -> None:
         """Puts lines into the files of numbers."""
         samples = self.core.global_samples() if hasattr(self, "core") else 0
         self._said += [(line, samples) for line in lines]
+        if "_watch" in vars(self):
+            self._watch.monitor.tell()
 
     def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
         more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._program.of_several}
@@ -247,7 +255,7 @@ class Engine(nn.Module):
         self._joining = Joining(weak(self), self._updates, self._partition)
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
-        self._moving = Moving(core, self._settings, self._updates.runner)
+        self._moving = Moving(core, self._settings, self._updates.runner, lambda lines: this._tell(lines))
         self._accumulation = Accumulation(core, self._settings.managed_gradient_accumulation)
         shares, casts = self._ranks.sp_world_size > 1, self._program.casts_inputs
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares, casts)
@@ -326,15 +334,13 @@ class Engine(nn.Module):
             self._joining.follow()
         self._partition.end_stray()
         try:
-            with own_error_first(problem):
+            with heard(self._tell), own_error_first(problem):
                 applied = core.step(None if runner.external is None else self._update, global_norm, fault)
         finally:
             self._joining.settle()
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:
                 self.optimizer.overflow = not core.was_step_applied()
-        for line in core.take_notices():
-            self._note([line])
-            warnings.warn(line, stacklevel=3)
+        self._tell(core.take_notices())
         if core.global_steps() == steps:
             return
         runner.after_step(applied)
@@ -403,6 +409,16 @@ class Engine(nn.Module):
         parts, which a new engine of the same ranks goes on with, and torch's own step() refuses. Safe to call twice;
         afterwards the module is as plain as before and can get a new engine."""
         end(self)
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if name.startswith("_") or module is None or not hasattr(module, name):
+                raise
+            text = f"[engine] the engine has no '{name}', its module has: engine.module.{name}"
+            raise AttributeError(text, name=name, obj=self) from None
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

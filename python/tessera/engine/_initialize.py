@@ -59,6 +59,8 @@ def initialize(
             if model is None
             else f"[initialize] model must be a torch.nn.Module, got {type(model).__name__}"
         )
+    if isinstance(model, Engine):
+        raise ConfigError("[initialize] model is an engine already; hand over its module after destroy() of the engine")
     if config is None:
         raise ConfigError("[initialize] no configuration: pass config= (a dict or a path)")
     build: Any = engine_type or engine_class(model) or Engine

@@ -4,7 +4,6 @@ the core of them, and the client's optimizer of what has joined."""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ class HasModule(Protocol):
 
     @property
     def module(self) -> nn.Module: ...
+    def _tell(self, lines: list[str]) -> None: ...
 
 
 def groups_of_frozen(
@@ -88,7 +88,7 @@ class Joining:
         if runner is not None and runner.has_grown():
             self._take_groups(runner)
         if self._updates.frozen:
-            _warn_of_thawed(self._updates)
+            self._engine._tell(_thawed(self._updates))
 
     def settle(self) -> None:
         """The optimizer has what the core has let join since the last call."""
@@ -187,12 +187,13 @@ def _strangers(module: nn.Module, group: dict[str, Any]) -> str:
     return f"; no module of the model has its parameters of the shapes {others}" if others else ""
 
 
-def _warn_of_thawed(updates: Updates) -> None:
+def _thawed(updates: Updates) -> list[str]:
+    """Once of each, a warning."""
     thawed = [name for name, param in updates.frozen.items() if param.requires_grad]
-    if thawed:
-        updates.frozen = {name: param for name, param in updates.frozen.items() if name not in thawed}
-        warnings.warn(
-            f"[engine] {', '.join(thawed)}: requires gradients now, and is in no param group of the optimizer, which "
-            "does not train it; add it: optimizer.add_param_group({'params': [...]})",
-            stacklevel=4,
-        )
+    updates.frozen = {name: param for name, param in updates.frozen.items() if name not in thawed}
+    if not thawed:
+        return []
+    return [
+        f"[engine] {', '.join(thawed)}: requires gradients now, and is in no param group of the optimizer, which "
+        "does not train it; add it: optimizer.add_param_group({'params': [...]})"
+    ]

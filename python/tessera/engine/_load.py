@@ -83,8 +83,8 @@ def load(run: Run, request: LoadRequest, load_weights: Callable[..., None]) -> t
         if request.missing_ok:
             return None, None
         raise IoError(
-            f"[engine.load_checkpoint] there is no checkpoint in '{os.fspath(request.folder)}': it has no file "
-            f"'{latest}'; with missing_ok=True that is no error, and the result is (None, None)"
+            f"[engine.load_checkpoint] {_core.why_no_latest(os.fspath(request.folder), latest)}. With missing_ok=True "
+            "that is no error, and the result is (None, None)"
         )
     # All that can be refused is looked at before anything changes, on any rank.
     with on_all(run.core):
@@ -160,21 +160,18 @@ def _buffers_from(run: Run, restore: _core.Restore, strict: bool) -> list[tuple[
     saved = {name for name, kind, *_ in restore.reader.tensors() if kind == "buffer"}
     here = buffers_of(run)
     missing, more = sorted(here.keys() - saved), [] if run._program.of_several else sorted(saved - here.keys())
-    if strict and (missing or more):
-        raise ConfigError(
-            f"[engine.load_checkpoint] buffers do not fit: not in the checkpoint: {missing}, not in the model: {more}"
-        )
+    problems = [f"not in the checkpoint: '{name}'" for name in missing if strict]
+    problems += [f"not in the model: '{name}'" for name in more if strict]
     found = []
     for name, buffer in here.items():
         value = restore.buffer(name)
-        if value is None:
-            continue
-        if value.shape != buffer.shape:
-            raise ConfigError(
-                f"[engine.load_checkpoint] buffer '{name}' has shape {tuple(value.shape)} there and "
-                f"{tuple(buffer.shape)} here"
-            )
-        found.append((buffer, value))
+        if value is not None and value.shape != buffer.shape:
+            problems.append(f"'{name}' has shape {list(value.shape)} there and {list(buffer.shape)} here")
+        elif value is not None:
+            found.append((buffer, value))
+    if problems:
+        text = "".join(f"\n  {problem}" for problem in problems)
+        raise ConfigError(f"[engine.load_checkpoint] buffers of '{restore.folder}' do not fit this model:{text}")
     return found
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tessera import _core
@@ -35,10 +34,12 @@ def kinds_of(include: Iterable[Any] | None) -> list[_core.StateKind]:
 
 
 class Moving:
-    """`settings`: of the engine; `runner`: of its optimizer."""
+    """`settings`: of the engine; `runner`: of its optimizer; `tell`: shows warnings."""
 
-    def __init__(self, core: _core.Engine, settings: _core.Config, runner: Runner | None) -> None:
-        self._core, self._settings, self._runner = core, settings, runner
+    def __init__(
+        self, core: _core.Engine, settings: _core.Config, runner: Runner | None, tell: Callable[[list[str]], None]
+    ) -> None:
+        self._core, self._settings, self._runner, self._tell = core, settings, runner, tell
 
     def offload_states(
         self,
@@ -59,7 +60,7 @@ class Moving:
             raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
         to = DEVICES[place]
         if to is None:
-            warnings.warn("[engine.offload_states] device 'none': nothing is moved", stacklevel=3)
+            self._tell(["[engine.offload_states] device 'none': nothing is moved"])
             return
         self._core.offload_states(kinds, to, pin_memory)
 

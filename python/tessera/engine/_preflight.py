@@ -3,6 +3,7 @@ the module before a step."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -15,6 +16,7 @@ from tessera.errors import ConfigError, UsageError
 def check_modules(model: nn.Module, partitions: bool, runs_on: bool) -> None:
     """ConfigError for modules without shapes; NotImplementedError for what parameters cannot be partitioned in,
     or waited for where updates run on."""
+    _check_not_wrapped(model)
     lazy = [
         name
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -40,6 +42,19 @@ def check_modules(model: nn.Module, partitions: bool, runs_on: bool) -> None:
             f"[initialize] {', '.join(scripts)}: stage 3 does not serve modules of torch.jit, whose parameters cannot "
             "be gathered while they run; use the modules that they were made of, or stage 0, 1 or 2"
         )
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    """ConfigError for a module that others train over ranks."""
+    wrappers: tuple[type, ...] = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        wrappers += (fsdp.FullyShardedDataParallel,)
+    for path, module in model.named_modules():
+        if isinstance(module, wrappers):
+            raise ConfigError(
+                f"[initialize] {path or 'the model'} is a {type(module).__name__}, which exchanges gradients as the "
+                f"engine does: hand over what it wraps ({path + '.' if path else 'model.'}module)"
+            )
 
 
 def wants_all_used(config: _core.Config) -> bool:

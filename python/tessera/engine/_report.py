@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tessera import _core
+
+# Whose lines are no program's: this package, torch, contextlib.
+_OTHERS = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__), contextlib.__file__)
 
 logger = logging.getLogger("tessera")
 
@@ -33,6 +44,25 @@ def shows_in_place() -> bool:
     """Lines go to standard error itself, by this module's console, and not to a set-up or a stream of the user's."""
     own = len(logger.handlers) == 1 and isinstance(logger.handlers[0], _Console) and not logging.getLogger().handlers
     return own and sys.stderr is sys.__stderr__ and logger.isEnabledFor(logging.INFO)
+
+
+@contextlib.contextmanager
+def heard(tell: Callable[[list[str]], None]) -> Iterator[None]:
+    """`tell` gets what the core warns of inside."""
+    ears = _core.Ears()
+    try:
+        yield
+    finally:
+        tell(ears.stop())
+
+
+def warn_user(lines: list[str]) -> None:
+    """Warnings of Python's, at the line of the program that called this package."""
+    for line in lines:
+        depth, frame = 1, sys._getframe(0)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
+            depth, frame = depth + 1, frame.f_back
+        warnings.warn(line, stacklevel=depth)
 
 
 def warn_of(lines: list[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tessera import _core
-from tessera.engine._report import logger, show_progress, shows_in_place
+from tessera.engine._report import logger, show_progress, shows_in_place, warn_of
 from tessera.flops import FlopsProfiler
 from tessera.monitor import Monitor
 
@@ -51,7 +51,8 @@ class Watch:
         self._numbers = _core.Watch(config)
         self._terminal = self._numbers.in_place
         self._listens = False
-        self._counts = False  # operations of the next forward
+        self._operations: int | None = None  # of forwards since count_flops(), while they are counted
+        self._counted_from = 0  # micro-steps before the first of them
         self._peak: float | None = None
         self.calls = self._numbers.calls
         self.monitor = Monitor(config, rank, said)
@@ -85,8 +86,8 @@ class Watch:
     def around_forward(self, engine: Watched) -> contextlib.AbstractContextManager[None]:
         if self._profiles(engine):
             return self._profiled(engine)
-        if self._counts and torch.is_grad_enabled() and engine.module.training:
-            return self._counted(engine)
+        if self._operations is not None and torch.is_grad_enabled() and engine.module.training:
+            return self._counted(engine.core)
         return contextlib.nullcontext()
 
     def _profiles(self, engine: Watched) -> bool:
@@ -123,6 +124,8 @@ class Watch:
     def stepped(self, engine: Watched) -> None:
         """Called after every optimizer step."""
         self._listen(engine)
+        if self._operations is not None:
+            self._end_count(engine.core, self._operations)
         if self._every and self._speaks:
             self._numbers.in_place = self._terminal and shows_in_place()
         rates = [float(rate) for rate in engine.get_lr()] if self._numbers.wants_rates(engine.core) else []
@@ -158,22 +161,31 @@ class Watch:
         return self._numbers.memory(core)
 
     def count_flops(self, core: _core.Engine, per_sample: float | None, peak: float | None) -> None:
-        self._counts = per_sample is None
+        self._operations = 0 if per_sample is None else None
         self._peak = peak
         if per_sample is not None:
             self._numbers.count_flops(core, per_sample, peak)
 
     @contextlib.contextmanager
-    def _counted(self, engine: Watched) -> Iterator[None]:
-        """A backward has twice the operations of a forward."""
+    def _counted(self, core: _core.Engine) -> Iterator[None]:
         from torch.utils.flop_counter import FlopCounterMode  # imports much
 
-        self._counts = False
+        if not self._operations:
+            self._counted_from = core.micro_steps()
         with FlopCounterMode(display=False) as counter:
             yield
-        if flops := counter.get_total_flops():
-            core = engine.core
-            self._numbers.count_flops(core, 3 * flops / core.options().micro_batch_size, self._peak)
+        self._operations = (self._operations or 0) + counter.get_total_flops()
+
+    def _end_count(self, core: _core.Engine, operations: int) -> None:
+        """A backward has twice the operations of a forward."""
+        self._operations = None
+        if operations:
+            samples = (core.micro_steps() - self._counted_from) * core.options().micro_batch_size
+            self._numbers.count_flops(core, 3 * operations / samples, self._peak)
+        elif self._speaks:
+            text = "[engine.count_flops] torch counts no operations in the forwards of this engine: give per_sample"
+            warn_of([text])
+            self.monitor.warn(text, core.global_samples())
 
     # ---------------------------------------------------------------- collectives
 

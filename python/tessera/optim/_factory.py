@@ -169,6 +169,11 @@ def as_lists(model_parameters: Any) -> list[Any] | None:
     """Makes lists of all that can be read once only."""
     if model_parameters is None:
         return None
+    if isinstance(model_parameters, nn.Module) or not isinstance(model_parameters, Iterable):
+        raise ConfigError(
+            "[initialize] model_parameters takes parameters or param groups, as model.parameters(), got "
+            f"{type(model_parameters).__name__}"
+        )
     return [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in model_parameters]
 
 

@@ -3,7 +3,6 @@ with CUT, which says what it is a part of. The states are of an optimizer that r
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -58,10 +57,9 @@ def warn_of_ended(core: _core.Engine, states: Iterable[Any]) -> None:
     """Warns of states that an optimizer brings to a new engine and that ended with another one."""
     ended = sum(CUT in state and len(state) == 1 and state[CUT][0] < state[CUT][1] for state in states if state)
     if ended and core.mesh().rank(list(_core.Axis.__members__.values())) == 0:
-        warnings.warn(
+        _core.warn(
             f"[optimizer] the states of {ended} parameters were offloaded by an engine and ended with it: this one "
-            "begins without them, unless it loads a checkpoint",
-            stacklevel=2,
+            "begins without them, unless it loads a checkpoint"
         )
 
 

@@ -93,7 +93,8 @@ class Batch:
                 return None
             who = "the last layer" if loss_fn is None else "loss_fn"
             what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ConfigError(f"[pipeline] the loss must be a tensor of one element, {who} returned {what}")
+            hint = "; PipelineModule(loss_fn=...) takes what makes one of outputs and labels" if loss_fn is None else ""
+            raise ConfigError(f"[pipeline] the loss must be a tensor of one element, {who} returned {what}{hint}")
         return loss
 
     def backward_of_loss(self, loss: torch.Tensor) -> None:

@@ -99,6 +99,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         if num_stages < 1 or _world() % num_stages:
             started = "" if _world() > 1 else "; start the ranks and call tessera.init_distributed() before"
+            started = started or f"; start a multiple of {num_stages}, or give another num_stages" * (num_stages > 0)
             raise ConfigError(f"[PipelineModule] {_world()} ranks cannot be {num_stages} stages of equal size{started}")
         self.num_stages = num_stages
         self.num_chunks = num_chunks

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tessera import _core
+from tessera.errors import ConfigError
 from tessera.zero._hooks import register_external_parameter
 from tessera.zero._owners import Holder, engine_of, holder_of, home_of
 
@@ -90,7 +91,13 @@ class GatheredParameters:
     ) -> None:
         if isinstance(params, torch.Tensor):
             params = [params]
-        self.params = list(params) if enabled else []
+        given: list[Any] = [None] if isinstance(params, nn.Module) else list(params)
+        if not all(isinstance(one, torch.Tensor) for one in given):
+            raise ConfigError(
+                "[zero.GatheredParameters] params are parameters, as list(model.parameters()), not modules or pairs of "
+                "named_parameters()"
+            )
+        self.params = given if enabled else []
         self.modifier_rank = modifier_rank
         self._open = Region([])
         self._ids = frozenset(map(id, self.params))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support import PAIR_SPECS, Net, Pair, batch, config, engines, make, run
+from torch import nn
 
 import tessera
 
@@ -190,3 +192,46 @@ def test_one_forward_is_profiled(stage: int, tmp_path: Any) -> None:
 
     engines(make(), 2, config(stage, flops_profiler=section), body)
     assert file.read_text().count("flops profile of step 1: Net") == 1
+
+
+def operations_of_a_sample(engine: tessera.Engine, step: Callable[[], Any]) -> float:
+    """What count_flops() has found, of what is among the numbers."""
+    seen: dict[str, float] = {}
+    engine.monitor.on_metric(lambda name, value, _: seen.__setitem__(name, value))
+    engine.count_flops(peak=1e12)
+    for _ in range(3):
+        step()
+    assert seen["Train/Samples/mfu"] == pytest.approx(seen["Train/Samples/tflops"])
+    return seen["Train/Samples/tflops"] * 1e12 / seen["Train/Samples/samples_per_second"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_operations_are_those_of_a_step(accumulation: int) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        def step() -> None:
+            for _ in range(accumulation):
+                engine(torch.ones(4, 4)).sum().backward()
+                engine.step()
+
+        assert operations_of_a_sample(engine, step) == pytest.approx(3 * 2 * 16)
+
+    engines(nn.Linear(4, 4), 1, config(0, accumulation=accumulation), body)
+
+
+def test_what_cannot_be_counted_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    engine, *_ = tessera.initialize(model=nn.Embedding(4, 4), config=config(0))
+    engine.count_flops()
+    engine(torch.arange(4)).sum().backward()
+    engine.step()
+    assert "[engine.count_flops] torch counts no operations" in caplog.text and "give per_sample" in caplog.text
+
+
+def test_memory_prints_itself_as_a_table() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        run(engine, rank, 1)
+        beside, alone = str(engine.memory()).splitlines(), str(engine.core.memory()).splitlines()
+        assert beside[0].split()[-2:] == ["held", "formula"] and alone[0].split()[-1] == "held"
+        assert [line.split()[0] for line in alone[:2]] == ["memory", "params"], alone
+        assert set(map(len, alone)) == {46} and beside[-1] != ""
+
+    engines(make(), 1, config(1), body)

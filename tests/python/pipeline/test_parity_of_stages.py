@@ -363,3 +363,26 @@ def adamw(groups: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_stages_that_have_nothing_to_train_or_nothing_in_a_group(tmp_path: Path, zero: int) -> None:
     in_processes(4, one_sided, tmp_path, zero)
+
+
+def counts_operations(rank: int) -> None:
+    """Of all chunks of the first stage, by whom the numbers are written."""
+    for chunks in (1, 2):
+        layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
+        model = PipelineModule(
+            layers, num_stages=2, num_chunks=chunks, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+        )
+        engine = pipeline(model, config(micro_batches=2))
+        seen: dict[str, float] = {}
+        engine.monitor.on_metric(lambda name, value, _, seen=seen: seen.__setitem__(name, value))
+        engine.count_flops()
+        for _ in range(3):
+            engine.train_batch(itertools.repeat((torch.ones(3, 4), torch.zeros(3, 4))))
+        if rank == 0:
+            a_sample = seen["Train/Samples/tflops"] * 1e12 / seen["Train/Samples/samples_per_second"]
+            assert a_sample == pytest.approx(2 * 3 * 2 * 16)
+        engine.destroy()
+
+
+def test_operations_are_those_of_all_chunks() -> None:
+    in_processes(2, counts_operations)

@@ -412,7 +412,10 @@ def evaluates_without_a_loss(rank: int) -> None:
     assert both[0] is None and (found is None) == (both[1] is None) == (rank == 0)
     if rank == 1:
         assert [tuple(output.shape) for output in found] == [(3, 5, 11)] * 2 and torch.equal(found[1], both[1][1])
-    with pytest.raises(tessera.ConfigError if rank else StageFailed, match="the loss must be a tensor of one element"):
+    with pytest.raises(tessera.ConfigError, match="2 ranks cannot be 3 stages of equal size; start a multiple of 3"):
+        PipelineModule([nn.Linear(4, 4)], num_stages=3)
+    said = r"the loss must be a tensor of one element.*PipelineModule\(loss_fn=\.\.\.\)"
+    with pytest.raises(tessera.ConfigError if rank else StageFailed, match=said):
         engine.train_batch(data(0))
     engine.destroy()
 

@@ -1,0 +1,30 @@
+// What TORCH_WARN says on this thread while an object lives, for who writes it down as well.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+class HeardWarnings : private c10::WarningHandler {
+ public:
+  // `shows`: they go where they went before, too. Else that is for the owner to do. One inside the other hears for both only where the
+  // inner one shows.
+  explicit HeardWarnings(bool shows = true) : shows_(shows) {}
+  const std::vector<std::string>& texts() const { return texts_; }
+
+ private:
+  void process(const c10::Warning& warning) override {
+    texts_.push_back(warning.msg());
+    if (shows_ && before_ != nullptr) before_->process(warning);
+  }
+
+  const bool shows_;
+  c10::WarningHandler* const before_ = c10::WarningUtils::get_warning_handler();
+  const c10::WarningUtils::WarningHandlerGuard guard_{this};
+  std::vector<std::string> texts_;
+};
+
+}  // namespace tessera
