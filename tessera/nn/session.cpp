@@ -282,8 +282,8 @@ bool Session::step(std::optional<double> global_norm) {
   return applied;
 }
 
-Session::Held::Held(engine::Engine& core, Error error, void (engine::Engine::*begin)(), void (engine::Engine::*end)())
-    : core_(core), error_(std::move(error)), end_(end) {
+Session::Held::Held(engine::Engine& core, Error error, Call begin, Call end, Call leave)
+    : core_(core), error_(std::move(error)), end_(end), leave_(leave) {
   (core_.*begin)();
 }
 
@@ -292,13 +292,11 @@ void Session::Held::end() {
 }
 
 Session::Held::~Held() {
+  if (std::uncaught_exceptions() != passing_ && std::exchange(end_, nullptr) != nullptr) (core_.*leave_)();
   try {
     end();
-  } catch (const std::exception& error) {
-    if (std::uncaught_exceptions() == passing_)
-      *error_ = std::current_exception();
-    else
-      TORCH_WARN("[engine] ", error.what());
+  } catch (const std::exception&) {
+    *error_ = std::current_exception();
   }
 }
 
