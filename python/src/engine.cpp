@@ -256,7 +256,8 @@ void bind_training(EngineClass& c) {
       .def("begin_no_sync", &Engine::begin_no_sync, NoGil())
       .def("end_no_sync", &Engine::end_no_sync, NoGil())
       .def("begin_coalesce", &Engine::begin_coalesce, NoGil())
-      .def("end_coalesce", &Engine::end_coalesce, NoGil());
+      .def("end_coalesce", &Engine::end_coalesce, NoGil())
+      .def("leave_coalesce", &Engine::leave_coalesce);
 }
 
 void bind_modules(EngineClass& c) {

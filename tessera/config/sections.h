@@ -26,7 +26,6 @@ struct Scheduler {
 
 struct Bf16 {
   bool enabled = false;
-  bool immediate_grad_update = false;
   bool check_grad_overflow = true;
   bool bf16_master_weights_and_grads = false;
   bool bf16_optimizer_states = false;

@@ -18,8 +18,6 @@ struct OffloadOptimizer {
   std::optional<std::string> nvme_path;
   int64_t buffer_count = 4;
   bool pin_memory = true;
-  bool pipeline_read = false;
-  bool pipeline_write = false;
   std::optional<double> ratio = 1.0;  // share of the states that live elsewhere; unset: what does not fit on the device
   bool super_offload = false;
 };
@@ -49,7 +47,6 @@ struct ZeroOptimization {
   int64_t allgather_bucket_size = 500'000'000;
   std::optional<bool> overlap_comm;  // unset: see zero_options() in config/resolve.h
   bool load_from_fp32_weights = true;
-  bool elastic_checkpoint = false;
   OffloadOptimizer offload_optimizer;
   OffloadParam offload_param;
   int64_t stage3_prefetch_bucket_size = 50'000'000;
@@ -61,14 +58,11 @@ struct ZeroOptimization {
   int64_t stage3_module_granularity_threshold = 0;
   bool ignore_unused_parameters = true;
   bool legacy_stage1 = false;
-  bool round_robin_gradients = false;
-  bool parameter_alignment = false;
   int64_t zero_hpz_partition_size = 1;
   bool zero_quantized_weights = false;
   bool zero_quantized_nontrainable_weights = false;
   bool zero_quantized_gradients = false;
   int64_t mics_shard_size = -1;
-  bool memory_efficient_linear = true;
   LeafModule leaf_module;
 };
 

@@ -440,6 +440,10 @@ void Engine::begin_coalesce() {
   impl_->coalesce = true;
 }
 
+void Engine::leave_coalesce() {
+  impl_->coalesce = false;
+}
+
 void Engine::end_coalesce() {
   impl_->coalesce = false;
   if (impl_->model) impl_->model->driver.reduce_now();

@@ -151,6 +151,8 @@ class Engine {
   // coalesce: as no_sync, and end_coalesce() issues one reduction for all backwards inside. Collective at the end.
   void begin_coalesce();
   void end_coalesce();
+  // In place of it, for who leaves by an error: what came stays this rank's own, as behind no_sync. Local.
+  void leave_coalesce();
 
   // ---- what happened
   std::optional<double> global_grad_norm() const;  // pre-clip, unscaled, of the last step that was not skipped

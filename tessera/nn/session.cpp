@@ -285,14 +285,14 @@ bool Session::step(std::optional<double> global_norm) {
   return applied;
 }
 
-Session::Held::Held(engine::Engine& core, Error error, void (engine::Engine::*begin)(), void (engine::Engine::*end)())
-    : core_(core), error_(std::move(error)), end_(end) {
+Session::Held::Held(engine::Engine& core, Error error, Call begin, Call end, Call leave)
+    : core_(core), error_(std::move(error)), end_(end), leave_(leave) {
   if (begin != nullptr) (core_.*begin)();
 }
 
 Session::Held Session::states_away(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) {
   offload_states(kinds, to, pin_memory);
-  return {live(), held_error_, nullptr, &engine::Engine::reload_states};
+  return {live(), held_error_, nullptr, &engine::Engine::reload_states, &engine::Engine::reload_states};
 }
 
 void Session::Held::end() {
@@ -300,13 +300,11 @@ void Session::Held::end() {
 }
 
 Session::Held::~Held() {
+  if (end_ != nullptr && std::uncaught_exceptions() != passing_) end_ = leave_;
   try {
     end();
-  } catch (const std::exception& error) {
-    if (std::uncaught_exceptions() == passing_)
-      *error_ = std::current_exception();
-    else
-      TORCH_WARN("[engine] ", error.what());
+  } catch (const std::exception&) {
+    *error_ = std::current_exception();
   }
 }
 

@@ -159,9 +159,11 @@ class Session {
   class [[nodiscard]] Held {
    public:
     using Error = std::shared_ptr<std::exception_ptr>;
-    // Without `begin` it has begun.
-    Held(engine::Engine& core, Error error, void (engine::Engine::*begin)(), void (engine::Engine::*end)());
-    // Where end() was not called: its error is that of the next step(); a warning where an exception passes, which counts.
+    using Call = void (engine::Engine::*)();
+    // `begin` null: it has begun. `leave`: in place of `end` where an exception passes.
+    Held(engine::Engine& core, Error error, Call begin, Call end, Call leave);
+    // Where end() was not called: its error is that of the next step(). Where an exception passes nothing is reduced, since other
+    // ranks may not come here: gradients stay this rank's own until the next reduction.
     ~Held();
     Held(const Held&) = delete;
     Held& operator=(const Held&) = delete;
@@ -171,7 +173,8 @@ class Session {
    private:
     engine::Engine& core_;
     const Error error_;
-    void (engine::Engine::*end_)();  // null: it was ended
+    Call end_;  // null: it was ended
+    const Call leave_;
     const int passing_ = std::uncaught_exceptions();
   };
   // Room for other engines: what this one has on its device goes elsewhere until reload_states() (engine::Engine::offload_states).
@@ -193,8 +196,14 @@ class Session {
 
   // ---- accumulation
   // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
-  Held no_sync() { return {live(), held_error_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync}; }
-  Held coalesce() { return {live(), held_error_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce}; }
+  Held no_sync() {
+    return {live(), held_error_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync,
+            &engine::Engine::end_no_sync};
+  }
+  Held coalesce() {
+    return {live(), held_error_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce,
+            &engine::Engine::leave_coalesce};
+  }
   void zero_grad() { live().zero_grad(); }
   // Whether the next backward completes an update.
   bool is_gradient_accumulation_boundary() const { return live().is_gradient_accumulation_boundary(); }

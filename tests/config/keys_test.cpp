@@ -262,6 +262,16 @@ TEST(Keys, EveryRowHasItsOwnMemberAndName) {
   }
 }
 
+TEST(Keys, WhatHasNoEffectWhateverItsValueIsNoMember) {
+  int rows = 0;
+  for (const Key& key : keys()) {
+    if (!key.meaning.starts_with("no effect: ")) continue;
+    EXPECT_TRUE(key.unread.has_value()) << key.path;
+    ++rows;
+  }
+  EXPECT_EQ(rows, 7);
+}
+
 TEST(Keys, EnumRowsReadAndWriteTheirMember) {
   Config c;
   for (const Key& key : keys()) {

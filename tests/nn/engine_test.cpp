@@ -455,4 +455,25 @@ TEST(Engine, EngineBackwardIsBackward) {
 }
 
 }  // namespace
+// A rank that leaves by an error waits for none, and the other never comes to its own end before; nothing is lost.
+TEST(Engine, AnErrorLeavesACoalescedReductionWithoutWaiting) {
+  testing::run_ranks(2, [](int rank, const comm::GroupPtr& group) {
+    auto engine = initialize(torch::nn::Linear(5, 1), adamw_config(2, 2), comm::Mesh(group));
+    const auto start = std::chrono::steady_clock::now();
+    const auto pass = [&] { engine.backward(engine.forward(torch::ones({4, 5})).sum() / 4); };
+    const std::string text = testing::error_of([&] {
+      auto held = engine.coalesce();
+      pass();
+      if (rank == 0) throw std::runtime_error("the caller's own");
+      std::this_thread::sleep_for(std::chrono::seconds(3));
+      held.end();
+    });
+    EXPECT_EQ(text, rank == 0 ? "the caller's own" : "");
+    EXPECT_TRUE(rank != 0 || std::chrono::steady_clock::now() - start < std::chrono::seconds(2));
+    if (rank == 0) engine.coalesce().end();
+    EXPECT_TRUE(engine.step());
+    EXPECT_NEAR(engine.core().global_grad_norm().value_or(0), std::sqrt(6.0), 1e-5) << "of all contributions";
+  });
+}
+
 }  // namespace tessera::nn
