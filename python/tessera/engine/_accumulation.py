@@ -43,8 +43,8 @@ class Accumulation:
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Accumulates as no_sync, with one reduction for everything inside when it ends. Collective at the end. Who leaves by an
-        error reduces nothing, since other ranks may not come to the end: it is as after no_sync."""
+        """Accumulates as no_sync, with one reduction for everything inside when it ends. Collective at the end. Who
+        leaves by an error reduces nothing, since other ranks may not come to the end: it is as after no_sync."""
         self._core.begin_coalesce()
         try:
             yield
