@@ -1,4 +1,4 @@
-"""The C++ blocks of the documentation as one program, which a test compiles and runs: `pages.py PROGRAM LIST`.
+"""The C++ blocks of the documentation as one program, which a test compiles and runs: `pages.py FOLDER`.
 
 The blocks of a page, or of pages that go on from each other, are the body of a function, in their order. Comments of
 HTML, which no reader sees, say what else holds (tests/python/pages.py has the same for Python):
@@ -11,8 +11,8 @@ HTML, which no reader sees, say what else holds (tests/python/pages.py has the s
     -->
     <!-- cpp: from here ranks=1,2 -->  a new function begins, which runs on one rank and on two
 
-An #include stands before everything. The program's first argument says which function it runs; LIST gets a line for
-each, its name and numbers of ranks.
+An #include stands before everything. FOLDER gets main.cpp, whose first argument says which function it runs;
+functions.txt, a line for each, its name and numbers of ranks; and the CMakeLists.txt that docs/cpp.md shows.
 """
 
 from __future__ import annotations
@@ -89,5 +89,9 @@ def program(known: list[Function]) -> str:
 
 if __name__ == "__main__":
     known = all_functions()
-    Path(sys.argv[1]).write_text(program(known))
-    Path(sys.argv[2]).write_text("".join(f"{f.name} {' '.join(f.ranks)}\n" for f in known))
+    folder = Path(sys.argv[1])
+    folder.mkdir(exist_ok=True)
+    (folder / "main.cpp").write_text(program(known))
+    (folder / "functions.txt").write_text("".join(f"{f.name} {' '.join(f.ranks)}\n" for f in known))
+    (shown,) = re.findall(r"^```cmake\n(.*?)^```$", (DOCS / "cpp.md").read_text(), re.MULTILINE | re.DOTALL)
+    (folder / "CMakeLists.txt").write_text(shown)
