@@ -73,7 +73,7 @@ void train_stages(const Arguments& arguments) {
   };
   const int64_t micro_batches = engine.core().options().gradient_accumulation_steps;
   const auto pair = [](const example::Batch& batch) { return tessera::nn::MicroBatch{{batch.x}, {batch.y}}; };
-  for (int64_t step = engine.core().global_steps(); step < number("--steps"); ++step) {
+  for (int64_t step = engine.global_steps(); step < number("--steps"); ++step) {
     print(c10::str("step ", step), engine.train_batch([&](int64_t micro) {
       return pair(text.batch(step * micro_batches + micro, engine.rank(), engine.size(), number("--rows")));
     }));
@@ -105,7 +105,7 @@ void train(const Arguments& arguments) {
   // README begin
   auto engine = tessera::initialize(model, config, mesh);  // model: std::shared_ptr to any torch::nn::Module
   if (!resume.empty() && !engine.load_checkpoint(resume)) throw std::runtime_error("no checkpoint in " + resume);
-  for (int64_t step = engine.core().global_steps(); step < steps; ++step) {
+  for (int64_t step = engine.global_steps(); step < steps; ++step) {
     const auto [x, y] = text.batch(step, engine.rank(), engine.size(), rows).to(engine.device());
     const at::Tensor loss = engine.forward(x, y);
     loss.backward();
