@@ -244,6 +244,43 @@ def test_a_run_goes_on_amid_an_epoch_bit_for_bit(kind: str, workers: int, tmp_pa
         assert live == straight and fresh == straight and new == straight
 
 
+EPOCH = """
+import json, sys
+import torch, tessera
+
+folder, last = sys.argv[1], int(sys.argv[2])
+tessera.init_distributed("gloo")
+torch.manual_seed(3)
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+rows = [torch.tensor([float(number)]) for number in range(48)]
+engine, _, batches, _ = tessera.initialize(model=torch.nn.Linear(1, 1), config=config, training_data=rows)
+engine.load_checkpoint(folder, missing_ok=True)
+seen = []
+for batch in batches:
+    seen += batch.flatten().int().tolist()
+    engine.backward(engine(batch).sum())
+    engine.step()
+    if engine.global_steps == last:
+        break
+if last:
+    engine.save_checkpoint(folder)
+print(json.dumps(seen))
+engine.destroy()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_ranks_train_what_is_left_of_an_epoch_once_each(ranks: int, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(EPOCH)
+    seen = []
+    for world, last in ((2, 5), (ranks, 0)):
+        printed = run_program([sys.executable, program, tmp_path / "saved", str(last)], world)
+        seen += [number for text in printed for number in json.loads(text.splitlines()[-1])]
+        assert len(seen) == (20 if last else 48)
+    assert sorted(seen) == list(range(48)) and seen != sorted(seen)
+
+
 CUT = "tessera.cut"  # beside the states of a parameter: of which elements they are
 RANDOM = {"torch": torch.get_rng_state(), "python": random.getstate()}
 
