@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "bindings.h"
-#include "tessera/base/heard_warnings.h"
+#include "tessera/base/caught_warnings.h"
 #include "tessera/io/metrics.h"
 
 namespace tessera::python {
@@ -15,12 +15,12 @@ namespace {
 
 using Event = std::tuple<std::string, double, int64_t>;
 
-struct Ears {
+struct Catcher {
   std::vector<std::string> stop() {
-    const auto ended = std::exchange(heard, nullptr);
+    const auto ended = std::exchange(caught, nullptr);
     return ended == nullptr ? std::vector<std::string>() : ended->texts();
   }
-  std::unique_ptr<HeardWarnings> heard = std::make_unique<HeardWarnings>(false);
+  std::unique_ptr<CaughtWarnings> caught = std::make_unique<CaughtWarnings>(false);
 };
 
 py::dict row_of(const engine::CallRow& row) {
@@ -70,8 +70,8 @@ void bind_watch(py::module_& m) {
   m.def("json_metrics", &io::json_metrics, py::arg("path"));
   m.def("metrics_folder", &io::metrics_folder, py::arg("output_path"), py::arg("job_name"), py::arg("standard"));
 
-  // Hears from where it is made until stop(), in one thread.
-  py::class_<Ears>(m, "Ears").def(py::init<>()).def("stop", &Ears::stop);
+  // Catches warnings of the thread that makes it, until stop().
+  py::class_<Catcher>(m, "CaughtWarnings").def(py::init<>()).def("stop", &Catcher::stop);
   m.def("warn", [](const std::string& text) { TORCH_WARN(text); }, py::arg("text"));
 
   py::class_<Watch>(m, "Watch")

@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
-#include "tessera/base/heard_warnings.h"
+#include "tessera/base/caught_warnings.h"
 #include "tessera/checkpoint/torch_file.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
@@ -55,9 +55,9 @@ comm::Mesh environment_mesh(const Config& config) {
 
 template <class F>
 auto Session::noting(const F& call) {
-  const HeardWarnings heard;
+  const CaughtWarnings caught;
   auto result = call();
-  note(heard.texts());
+  note(caught.texts());
   return result;
 }
 

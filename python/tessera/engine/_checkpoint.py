@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tessera import _core
 from tessera.engine._export import export
 from tessera.engine._load import LoadRequest, load
-from tessera.engine._report import heard
+from tessera.engine._report import caught_warnings
 from tessera.engine._run import Run
 from tessera.engine._save import SaveRequest, save
 
@@ -60,7 +60,7 @@ class Checkpoints:
             keep_last,
             random_state,
         )
-        with heard(self._run._tell), _called_by_all("save_checkpoint"):
+        with caught_warnings(self._run._warn_user), _called_by_all("save_checkpoint"):
             save(self._run, request)
         return True
 
@@ -98,7 +98,7 @@ class Checkpoints:
             trusted,
             missing_ok,
         )
-        with heard(self._run._tell), _called_by_all("load_checkpoint"):
+        with caught_warnings(self._run._warn_user), _called_by_all("load_checkpoint"):
             return load(self._run, request, self._run.load_module_state_dict)
 
     def save_16bit_model(
@@ -116,7 +116,7 @@ class Checkpoints:
         settings = self._run._settings
         gathers = settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if settings.placements.shards_params and not gathers:
-            self._run._tell(
+            self._run._warn_user(
                 [
                     "[engine.save_16bit_model] nothing is written: parameters are partitioned; set "
                     "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file"

@@ -37,7 +37,7 @@ from tessera.engine._moving import Moving
 from tessera.engine._norms import Norms
 from tessera.engine._preflight import check_modules
 from tessera.engine._ranks import Ranks
-from tessera.engine._report import heard, warn_of, warn_user
+from tessera.engine._report import caught_warnings, warn_of, warn_user
 from tessera.engine._updates import Updates
 from tessera.engine._watch import Watch
 from tessera.engine._weights import Weights
@@ -146,7 +146,7 @@ class Engine(nn.Module):
         self._checkpoints, self._loaders = Checkpoints(this), Loaders(this)
         device = checked_device(group, model.parameters())
         self._said: list[tuple[str, int]] = []
-        with heard(self._tell):
+        with caught_warnings(self._warn_user):
             self._ranks = Ranks(group, self._settings, device, sequence_parallel, tensor_parallel)
         self._warn(self._settings.warnings)
         put_back = [keep_optimizer(optimizer), keep_device(model)]
@@ -172,7 +172,7 @@ class Engine(nn.Module):
                 None if training_data is None else self.data_loader(training_data, batch.micro_batch_size)
             )
             self._parallel.cut(whole_for_good, partition_again)
-            with heard(self._tell):
+            with caught_warnings(self._warn_user):
                 self._build_core(base, unit_policy or default_unit_policy, joins)
             self._parallel.settle()
             if self._front.counts_empty_steps:
@@ -197,7 +197,7 @@ class Engine(nn.Module):
             warn_of(lines)
             self._note(lines)
 
-    def _tell(self, lines: list[str]) -> None:
+    def _warn_user(self, lines: list[str]) -> None:
         """On this rank."""
         self._note(lines)
         warn_user(lines)
@@ -255,7 +255,7 @@ class Engine(nn.Module):
         self._joining = Joining(weak(self), self._updates, self._partition)
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
-        self._moving = Moving(core, self._settings, self._updates.runner, lambda lines: this._tell(lines))
+        self._moving = Moving(core, self._settings, self._updates.runner, lambda lines: this._warn_user(lines))
         self._accumulation = Accumulation(core, self._settings.managed_gradient_accumulation)
         shares, casts = self._ranks.sp_world_size > 1, self._program.casts_inputs
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares, casts)
@@ -334,13 +334,13 @@ class Engine(nn.Module):
             self._joining.follow()
         self._partition.end_stray()
         try:
-            with heard(self._tell), own_error_first(problem):
+            with caught_warnings(self._warn_user), own_error_first(problem):
                 applied = core.step(None if runner.external is None else self._update, global_norm, fault)
         finally:
             self._joining.settle()
             if isinstance(self.optimizer, Optimizer) and core.global_steps() != steps:
                 self.optimizer.overflow = not core.was_step_applied()
-        self._tell(core.take_notices())
+        self._warn_user(core.take_notices())
         if core.global_steps() == steps:
             return
         runner.after_step(applied)

@@ -24,7 +24,7 @@ class HasModule(Protocol):
 
     @property
     def module(self) -> nn.Module: ...
-    def _tell(self, lines: list[str]) -> None: ...
+    def _warn_user(self, lines: list[str]) -> None: ...
 
 
 def groups_of_frozen(
@@ -88,7 +88,7 @@ class Joining:
         if runner is not None and runner.has_grown():
             self._take_groups(runner)
         if self._updates.frozen:
-            self._engine._tell(_thawed(self._updates))
+            self._engine._warn_user(_thawed(self._updates))
 
     def settle(self) -> None:
         """The optimizer has what the core has let join since the last call."""

@@ -34,12 +34,12 @@ def kinds_of(include: Iterable[Any] | None) -> list[_core.StateKind]:
 
 
 class Moving:
-    """`settings`: of the engine; `runner`: of its optimizer; `tell`: shows warnings."""
+    """`settings`: of the engine; `runner`: of its optimizer; `warn`: shows warnings."""
 
     def __init__(
-        self, core: _core.Engine, settings: _core.Config, runner: Runner | None, tell: Callable[[list[str]], None]
+        self, core: _core.Engine, settings: _core.Config, runner: Runner | None, warn: Callable[[list[str]], None]
     ) -> None:
-        self._core, self._settings, self._runner, self._tell = core, settings, runner, tell
+        self._core, self._settings, self._runner, self._warn_user = core, settings, runner, warn
 
     def offload_states(
         self,
@@ -60,7 +60,7 @@ class Moving:
             raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
         to = DEVICES[place]
         if to is None:
-            self._tell(["[engine.offload_states] device 'none': nothing is moved"])
+            self._warn_user(["[engine.offload_states] device 'none': nothing is moved"])
             return
         self._core.offload_states(kinds, to, pin_memory)
 

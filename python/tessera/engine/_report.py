@@ -47,13 +47,13 @@ def shows_in_place() -> bool:
 
 
 @contextlib.contextmanager
-def heard(tell: Callable[[list[str]], None]) -> Iterator[None]:
-    """`tell` gets what the core warns of inside."""
-    ears = _core.Ears()
+def caught_warnings(take: Callable[[list[str]], None]) -> Iterator[None]:
+    """Gives `take` what the core warns of inside."""
+    caught = _core.CaughtWarnings()
     try:
         yield
     finally:
-        tell(ears.stop())
+        take(caught.stop())
 
 
 def warn_user(lines: list[str]) -> None:

@@ -33,7 +33,7 @@ def _of_all_stages(call: str) -> Callable[..., Any]:
             "alone cannot go forward, back or step"
         )
 
-    refuse.__name__, refuse.__doc__ = call, None
+    refuse.__name__, refuse.__doc__ = call, "UsageError: train_batch() and eval_batch() run all stages."
     return refuse
 
 

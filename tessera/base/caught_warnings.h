@@ -1,4 +1,4 @@
-// What TORCH_WARN says on this thread while an object lives, for who writes it down as well.
+// Warnings of TORCH_WARN on this thread while an object lives, for a caller that writes them down as well.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -8,11 +8,11 @@
 
 namespace tessera {
 
-class HeardWarnings : private c10::WarningHandler {
+class CaughtWarnings : private c10::WarningHandler {
  public:
-  // `shows`: they go where they went before, too. Else that is for the owner to do. One inside the other hears for both only where the
-  // inner one shows.
-  explicit HeardWarnings(bool shows = true) : shows_(shows) {}
+  // `shows`: warnings go where they went before, too; else the owner shows them. An outer object gets those of an inner one only where
+  // the inner one shows.
+  explicit CaughtWarnings(bool shows = true) : shows_(shows) {}
   const std::vector<std::string>& texts() const { return texts_; }
 
  private:
