@@ -7,8 +7,8 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "tessera/base/error.h"
 #include "tessera/base/caught_warnings.h"
+#include "tessera/base/error.h"
 #include "tessera/checkpoint/torch_file.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
