@@ -111,6 +111,13 @@ def in_ddp(model: nn.Module) -> nn.Module:
 in_ddp.__name__ = "DistributedDataParallel"
 
 
+@pytest.fixture(autouse=True)
+def no_group_stays() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def near(section: str, misspelt: str, meant: str, **more: Any) -> Mistake:
     path = f"{section}.{misspelt}" if section else misspelt
     names = (f"{path}: unknown ", f'did you mean "{meant}"')
