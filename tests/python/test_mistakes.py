@@ -251,6 +251,9 @@ def test_what_is_no_mistake(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert "my_own_section: unknown key, ignored" in caplog.text
     assert 'lr: unknown key, ignored; write "lr" inside "optimizer.params"' in caplog.text
     assert 'batch_size: unknown key, ignored; did you mean "train_batch_size"' in caplog.text
+    layer = nn.Linear(2, 2, bias=False)
+    with tessera.zero.GatheredParameters([layer.weight, layer.bias], modifier_rank=0):  # None, as Transformers does
+        assert layer.weight.numel() == 4
     for stage in (0, 3):
         caplog.clear()
         frozen(stage)

@@ -91,8 +91,9 @@ class GatheredParameters:
     ) -> None:
         if isinstance(params, torch.Tensor):
             params = [params]
-        given: list[Any] = [None] if isinstance(params, nn.Module) else list(params)
-        if not all(isinstance(one, torch.Tensor) for one in given):
+        is_module = isinstance(params, nn.Module)
+        given: list[Any] = [] if is_module else [one for one in params if one is not None]  # as the bias of a layer
+        if is_module or not all(isinstance(one, torch.Tensor) for one in given):
             raise ConfigError(
                 "[zero.GatheredParameters] params are parameters, as list(model.parameters()), not modules or pairs of "
                 "named_parameters()"
