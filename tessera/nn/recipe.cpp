@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/optim/whole.h"
 
 namespace tessera::nn {
 namespace {
