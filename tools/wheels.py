@@ -178,10 +178,11 @@ def nvcc(work: Path, log: Path) -> Path:
 
 
 def build(entry: Entry, sdist: Path, work: Path, log: Path, jobs: int) -> tuple[Path, Path]:
-    """The wheel, and the unpacked sdist. Nothing of torch's is imported, so that its own dependencies are left out."""
+    """The wheel, and the unpacked sdist. Nothing of torch's is imported; of its dependencies CUDA's bring NCCL's header
+    and others."""
     home = Environment(work / "builder", entry.python, log)
     home.pip("install", "-q", "-r", REQUIREMENTS / "build.txt")
-    home.pip("install", "-q", "--no-deps", entry.requirement)
+    home.pip("install", "-q", *([] if entry.cuda else ["--no-deps"]), entry.requirement)
     with tarfile.open(sdist) as archive:
         archive.extractall(work, filter="data")
     source = work / sdist.name.removesuffix(".tar.gz")
@@ -215,11 +216,11 @@ def audit(entry: Entry, wheel: Path, tools: Environment, out: Path, folders: Seq
     (audited,) = out.glob("*.whl")
     if contents(audited) != before:
         raise SystemExit(f"[wheels] {audited.name} needs libraries that are neither torch's nor of every Linux")
-    if has := sorted(name for name in before if name.endswith("libtessera_cuda.so")) if not entry.cuda else []:
+    if has := sorted(name for name in before if "libtessera_cuda" in name) if not entry.cuda else []:
         raise SystemExit(f"[wheels] a wheel for the CPU has {has[0]}")
     parts = ["tessera/lib/libtessera.so", "tessera/include/tessera/tessera.h", "/TesseraConfig.cmake"]
     parts += [".data/scripts/tessera-run", ".dist-info/entry_points.txt", "tessera/py.typed", "tessera/_core."]
-    parts += ["libtessera_cuda.so"] if entry.cuda else []
+    parts += ["libtessera_cuda.so", "libtessera_cuda_comm.so"] if entry.cuda else []
     if missing := [part for part in parts if not any(part in name for name in before)]:
         raise SystemExit(f"[wheels] {audited.name} lacks {', '.join(missing)}")
     with zipfile.ZipFile(audited) as archive:
@@ -270,8 +271,9 @@ def use(entry: Entry, wheel: Path, source: Path, tools: Environment, work: Path,
     said(r"(?s)loss 0\.\d+.*loss 0\.\d+", "tessera-run", "-n", "2", "python", "loop.py")
     said(r"(?s)loss 0\.\d+.*loss 0\.\d+", "tessera", "launch", "-n", "2", "loop.py")
     if entry.cuda:
-        library = "import ctypes, tessera; print(ctypes.CDLL(tessera.cmake_prefix_path + '/lib/libtessera_cuda.so'))"
-        said("CDLL", "python", "-c", library)
+        for name in ("libtessera_cuda.so", "libtessera_cuda_comm.so"):
+            loads = f"import ctypes, tessera as t; print(ctypes.CDLL(t.cmake_prefix_path + '/lib/{name}'))"
+            said("CDLL", "python", "-c", loads)
 
     prefix = said("tessera", "python", "-c", "import tessera; print(tessera.cmake_prefix_path)").splitlines()[-1]
     programs = tools.folder / "bin"

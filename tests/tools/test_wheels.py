@@ -28,6 +28,7 @@ PARTS = [
     "tessera/_core.cpython-311-x86_64-linux-gnu.so",
 ]
 KERNELS = "tessera/lib/libtessera_cuda.so"
+NCCL = "tessera/lib/libtessera_cuda_comm.so"
 CPU, CUDA = wheels.Entry("2.13.0", "3.11"), wheels.Entry("2.13.0", "3.11", "cu130")
 
 
@@ -89,12 +90,14 @@ def made(folder: Path, name: str, parts: list[str], **contents: str) -> Path:
     [
         (CPU, PARTS, "", "manylinux_2_35", {}, ""),
         (CPU, PARTS, "manylinux_2_28", "manylinux_2_24_x86_64.manylinux_2_28", {}, ""),
-        (CUDA, [*PARTS, KERNELS], "", "manylinux_2_28", {}, ""),
+        (CUDA, [*PARTS, KERNELS, NCCL], "", "manylinux_2_28", {}, ""),
         (CPU, PARTS, "manylinux_2_28", "manylinux_2_35", {}, "is not manylinux_2_28"),
         (CPU, PARTS, "manylinux_2_28", "linux", {}, "is not manylinux_2_28"),
         (CPU, PARTS[1:], "", "linux", {}, "lacks tessera/lib/libtessera.so"),
-        (CUDA, PARTS, "", "linux", {}, "lacks libtessera_cuda.so"),
+        (CUDA, [*PARTS, NCCL], "", "linux", {}, "lacks libtessera_cuda.so"),
+        (CUDA, [*PARTS, KERNELS], "", "linux", {}, "lacks libtessera_cuda_comm.so"),
         (CPU, [*PARTS, KERNELS], "", "linux", {}, "a wheel for the CPU has tessera/lib/libtessera_cuda.so"),
+        (CPU, [*PARTS, NCCL], "", "linux", {}, "a wheel for the CPU has tessera/lib/libtessera_cuda_comm.so"),
         (CPU, PARTS, "", "linux", {"TesseraConfig": "set(X /no/folder/torch)"}, "TesseraConfig.cmake names /no/folder"),
         (CPU, PARTS, "", "patched", {}, "needs libraries that are neither"),
     ],
