@@ -34,12 +34,12 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package archive wheels
+.PHONY: help demo tables test test-cpp test-python test-long test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package archive wheels
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
 	@echo "make tables  memory, time and loss of the low-precision modes beside plain PyTorch (long; a look: ARGS=--quick)"
-	@echo "make test    build Tessera and run its tests"
+	@echo "make test    build Tessera and run its tests, without the longest of Python's, which make test-long runs after it"
 	@echo "make test-tools  tests of the benchmark's runner and of the checks of the sources; the whole grid of devices"
 	@echo "make test-peers  checkpoints exchanged with DeepSpeed itself, programs that run on both"
 	@echo "make test-clients  Transformers, Accelerate, PEFT, TRL, Lightning and Ray Train on the deepspeed alias"
@@ -134,7 +134,11 @@ test-cpp: $(VENV)/stamp-test $(BUILD)/stamp-configure-tests
 	$(CTEST) --test-dir $(BUILD) -j $(TEST_JOBS) --output-on-failure
 
 test-python: $(VENV)/stamp-test test-cpp $(VENV)/stamp-package
-	$(PY) -m pytest $(WORKERS) $(PYTESTS) $(ARGS)
+	$(PY) -m pytest $(WORKERS) -m "not long" $(PYTESTS) $(ARGS)
+
+# A test at a time, since some files have several. One is skipped until test-cpp has built the examples.
+test-long: $(VENV)/stamp-test $(VENV)/stamp-package
+	$(PY) -m pytest $(WORKERS:loadfile=load) -m long $(PYTESTS) $(ARGS)
 
 # What only developers use: the benchmark's runner and pages, the checks of the sources; and the whole grid of which test-python
 # has a sample. Two tests are skipped until test-cpp has built the stand-in accelerator.

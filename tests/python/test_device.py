@@ -33,15 +33,15 @@ def test_engines_on_a_device(stand_in: Path) -> None:
 
 def test_a_sample_of_the_grid(stand_in: Path) -> None:
     """tests/tools has all of it."""
-    rows = int(output_of("device_grid.py", stand_in, "--sample").splitlines()[-1].split()[0])
-    assert rows > 100
+    rows = int(output_of("device_grid.py", stand_in, "--sample", "--part", "0/2").splitlines()[-1].split()[0])
+    assert rows > 50
 
 
 def test_a_sample_of_the_grid_on_two_ranks(stand_in: Path) -> None:
     program = Path(__file__).parent / "device_grid.py"
-    for text in run_program([sys.executable, program, stand_in, "--sample", "--part", "0/4"], 2):
+    for text in run_program([sys.executable, program, stand_in, "--sample", "--part", "0/8"], 2):
         found = re.search(r"^(\d+) rows, 0 failed$", text, re.MULTILINE)
-        assert found and int(found[1]) > 30, text
+        assert found and int(found[1]) > 15, text
 
 
 @pytest.mark.parametrize(

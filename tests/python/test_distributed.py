@@ -462,6 +462,7 @@ def test_two_processes_of_one_rank_are_named() -> None:
     assert time.monotonic() - begin < 100  # far below the timeout
 
 
+@pytest.mark.long
 def test_a_mute_port_ends_what_comes_by_a_method() -> None:
     with socket.socket() as mute, pytest.raises(dist.DistBackendError, match="does not answer as a store"):
         mute.bind(("127.0.0.1", 0))

@@ -243,6 +243,7 @@ def write_data(file: Path) -> None:
     file.write_text(next(line.split()[1] for line in status if line.startswith("VmData")))
 
 
+@pytest.mark.long
 def test_states_that_do_not_fit_in_the_memory_limit_live_on_a_disk(files, tmp_path):
     """50 million parameters: 400 MB of weights and gradients, as much of states. 150 million: 1.2 GB of weights and
     gradients, and neither is in memory as a whole where the weights are on the disk, too."""

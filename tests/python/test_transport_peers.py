@@ -113,6 +113,7 @@ def test_groups_that_are_split_and_merged() -> None:
     run(4, splits)
 
 
+@pytest.mark.long
 def test_futures_at_the_end_of_python() -> None:
     """New interpreters, each with an end of its own: torn_down.py."""
     for body in (torn_down.at_once, torn_down.after_destroying, torn_down.in_a_handler):

@@ -239,6 +239,7 @@ exec env -i PATH="$PATH" TMPDIR="$(dirname "$0")/tmp" sh -c "$*"
 """
 
 
+@pytest.mark.long
 def test_hosts_over_ssh(launched_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "bin"
     (folder / "tmp").mkdir(parents=True)

@@ -234,6 +234,7 @@ def worker(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_four_processes() -> None:
     run_processes(WORLD, worker, free_port())
 

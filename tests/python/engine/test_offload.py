@@ -440,6 +440,7 @@ def test_memory_is_the_buffers_whatever_the_states(tmp_path: Path) -> None:
     assert training == pytest.approx(8 * elements + buffers, rel=0.1)
 
 
+@pytest.mark.long
 def test_memory_is_buffers_and_a_unit_whatever_the_model(tmp_path: Path) -> None:
     """Parameters and states on a disk, and no gradients: a bound that has no part of the 32 units in it. How much
     of it is in use at once depends on how fast the disk is."""

@@ -112,6 +112,7 @@ def test_tokens_that_cannot_be_dealt_out(example):
 
 
 # fp32: sums in another order, which four updates of AdamW make larger. Low: bf16 keeps 8 bits.
+@pytest.mark.long
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-4), ("low", 2e-2)])
 def test_losses_of_one_process(precision, tolerance):
     pytest.importorskip("ray")

@@ -80,6 +80,7 @@ def go_on(program, state):
     return weights_of(program)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("transport", "deaths"), [("auto", (die_in_train, die_in_save)), ("ray", (die_in_train,))])
 def test_a_killed_rank_and_the_way_back(ray_cluster, tmp_path, transport, deaths):
     """Also with other numbers of ranks: each engine's part of the checkpoint reshards on its own."""
