@@ -43,6 +43,9 @@ function(tessera_install root export link)
   foreach(loaded tessera_cuda tessera_cuda_comm)  # never linked
     if(TARGET ${loaded})
       install(TARGETS ${loaded} LIBRARY DESTINATION ${root}lib ${ARGN})
+      if(TARGET _core)  # a package is built by this target alone
+        add_dependencies(_core ${loaded})
+      endif()
     endif()
   endforeach()
   file(GLOB public CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/tessera/*.h)
