@@ -6,7 +6,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
@@ -18,12 +18,17 @@ from tessera.errors import ConfigError
 __all__ = ["Loader", "RepeatingLoader"]
 
 ROUTES = ("train", "eval", "predict")
+Collate = Callable[[list[Any]], object]
+"""A batch of a list of samples."""
 
 
-class Indexed(Protocol):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Indexed(Protocol[T_co]):
     """A dataset that is no torch.utils.data.Dataset."""
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> T_co: ...
 
     def __len__(self) -> int: ...
 
@@ -132,12 +137,12 @@ class Loader:
         return len(self.loader)
 
     @property
-    def dataset(self) -> Dataset[Any]:
+    def dataset(self) -> Dataset[object]:
         """The dataset that samples are taken from."""
         return self.loader.dataset
 
     @property
-    def sampler(self) -> Sampler[Any] | Iterable[Any]:
+    def sampler(self) -> Sampler[int] | Iterable[object]:
         """The sampler of the loader behind it."""
         return self.loader.sampler
 
@@ -251,15 +256,15 @@ class RepeatingLoader:
 
 
 def make_loader(
-    dataset: Dataset[Any] | Indexed,
+    dataset: Dataset[object] | Indexed[object],
     *,
     batch_size: int,
     rank: int,
     world_size: int,
     route: str = "train",
     pin_memory: bool = False,
-    data_sampler: Sampler[Any] | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    data_sampler: Sampler[int] | Sampler[list[int]] | None = None,
+    collate_fn: Collate | None = None,
     num_workers: int = 0,
     drop_last: bool = False,
 ) -> Loader:
