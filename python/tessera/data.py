@@ -107,10 +107,12 @@ class Loader:
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass under way and the samples of all ranks that it has given, of how many, where the dataset says it."""
-        state = {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": self._given}
+        """The pass under way, or the one to come, and the samples of all ranks that it has given, of how many, where
+        the dataset says it."""
+        done = self._given if self._under_way else self._start
+        state = {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": done}
         size = self._size()
-        return {**state, "size": size} if self._given > 0 and size is not None else state
+        return {**state, "size": size} if done > 0 and size is not None else state
 
     def _size(self) -> int | None:
         dataset: Any = self.loader.dataset
@@ -131,7 +133,7 @@ class Loader:
         self._under_way, self._given = False, 0
         self._loads += 1
         self._start = state["samples"]
-        self._begin_with = state.get("begin")
+        self.begin = self._begin_with = state.get("begin")
 
     def __len__(self) -> int:
         return len(self.loader)
