@@ -1,7 +1,7 @@
-"""The page docs/api.md: each public name of Python beside the C++ one that does the same, or why there is none.
+"""The pages docs/api*.md: each public name of Python beside the C++ one that does the same, or why there is none.
 
-    python tools/api_table.py             writes the page, of the list tools/api_pairs.txt
-    python tools/api_table.py --check     the list has all public names and no others, and the page is the list's
+    python tools/api_table.py             writes the pages, of the list tools/api_pairs.txt
+    python tools/api_table.py --check     the list has all public names and no others, and the pages are the list's
 
 Nothing is imported or compiled. Names of Python: `__all__` of modules without an underscore, and the members of their
 classes. Names of C++: what the headers declare that tessera/*.h include, and those of WITH.
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LIST, PAGE = Path("tools/api_pairs.txt"), Path("docs/api.md")
+LIST = Path("tools/api_pairs.txt")
+ALONE = ("docs/api_alone.md", "Names that Python or C++ alone has")
 
 # Modules without an underscore that sub-packages of Python have for each other.
 INSIDE = re.compile(r"(.*\.)?engines|engine\.front|engine\.program")
@@ -27,12 +28,11 @@ INSIDE = re.compile(r"(.*\.)?engines|engine\.front|engine\.program")
 WITH = """amp/grad_scaler engine/engine engine/restore engine/scaling engine/watch io/metrics nn/outputs nn/session
 nn/units pipeline/link pipeline/link_end pipeline/wire zero/modules zero/regions zero/state_access"""
 
-HEAD = """# Python and C++
-
+HEAD = """
 What public names of one front end are in the other. `tools/api_table.py` writes this page of `tools/api_pairs.txt`, and
 `make lint` fails where a name is missing. Names of Python are below `tessera.`, those of C++ below `tessera::`, with
 the class that has them: an `nn::Engine` is an `nn::Session`, and its `core()` an `engine::Engine`. `X.*` and `X::*` are
-X and what it has without a row of its own. Keys of the configuration: [config.md](config.md).
+X and what it has without a row of its own. Keys of the configuration: [config_keys.md](config_keys.md).
 """
 
 
@@ -179,6 +179,7 @@ def cpp_names(root: Path = ROOT) -> tuple[set[str], set[str]]:
 
 @dataclass
 class Row:
+    page: tuple[str, str]  # its path and title
     topic: str
     python: list[str]
     cpp: list[str]
@@ -186,9 +187,12 @@ class Row:
 
 
 def rows_of(text: str) -> list[Row]:
-    rows, topic = [], ""
+    rows, page, topic = [], ("docs/api.md", "Python and C++"), ""
     for line in re.sub(r"\n[ \t]+", " ", text).splitlines():
-        if line.startswith("# "):
+        if line.startswith("= "):
+            path, _, title = line[2:].partition(" | ")
+            page = (path, title)
+        elif line.startswith("# "):
             topic = line[2:]
         elif line and not line.startswith("//"):
             fields = [field.strip() for field in line.split(" | ")]
@@ -196,7 +200,7 @@ def rows_of(text: str) -> list[Row]:
             if len(fields) + len(reasons) not in (2, 3) or len(reasons) > 1:
                 raise ValueError(f"{LIST}: not a line of it: {line}")
             sides = [[] if field.startswith("- ") else re.split(r",\s*", field) for field in fields[:2]]
-            rows.append(Row(topic, *sides, *(reasons or fields[2:] or [""])))
+            rows.append(Row(page, topic, *sides, *(reasons or fields[2:] or [""])))
     return rows
 
 
@@ -213,7 +217,7 @@ def problems_of(language: str, listed: list[str], needed: set[str], others: set[
     return problems + [f"{LIST}: no line has {language}'s {name}" for name in sorted(needed - taken)]
 
 
-def page_of(rows: list[Row]) -> str:
+def pages_of(rows: list[Row]) -> dict[Path, str]:
     def table(title: str, head: str, lines: list[list[str]]) -> str:
         rule = "|" + "---|" * (head.count("|") - 1)
         return "\n".join(["", f"## {title}", "", head, rule, *("| " + " | ".join(line) + " |" for line in lines), ""])
@@ -221,14 +225,19 @@ def page_of(rows: list[Row]) -> str:
     def code(names: list[str]) -> str:
         return ", ".join(f"`{name}`" for name in names)
 
-    page = HEAD
-    for topic in dict.fromkeys(row.topic for row in rows):
+    titles = [*dict.fromkeys(row.page for row in rows), ALONE]
+    pages = {}
+    for own in titles:
+        others = [f"[{Path(path).name}]({Path(path).name}) ({title})" for path, title in titles if path != own[0]]
+        pages[Path(own[0])] = f"# {own[1]}\n{HEAD}Other pages: {', '.join(others)}.\n"
+    for page, topic in dict.fromkeys((row.page, row.topic) for row in rows):
         both = [row for row in rows if row.topic == topic and row.python and row.cpp]
-        page += table(topic, "| Python | C++ | |", [[code(row.python), code(row.cpp), row.text] for row in both])
+        lines = [[code(row.python), code(row.cpp), row.text] for row in both]
+        pages[Path(page[0])] += table(topic, "| Python | C++ | |", lines)
     for side, other in (("Python", "cpp"), ("C++", "python")):
         alone = [[row.topic, code(row.python + row.cpp), row.text] for row in rows if not getattr(row, other)]
-        page += table(f"In {side} alone", "| topic | names | why |", alone)
-    return page
+        pages[Path(ALONE[0])] += table(f"In {side} alone", "| topic | names | why |", alone)
+    return pages
 
 
 def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
@@ -237,10 +246,11 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     rows = rows_of((root / LIST).read_text(encoding="utf-8"))
     problems = problems_of("Python", [name for row in rows for name in row.python], python_names(root), set())
     problems += problems_of("C++", [name for row in rows for name in row.cpp], *cpp_names(root))
-    if not arguments:
-        (root / PAGE).write_text(page_of(rows), encoding="utf-8")
-    elif not (root / PAGE).exists() or (root / PAGE).read_text(encoding="utf-8") != page_of(rows):
-        problems.append(f"{PAGE} is not what {LIST} says; run python tools/api_table.py")
+    for page, text in pages_of(rows).items():
+        if not arguments:
+            (root / page).write_text(text, encoding="utf-8")
+        elif not (root / page).exists() or (root / page).read_text(encoding="utf-8") != text:
+            problems.append(f"{page} is not what {LIST} says; run python tools/api_table.py")
     print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
     return 1 if problems else 0
 

@@ -157,27 +157,34 @@ void bind_comm(py::module_& m) {
       .def_readonly("all_to_all", &CommStats::all_to_all)
       .def_readonly("barrier", &CommStats::barrier);
 
-  py::class_<Group, GroupPtr>(m, "Group")
-      .def_property_readonly("rank", &Group::rank)
-      .def_property_readonly("size", &Group::size)
-      .def_property_readonly("name", &Group::name)
+  py::class_<Group, GroupPtr>(m, "Group",
+                              "Ranks that talk to each other. A call with a `label`, which errors name, is collective.")
+      .def_property_readonly("rank", &Group::rank, "This rank's number, from 0.")
+      .def_property_readonly("size", &Group::size, "How many ranks there are.")
+      .def_property_readonly("name", &Group::name, "The group's name in errors.")
       .def(
-          "barrier", [](Group& group) { group.barrier("barrier"); }, NoGil())
+          "barrier", [](Group& group) { group.barrier("barrier"); }, NoGil(),
+          "Waits until all ranks have come. Collective.")
       .def(
           "broadcast",
           [](Group& group, const at::Tensor& tensor, int root, const std::string& label) {
             group.broadcast(tensor, root, label).wait();
           },
-          py::arg("tensor"), py::arg("root"), py::arg("label"), NoGil())
+          py::arg("tensor"), py::arg("root"), py::arg("label"), NoGil(),
+          "Gives `tensor` the values that it has on rank `root`.")
       .def(
           "all_gather",
           [](Group& group, const at::Tensor& out, const at::Tensor& in, const std::string& label) {
             group.all_gather(out, in, label).wait();
           },
-          py::arg("out"), py::arg("in_"), py::arg("label"), NoGil())
-      .def("abort", &Group::abort, py::arg("reason"), NoGil())
-      .def("stats", [](const Group& group) { return group.stats(); })
-      .def("reset_stats", &Group::reset_stats);
+          py::arg("out"), py::arg("in_"), py::arg("label"), NoGil(),
+          "Puts `in_` of every rank into `out`, one after the other.")
+      .def("abort", &Group::abort, py::arg("reason"), NoGil(),
+           "Ends the group: who waits for this rank, now or later, gets an error with `reason`. Local.")
+      .def(
+          "stats", [](const Group& group) { return group.stats(); },
+          "Bytes and calls of this rank since the group was made, by operation. Local.")
+      .def("reset_stats", &Group::reset_stats, "Begins those counts anew. Local.");
 
   m.def("single_group", &single_group);
   m.def("thread_groups", &thread_groups, py::arg("size"), py::arg("timeout") = std::chrono::minutes(10));
@@ -240,15 +247,18 @@ void bind_comm(py::module_& m) {
       "check_asked",
       [](Group& group, c10::Device device, int shards, int sp, int tp) { check_asked(group, device, shards, sp, tp); },
       py::arg("group"), py::arg("device"), py::arg("shards"), py::arg("sp"), py::arg("tp"), NoGil());
-  py::class_<Mesh>(m, "Mesh")
+  py::class_<Mesh>(m, "Mesh", "Ranks on named axes: dp_replicate, dp_shard, sp and tp. Each has its group of ranks.")
       .def(py::init<>())
       .def(py::init<GroupPtr>(), py::arg("dp_shard"))
-      .def("set", &Mesh::set, py::arg("axes"), py::arg("group"), py::return_value_policy::reference_internal)
-      .def("group", &Mesh::group, py::arg("axes"))
-      .def("size", &Mesh::size, py::arg("axes"))
-      .def("rank", &Mesh::rank, py::arg("axes"))
-      .def("batch_size", [](const Mesh& mesh) { return mesh.size(kBatchAxes); })
-      .def("batch_rank", [](const Mesh& mesh) { return mesh.rank(kBatchAxes); });
+      .def("set", &Mesh::set, py::arg("axes"), py::arg("group"), py::return_value_policy::reference_internal,
+           "Puts `group` along an axis, or along several together; returns the mesh.")
+      .def("group", &Mesh::group, py::arg("axes"), "The ranks along an axis, or along several together.")
+      .def("size", &Mesh::size, py::arg("axes"), "How many ranks there are along them.")
+      .def("rank", &Mesh::rank, py::arg("axes"), "This rank's number along them.")
+      .def(
+          "batch_size", [](const Mesh& mesh) { return mesh.size(kBatchAxes); },
+          "How many ranks have batches of their own.")
+      .def("batch_rank", [](const Mesh& mesh) { return mesh.rank(kBatchAxes); }, "This rank's number among those.");
   bind_timed(m);
 }
 

@@ -16,15 +16,15 @@ void bind_commands(py::module_& m) {
              return ModelSizes{trained, frozen, std::move(units)};
            }),
            py::arg("trained"), py::arg("frozen") = 0, py::arg("units") = std::vector<int64_t>());
-  py::class_<Estimate>(m, "Estimate")
-      .def_readonly("stage", &Estimate::stage)
-      .def_readonly("params", &Estimate::params)
-      .def_readonly("grads", &Estimate::grads)
-      .def_readonly("states", &Estimate::states)
-      .def_readonly("gathered", &Estimate::gathered)
-      .def_readonly("host", &Estimate::host)
-      .def_readonly("disk", &Estimate::disk)
-      .def_property_readonly("total", &Estimate::total)
+  py::class_<Estimate>(m, "Estimate", "Bytes of a rank, by kind, as the memory formula says them.")
+      .def_readonly("stage", &Estimate::stage, "The ZeRO stage that they are for.")
+      .def_readonly("params", &Estimate::params, "Of the parameters, on the device.")
+      .def_readonly("grads", &Estimate::grads, "Of gradients, at the end of a backward.")
+      .def_readonly("states", &Estimate::states, "Of master weights and optimizer states, on the device.")
+      .def_readonly("gathered", &Estimate::gathered, "Of the two largest units, whole, in stage 3.")
+      .def_readonly("host", &Estimate::host, "What lives in host memory.")
+      .def_readonly("disk", &Estimate::disk, "What lives on a disk.")
+      .def_property_readonly("total", &Estimate::total, "What is on the device.")
       .def("__repr__", [](const Estimate& e) {
         return c10::str("Estimate(stage=", e.stage, ", params=", e.params, ", grads=", e.grads, ", states=", e.states,
                         ", gathered=", e.gathered, ", host=", e.host, ", disk=", e.disk, ")");

@@ -123,32 +123,44 @@ void bind_tree(py::module_& m) {
       .def_readonly("train_batch_size", &Batch::train_batch_size)
       .def_readonly("micro_batch_size", &Batch::micro_batch_size)
       .def_readonly("gradient_accumulation_steps", &Batch::gradient_accumulation_steps);
-  py::class_<Config>(m, "Config")
-      .def_static("from_file", &Config::from_file, py::arg("path"))
+  py::class_<Config>(
+      m, "Config",
+      "A configuration: keys are attributes, config.zero_optimization.stage. Errors list all that is wrong.")
+      .def_static("from_file", &Config::from_file, py::arg("path"),
+                  "Of a file. IoError where it cannot be read, ConfigError.")
       .def_static(
-          "from_json", [](const py::str& text) { return Config::from_json(utf8(text)); }, py::arg("text"))
+          "from_json", [](const py::str& text) { return Config::from_json(utf8(text)); }, py::arg("text"),
+          "Of a JSON text. ConfigError.")
       .def_static(
-          "from_dict", [](const py::object& value) { return from_value(to_json(value)); }, py::arg("value"))
+          "from_dict", [](const py::object& value) { return from_value(to_json(value)); }, py::arg("value"),
+          "Of a dictionary. ConfigError.")
       .def("__getattr__",
            [](const py::object& config, const std::string& name) { return attribute({config, ""}, name); })
       .def("__dir__", [](const py::object& config) { return with_attributes(config, {config, ""}); })
       .def(
           "get", [](const Config& config, const std::string& path) { return to_python(config.get(path)); },
-          py::arg("path"))
+          py::arg("path"),
+          "The value of a key by its path, \"zero_optimization.stage\"; of a section a dictionary. ConfigError.")
       .def(
           "to_dict", [](const Config& config, bool all) { return to_python(config.to_dict(all)); },
-          py::arg("all") = true)
-      .def_property_readonly("placements", &placements)
-      .def("resolve_batch", &Config::resolve_batch, py::arg("data_parallel_size"))
-      .def("elastic_batch",
-           [](const Config& config) {
-             ElasticBatch batch = elastic_batch(config);
-             return std::pair(batch.train_batch_size, std::move(batch.ranks));
-           })
-      .def("elastic_micro_batches", &elastic_micro_batches, py::arg("data_parallel_size"))
-      .def("describe", &Config::describe, py::arg("all") = true)
-      .def_readonly("warnings", &Config::warnings)
-      .def_readonly("given", &Config::given);
+          py::arg("all") = true, "The whole tree; with all=False what was given.")
+      .def_property_readonly("placements", &placements, "What the stage says of parameters, gradients and states.")
+      .def("resolve_batch", &Config::resolve_batch, py::arg("data_parallel_size"),
+           "The three batch sizes for that many ranks. ConfigError where they do not fit.")
+      .def(
+          "elastic_batch",
+          [](const Config& config) {
+            ElasticBatch batch = elastic_batch(config);
+            return std::pair(batch.train_batch_size, std::move(batch.ranks));
+          },
+          "The batch that the section elasticity chooses, and the numbers of ranks that it fits.")
+      .def("elastic_micro_batches", &elastic_micro_batches, py::arg("data_parallel_size"),
+           "The micro-batches of that batch that fit so many ranks.")
+      .def("describe", &Config::describe, py::arg("all") = true,
+           "Every value as text, and whether it was given, a default or derived; with all=False what differs from the "
+           "defaults.")
+      .def_readonly("warnings", &Config::warnings, "What was read and has no effect, or another one, a line each.")
+      .def_readonly("given", &Config::given, "Paths of the keys that were given.");
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from tessera._core import CallRecord, Config, Engine, MemoryUse
 
@@ -42,4 +42,4 @@ class Watch:
     ) -> tuple[list[tuple[str, float, int]], list[str], str]: ...
 
 def memory_text(core: Engine) -> str: ...
-def call_rows(record: CallRecord, core: Engine, stragglers: bool) -> tuple[list[dict[str, Any]], str]: ...
+def call_rows(record: CallRecord, core: Engine, stragglers: bool) -> tuple[list[dict[str, str | int | float]], str]: ...

@@ -146,7 +146,7 @@ def former_methods(**names: str) -> Callable[[type], type]:
 
 
 def _method(old: str, new: str) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: object, *args: object, **kwargs: object) -> object:
         warn(f"{old}()", f"{new}()")
         return getattr(self, new)(*args, **kwargs)
 

@@ -46,12 +46,12 @@ class Loans:
         self._handles: list[Any] = []
         self._hooks: set[int] = set()
 
-    def put(self, owner: Any, name: str, value: Any) -> None:
+    def put(self, owner: object, name: str, value: object) -> None:
         """Sets an attribute, past what the class of `owner` does about that."""
         self._note(owner, name, vars(owner).get(name, _ABSENT), value)
         vars(owner)[name] = value
 
-    def lend(self, owner: Any, name: str, value: Any) -> None:
+    def lend(self, owner: object, name: str, value: object) -> None:
         """Sets an attribute of a module, parameter or optimizer for as long as the engine lives; copies of a module are
         made without it."""
         self.put(owner, name, value)

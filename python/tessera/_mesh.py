@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any, Union
+from typing import Union
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ Ranks = OneGroup | DeviceMesh | _core.Mesh
 """Ranks, as core_mesh() takes them."""
 
 
-def core_group(group: Any = None) -> _core.Group:
+def core_group(group: OneGroup | None = None) -> _core.Group:
     """The core's view of `group`: a group of the core, a torch ProcessGroup, or None for all processes."""
     if isinstance(group, _core.Group):
         return group
@@ -28,7 +28,7 @@ def core_group(group: Any = None) -> _core.Group:
             _check_alone()
             return _core.single_group()
         group = dist.group.WORLD
-    if dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1 or group is None:
         return _core.single_group()
     return _core.c10d_group(group.group_name)
 
@@ -55,11 +55,13 @@ def world_of(mesh: _core.Mesh) -> tuple[int, int]:
     return mesh.rank(axes), mesh.size(axes)
 
 
-class OwnGroups(list[Any]):
+class OwnGroups(list["dist.ProcessGroup"]):
     """Process groups, and which process made them. `along`: those of torch along the axes of a mesh, by the axes' name,
     also where somebody else made them."""
 
-    def __init__(self, groups: Iterable[Any] = (), along: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, groups: Iterable[dist.ProcessGroup] = (), along: dict[str, dist.ProcessGroup] | None = None
+    ) -> None:
         super().__init__(groups)
         self.along = along or {}
         self.process = os.getpid()
@@ -75,7 +77,11 @@ def mesh_sizes(config: _core.Config) -> dict[str, int]:
 
 
 def core_mesh(
-    group: Any = None, shards: int = -1, sp: int = 1, tp: int = 1, device: Any = None
+    group: Ranks | RankOrder | None = None,
+    shards: int = -1,
+    sp: int = 1,
+    tp: int = 1,
+    device: torch.device | None = None,
 ) -> tuple[_core.Mesh, OwnGroups]:
     """The ranks of an engine on the core's axes, and the process groups that were created for it.
 
@@ -96,7 +102,7 @@ def core_mesh(
     shape = _core.mesh_shape(whole.size, shards, sp, tp)
     if shape.size(_core.Axis.DpShard) == whole.size:
         world = dist.group.WORLD if group is None else group
-        known = {} if world is None or isinstance(group, _core.Group) else {"dp_shard": world}
+        known = {} if world is None or isinstance(world, _core.Group) else {"dp_shard": world}
         return _core.Mesh(whole), OwnGroups(along=known)
     if isinstance(group, _core.Group):
         raise ConfigError(
@@ -144,7 +150,7 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return names if set(names) & set(_AXES) else ("dp_replicate", "dp_shard")[-mesh.ndim :]
 
 
-def _groups_of(mesh: DeviceMesh) -> dict[str, Any]:
+def _groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     return {name: mesh.get_group(number) for number, name in enumerate(_names_of(mesh))}
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from tessera import _core
 from tessera.errors import ConfigError
 
 __all__ = [
@@ -102,7 +103,16 @@ def sort_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
     return sorted(dtypes, key=str)
 
 
-def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager[Any]:
+class _Runs(Protocol):
+    """An engine."""
+
+    @property
+    def core(self) -> _core.Engine: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def autocast_if_enabled(engine: _Runs) -> contextlib.AbstractContextManager[object]:
     """The autocast region that engine.forward runs the module in, for code beside it; nothing where the engine's
     configuration does not enable torch_autocast."""
     options = engine.core.options().autocast

@@ -6,7 +6,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
@@ -18,12 +18,17 @@ from tessera.errors import ConfigError
 __all__ = ["Loader", "RepeatingLoader"]
 
 ROUTES = ("train", "eval", "predict")
+Collate = Callable[[list[Any]], object]
+"""A batch of a list of samples."""
 
 
-class Indexed(Protocol):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Indexed(Protocol[T_co]):
     """A dataset that is no torch.utils.data.Dataset."""
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> T_co: ...
 
     def __len__(self) -> int: ...
 
@@ -102,10 +107,12 @@ class Loader:
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass under way and the samples of all ranks that it has given, of how many, where the dataset says it."""
-        state = {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": self._given}
+        """The pass under way, or the one to come, and the samples of all ranks that it has given, of how many, where
+        the dataset says it."""
+        done = self._given if self._under_way else self._start
+        state = {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": done}
         size = self._size()
-        return {**state, "size": size} if self._given > 0 and size is not None else state
+        return {**state, "size": size} if done > 0 and size is not None else state
 
     def _size(self) -> int | None:
         dataset: Any = self.loader.dataset
@@ -126,18 +133,18 @@ class Loader:
         self._under_way, self._given = False, 0
         self._loads += 1
         self._start = state["samples"]
-        self._begin_with = state.get("begin")
+        self.begin = self._begin_with = state.get("begin")
 
     def __len__(self) -> int:
         return len(self.loader)
 
     @property
-    def dataset(self) -> Dataset[Any]:
+    def dataset(self) -> Dataset[object]:
         """The dataset that samples are taken from."""
         return self.loader.dataset
 
     @property
-    def sampler(self) -> Sampler[Any] | Iterable[Any]:
+    def sampler(self) -> Sampler[int] | Iterable[object]:
         """The sampler of the loader behind it."""
         return self.loader.sampler
 
@@ -251,15 +258,15 @@ class RepeatingLoader:
 
 
 def make_loader(
-    dataset: Dataset[Any] | Indexed,
+    dataset: Dataset[object] | Indexed[object],
     *,
     batch_size: int,
     rank: int,
     world_size: int,
     route: str = "train",
     pin_memory: bool = False,
-    data_sampler: Sampler[Any] | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    data_sampler: Sampler[int] | Sampler[list[int]] | None = None,
+    collate_fn: Collate | None = None,
     num_workers: int = 0,
     drop_last: bool = False,
 ) -> Loader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -208,11 +208,44 @@ def number_text(value: float, unit: str) -> str:
     return f"{value:g} {unit}".strip()
 
 
+@overload
 def get_model_profile(
     model: nn.Module,
     input_shape: tuple[int, ...] | None = None,
-    args: list[Any] | tuple[Any, ...] = (),
-    kwargs: dict[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: Literal[True] = True,
+    output_file: str | None = None,
+    ignore_modules: list[type] | None = None,
+    mode: str = "forward",
+) -> tuple[str, str, str]: ...
+@overload
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    *,
+    as_string: Literal[False],
+    output_file: str | None = None,
+    ignore_modules: list[type] | None = None,
+    mode: str = "forward",
+) -> tuple[int, int, int]: ...
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     print_profile: bool = True,
     detailed: bool = True,
     module_depth: int = -1,
@@ -222,7 +255,7 @@ def get_model_profile(
     output_file: str | None = None,
     ignore_modules: list[type] | None = None,
     mode: str = "forward",
-) -> tuple[Any, Any, Any]:
+) -> tuple[str | int, str | int, str | int]:
     """(operations, multiply-adds, parameters) of one call of `model`, without gradients: with a float tensor of ones of
     `input_shape`, or with `args` and `kwargs`. `mode`: "forward" or "generate"."""
     if mode not in ("forward", "generate"):

@@ -192,7 +192,7 @@ def _run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, no
             min_nodes=nodes,
             max_nodes=nodes,
             nproc_per_node=len(slots),
-            run_id="tessera",
+            run_id="tessera",  # known to tessera/comm/launch.cpp
             rdzv_backend="static",
             rdzv_endpoint=f"{options.master_addr or '127.0.0.1'}:{port}",
             rdzv_configs={"rank": node, "timeout": 900},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ __all__ = [
     "LRRangeTest",
     "OneCycle",
     "Schedule",
+    "Scheduler",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
@@ -38,15 +39,37 @@ WARMUP_LOG_RATE = "log"
 WARMUP_LINEAR_RATE = "linear"
 
 PerGroup = float | Sequence[float]
+Options = _core.WarmupLR | _core.WarmupDecayLR | _core.WarmupCosineLR | _core.OneCycle | _core.LRRangeTest
+
+
+class Scheduler(Protocol):
+    """What engine.step() advances: a scheduler of torch.optim.lr_scheduler, a Schedule, or an object of one's own."""
+
+    @property
+    def step(self) -> Callable[..., object]:
+        """Moves to the next iteration; called with the lr_kwargs of engine.step()."""
+        ...
+
+    def get_last_lr(self) -> Sequence[float | torch.Tensor]:
+        """The rates that were set last."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Goes on from what state_dict() gave."""
+        ...
 
 
 class Schedule:
     """Base of the schedules. `last_batch_iteration` is -1 until the first step()."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Any, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options, last_batch_iteration: int) -> None:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
-        self._options = options
+        self._options: Any = options
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         values = self._values()  # wrong options show here, before training starts
         if last_batch_iteration == -1:

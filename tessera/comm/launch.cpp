@@ -18,6 +18,8 @@ constexpr int kPort = 29500;                            // torchrun's
 constexpr uint64_t kFirstPort = 20000, kPorts = 12000;  // below the ports that systems give out themselves
 constexpr uint64_t kOfStep = 1009;                      // for a step's number; has no factor in common with kPorts
 
+constexpr const char* kAgentOfTessera = "tessera";  // the run_id of python/tessera/launch.py
+
 using Names = LauncherNames;
 constexpr Names kDiscovered[] = {kOpenMpi, kPmi, kSlurm};
 
@@ -60,6 +62,20 @@ void read_ranks(Launch& own, const LaunchRequest& request, const Chosen& by) {
   own.rank = request.rank >= 0 ? request.rank : given.value_or(0);
   TESSERA_CHECK_VALUE(own.rank >= 0 && own.rank < own.size, "comm", rank_name, " is ", own.rank, ", but ", size_name,
                       " is ", own.size, ": ranks are 0 to ", own.size - 1);
+}
+
+// Value error where several tasks of another launcher have each started torchrun, which knows of no others: every rank would train
+// alone. `tessera launch` has asked itself (why_not_started_here), and its ranks, like those numbered by hand, are meant.
+void check_not_alone(const Launch& own, const LaunchRequest& request) {
+  const auto agent = env::get("TORCHELASTIC_RUN_ID");
+  if (own.size > 1 || request.size > 0 || !request.discover || !agent || *agent == kAgentOfTessera) return;
+  const auto other = other_launcher(env::get);
+  const std::string tasks = other ? env::get(other->size).value_or("") : "";
+  TESSERA_CHECK_VALUE(digits_as_number(tasks).value_or(1) < 2, "comm", "torchrun has set WORLD_SIZE to 1, but ",
+                      other ? other->size : "", " is ", tasks,
+                      ": each of these tasks would be a world of its own. Have the program itself started by srun or "
+                      "mpirun, without torchrun, or start one torchrun a host with --nnodes, --node-rank and "
+                      "--master-addr; init_distributed(other_launchers=False) where such worlds are meant");
 }
 
 int ranks_of_host(const Names& by) {
@@ -112,6 +128,7 @@ Launch read_launch(const LaunchRequest& request) {
   TESSERA_CHECK_VALUE(own.local_rank >= 0, "comm", "LOCAL_RANK is ", own.local_rank,
                       "; it numbers the ranks of a host, from 0");
   read_ranks(own, request, by);
+  if (!by.other) check_not_alone(own, request);
   own.local_size = ranks_of_host(by.names);
   TESSERA_CHECK_VALUE(by.other || own.local_size <= 0 || own.local_rank < own.local_size, "comm", "LOCAL_RANK is ",
                       own.local_rank, ", but LOCAL_WORLD_SIZE is ", own.local_size, ": the ranks of a host are 0 to ",

@@ -11,6 +11,7 @@ namespace tessera::comm {
 // its own. SLURM sets most of its variables for the script of a job, too, and for the shell of salloc, where they tell of
 // ranks that are yet to be started: only a step (srun) has ranks, which SLURM_STEP_ID shows, or, where that is not passed on, that there
 // are a number among several tasks and no ENVIRONMENT=BATCH.
+// A world of one that torchrun made inside one of several tasks is an error: each task would train alone.
 // LOCAL_RANK, MASTER_ADDR and MASTER_PORT win over what a launcher knows by other names. Where they are not set, ranks of a step
 // have their rendezvous at the first host of its list (127.0.0.1 where that is the only one), at a port from the numbers of job and step; ranks
 // that Open MPI or PMI started, and which are all on one host, at 127.0.0.1.

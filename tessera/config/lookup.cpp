@@ -246,7 +246,7 @@ std::string reference_table() {
   for (const Key& key : keys()) {
     const std::string also = key.aliases.empty() ? "" : " (also `" + join(key.aliases, "`, `") + "`)";
     out += "| `" + key.path + "`" + also + " | " + allowed(key) + " | `" + value_text(key, defaults) + "` | " +
-           key.meaning + (unread_row(key.path) != nullptr ? "; no effect, see above" : "") + " |\n";
+           key.meaning + (unread_row(key.path) != nullptr ? "; no effect, see docs/config_served.md" : "") + " |\n";
   }
   for (const Legacy& key : legacy_keys()) {
     out += "| `" + key.path + "` | - | `unset` | " + key.meaning + " |\n";

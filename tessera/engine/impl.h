@@ -1,6 +1,9 @@
 // What is behind Engine: for engine.cpp and joining.cpp.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
 #include <exception>
 #include <functional>
 #include <map>
@@ -19,6 +22,12 @@
 #include "tessera/engine/one_thread.h"
 
 namespace tessera::engine {
+
+// On the host, of a device once `came` is over.
+struct KeptLoss {
+  at::Tensor value;
+  std::shared_ptr<c10::Event> came = {};
+};
 
 struct Engine::Impl {
   explicit Impl(const Options& o) : options(o), scaling(o.scaler) {}
@@ -53,7 +62,7 @@ struct Engine::Impl {
   std::vector<amp::AutocastRegion> regions;  // of the forwards under way
   bool warned_of_region = false;
   bool keeps_losses = false;
-  std::vector<at::Tensor> losses;  // on the host, where a device's losses are there after a step
+  std::vector<KeptLoss> losses;
   OneThread thread;
   Notices notices;
   std::map<std::pair<shard::Residence, bool>, zero::HomeMaker> homes;  // of offload_states(), by where and pinned

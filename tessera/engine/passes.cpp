@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -13,17 +14,18 @@
 #include "tessera/base/phases.h"
 #include "tessera/base/transforms.h"
 #include "tessera/engine/impl.h"
+#include "tessera/shard/side_stream.h"
 #include "tessera/zero/update_lane.h"
 
 namespace tessera::engine {
 namespace {
 
-// A loss where the host can read it, CUDA's once a step has waited for what came after it; undefined for other devices.
-at::Tensor on_host(const at::Tensor& loss) {
-  if (loss.is_cpu()) return loss.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true);
-  if (!loss.is_cuda()) return {};
+// A loss on its way to where the host can read it: a device's is there once a step has waited for what came after it on its stream.
+KeptLoss on_host(const at::Tensor& loss) {
+  if (loss.is_cpu()) return {loss.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true)};
   const at::Tensor kept = at::empty({}, loss.options().device(at::kCPU).pinned_memory(true));
-  return kept.copy_(loss.reshape({}), /*non_blocking=*/true);
+  kept.copy_(loss.reshape({}), /*non_blocking=*/true);
+  return {kept, shard::mark(loss.device())};
 }
 
 }  // namespace
@@ -109,17 +111,19 @@ void Engine::keep_losses() {
 }
 
 std::optional<double> Engine::take_loss() {
-  const std::vector<at::Tensor> losses = std::exchange(impl_->losses, {});
+  const std::vector<KeptLoss> losses = std::exchange(impl_->losses, {});
   const bool waited = impl_->device == at::kCPU || !impl_->options.zero.update_in_backward;
-  if (losses.empty() || !waited || !std::ranges::all_of(losses, &at::Tensor::defined)) return {};
+  if (losses.empty() || !waited) return {};
   double sum = 0;
-  for (const at::Tensor& loss : losses)
-    sum += loss.item<double>();
+  for (const auto& [value, came] : losses) {
+    if (came && !came->query()) came->synchronize();  // of another stream than the step's
+    sum += value.item<double>();
+  }
   return sum / static_cast<double>(losses.size());
 }
 
 void Engine::set_loss(double loss) {
-  if (impl_->keeps_losses) impl_->losses = {at::scalar_tensor(loss, at::kDouble)};
+  if (impl_->keeps_losses) impl_->losses = {{at::scalar_tensor(loss, at::kDouble)}};
 }
 
 at::Tensor Engine::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {

@@ -115,7 +115,8 @@ class Loader {
 
   // The position for checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
   c10::IValue state() const {
-    return to_value(under_way_ ? DataPosition{epoch_ - 1, given_, size()} : DataPosition{epoch_, 0});
+    return to_value(under_way_ ? DataPosition{epoch_ - 1, given_, size()}
+                               : DataPosition{epoch_, skip_, skip_ > 0 ? size() : 0});
   }
   void load_state(const c10::IValue& state) {
     const DataPosition position = data_position(state, size());

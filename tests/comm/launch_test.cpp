@@ -24,8 +24,8 @@ struct Started {
   explicit Started(const Variables& values) : values_(values) {
     for (std::string entry : std::vector<std::string>(environ, environ + count())) {  // a job may run the tests
       entry.resize(entry.find('='));
-      for (const char* prefix :
-           {"RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "SLURM_", "ENVIRONMENT"})
+      for (const char* prefix : {"RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMI", "MPI_", "SLURM_",
+                                 "ENVIRONMENT", "TORCHELASTIC_"})
         if (entry.starts_with(prefix)) unsetenv(entry.c_str());
     }
     for (const auto& [name, value] : values_)
@@ -78,6 +78,11 @@ Variables step(const char* rank, const char* id = "0") {
 const Variables kOutside = kScript + Variables{{"ENVIRONMENT", ""}};
 const Variables kOneHost = {{"SLURM_STEP_NODELIST", "node7"}, {"SLURM_STEP_TASKS_PER_NODE", "4"}};
 const Variables kOfStepOfTwo = {{"SLURM_STEP_NUM_TASKS", "2"}};
+
+// Ranks of torch's agent.
+Variables agent(const char* rank, const char* size, const char* id = "none") {
+  return torchrun(rank, size) + Variables{{"TORCHELASTIC_RUN_ID", id}};
+}
 
 struct Row {
   const char* what;
@@ -183,6 +188,22 @@ const Row kRows[] = {
     {"another world than the step's", step("3"), "MASTER_ADDR", {.rank = 0, .size = 2}},
     {"a step with a list that is none", step("3") + Variables{{"SLURM_STEP_NODELIST", "node[3"}},
      "SLURM_STEP_NODELIST is 'node[3'"},
+    {"torchrun in each task of a step", agent("0", "1") + step("1"),
+     "torchrun has set WORLD_SIZE to 1, but SLURM_NTASKS is 4: each of these tasks would be a world of its own"},
+    {"a standalone one", agent("0", "1", "5f0e") + step("0") + kOfStepOfTwo, "but SLURM_STEP_NUM_TASKS is 2: each"},
+    {"what to do", agent("0", "1") + step("0"), "without torchrun, or start one torchrun a host with --nnodes"},
+    {"torchrun in each task of mpirun", agent("0", "1") + open_mpi("1", "2", "2"), "but OMPI_COMM_WORLD_SIZE is 2"},
+    {"one torchrun on each of two hosts", agent("9", "16") + step("1") + kOfStepOfTwo, "9/16 0/1 h:7"},
+    {"one of one rank on each", agent("1", "2") + step("1") + kOfStepOfTwo, "1/2 0/1 h:7"},
+    {"torchrun in a step of one task", agent("0", "1") + step("0") + Variables{{"SLURM_STEP_NUM_TASKS", "1"}},
+     "0/1 0/1 h:7"},
+    {"torchrun in a script", agent("0", "1") + kScript, "0/1 0/1 h:7"},
+    {"torchrun in the shell of salloc", agent("0", "1") + kScript + Variables{{"SLURM_STEP_ID", "4294967290"}},
+     "0/1 0/1 h:7"},
+    {"tessera launch --num-nodes 1 in each task", agent("0", "1", "tessera") + step("1"), "0/1 0/1 h:7"},
+    {"worlds of one by hand in a step", torchrun("0", "1") + step("1"), "0/1 0/1 h:7"},
+    {"worlds that are meant", agent("0", "1") + step("1"), "0/1 0/1 h:7", {.discover = false}},
+
     {"a step for torchrun's only", step("3"), "0/1 0/0 :29500", {.discover = false}},
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -127,3 +128,34 @@ def test_other_ranks_give_what_is_left_once_each(ranks: int, later: int, workers
         given += [number for numbers in passes for number in numbers.tolist()]
         assert loader.state_dict() == {"epoch": 2, "samples": 0}
     assert set(given) == set(range(size)) and len(given) < size + later  # but those that fill the last round
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("size", [1, 7, 23, 24])
+def test_what_is_left_of_an_epoch_comes_once_on_any_ranks(size: int, drop_last: bool) -> None:
+    """Runs of other ranks and batches, some of which give nothing, share an epoch. The last deals out what is left as a
+    fresh epoch of it: with fewer samples twice than there are ranks, or without those that make no batch of every
+    rank."""
+    draw = random.Random(size)
+    for _ in range(60):
+        runs = [(draw.randint(1, 4), draw.randint(1, 3), draw.randint(0, 2)) for _ in range(4)]
+        state: dict[str, Any] = {"epoch": draw.randint(0, 2), "samples": 0}
+        given: set[int] = set()
+        for number, (ranks, batch_size, rounds) in enumerate(runs, 1):
+            kind: dict[str, Any] = {"batch_size": batch_size, "world_size": ranks, "drop_last": drop_last}
+            loaders = [make_loader(Numbers(size), rank=rank, **kind) for rank in range(ranks)]
+            part: list[int] = []
+            for loader in loaders:
+                loader.load_state_dict(state)
+                for numbers in itertools.islice(loader, rounds if number < len(runs) else None):
+                    part += numbers.tolist()
+            left = set(range(size)) - given
+            each = len(left) // ranks // batch_size * batch_size if drop_last else -(-len(left) // ranks)
+            taken = each if number == len(runs) else min(each, rounds * batch_size)
+            assert set(part) <= left or (not drop_last and len(left) < ranks * taken), (runs, number)
+            assert len(part) == taken * ranks and len(set(part) & left) == min(len(part), len(left)), (runs, number)
+            states = [loader.state_dict() for loader in loaders]
+            assert states == [states[0]] * ranks
+            if states[0]["epoch"] != state["epoch"]:  # it had less than its rounds
+                break
+            given, state = given | set(part), states[0]

@@ -435,3 +435,45 @@ def test_the_first_failure_is_the_only_summary(tmp_path: Path) -> None:
     assert child.returncode == 1 and "torch/distributed/elastic" not in errors
     shown = errors.split("[launch] rank 1 failed first (exit code 1):\n")
     assert len(shown) == 2 and shown[1].rstrip().endswith("ValueError: the reason"), errors
+
+
+# ---------------------------------------------------------------- all of them
+
+# What goes wrong in a first hour -> the rows above that show its text, or the test, of another harness, that does.
+INDEX = {
+    "a key misspelt, at every level": "tests/config/parse_test.cpp ANearMissIsAnErrorThatNamesTheKeyAtEveryLevel",
+    "warnings and errors of `tessera check` together": "check",
+    "batch sizes": "batch sizes that do not fit",
+    "an unknown optimizer": "an unknown optimizer",
+    "an unknown schedule": "a schedule misspelt",
+    "the dtype of inputs": "fp32 inputs of bf16",
+    "the device of inputs": "inputs on another device",
+    "inputs that are cast": "test_inputs_are_cast_where_asked_for",
+    "a load without a folder": "a load from no folder",
+    "a load without a folder that may be": "test_what_is_no_mistake",
+    "nothing trainable": "nothing trainable at stage 1",
+    "no devices": "launch --num_gpus 0",
+    "a port in use": "test_a_port_in_use_is_one_line",
+    "a pickle of an engine": "dumps of an engine",
+    "shapes of a checkpoint": "test_one_line_a_parameter_of_another_shape",
+    "an estimate of a typo": "estimate 7X",
+    "an interrupt": "test_an_interrupted_launch_says_one_line",
+    "lines of torch while ranks start": "test_ranks_that_start_and_meet_print_nothing",
+    "a world of one in each task": "tests/comm/launch_test.cpp torchrun in each task of a step",
+    "a place in a larger dataset": "tests/python/test_data.py test_a_place_in_a_larger_dataset_is_refused",
+}
+
+
+def test_every_promise_has_a_row() -> None:
+    rows = [mistake.name for mistake in MISTAKES] + [" ".join(words) for words, _, _ in COMMANDS] + list(globals())
+    root = Path(__file__).parents[2]
+    missing = []
+    for promise, row in INDEX.items():
+        path, _, name = row.partition(" ") if row.startswith("tests/") else ("", "", row)
+        there = (
+            name in (root / path).read_text()
+            if path
+            else any(one == name or one.startswith(f"{name} ") for one in rows)
+        )
+        missing += [] if there else [promise]
+    assert missing == []

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,6 +51,32 @@ def test_what_is_not_run_has_a_reason() -> None:
     skipped = {f"{name}:{line}": reason for name, page in PAGES.items() for line, reason in page.skipped}
     assert [place for place, reason in skipped.items() if not re.search("GPU|Ray|hosts", reason)] == []
     assert len(skipped) <= 2
+
+
+# Blocks of other languages than Python -> what runs them.
+RUN_BY = {
+    "json": "test_configurations below",
+    "cpp": "tests/consumer/pages.py",
+    "cmake": "tests/consumer/pages.py: the file of cpp.md; test_lines_of_cmake below",
+    "": "test_shell_lines.py",
+    "bash": "test_shell_lines.py",
+    "yaml": "test_shell_lines.py: the command of its job",
+}
+
+
+def test_every_block_is_run_by_something() -> None:
+    found = {language for page in PAGES.values() for language, _, _ in page.others}
+    assert found == set(RUN_BY)
+
+
+def test_lines_of_cmake_are_of_the_file_that_is_built() -> None:
+    blocks = {name: text for name, page in PAGES.items() for language, _, text in page.others if language == "cmake"}
+    built = blocks.pop("docs/cpp.md").splitlines()
+    lines = [line.partition("#") for text in blocks.values() for line in text.splitlines()]
+    assert len(lines) > 1 and [line for line, _, _ in lines if line.rstrip() not in built] == []
+    for code in re.findall(r'\$\(python -c "(.*?)"\)', "".join(note for _, _, note in lines)):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert (Path(done.stdout.strip()) / "share").is_dir() or Path(done.stdout.strip()).is_dir()
 
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if any(o[0] == "json" for o in page.others)])

@@ -61,13 +61,16 @@ def train(folder: Path) -> None:
     engine.monitor.writers["json"] = JsonLines(folder / "run.jsonl")
     engine.monitor.on_metric(shown)
     engine.expect(8, tokens_per_sample=4)
-    for x, y in loader:
-        loss: torch.Tensor = nn.functional.mse_loss(engine(x.to(engine.device)), y.to(engine.device))
+    for batch in loader:
+        inputs: tuple[torch.Tensor, torch.Tensor] = (batch[0], batch[1])
+        x, y = tessera.cast_inputs(engine, *inputs)
+        loss: torch.Tensor = nn.functional.mse_loss(engine(x), y)
         engine.backward(loss)
         engine.step()
         norm: float | None = engine.global_grad_norm()
         assert norm is None or norm >= 0
     rates: list[float] = engine.get_lr()
+    assert schedule is not None and list(schedule.get_last_lr()) == rates
     seconds: dict[str, float] = engine.phase_seconds()
     steps: int = engine.global_steps + engine.skipped_steps
     held: int = engine.memory().params + engine.core.memory().states
@@ -116,9 +119,10 @@ def train_a_pipeline() -> None:
         [LayerSpec(nn.Linear, 4, 4), layer, nn.Linear(4, 4)], num_stages=1, loss_fn=nn.functional.mse_loss
     )
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine = tessera.initialize(model=layers, config=config)[0]
-    assert isinstance(engine, PipelineEngine)
+    engine = tessera.initialize(model=layers, config=config, engine_type=PipelineEngine)[0]
     loss: torch.Tensor = engine.train_batch(batches())
+    mean: torch.Tensor = engine.eval_batch(batches())
+    assert mean.shape == loss.shape
     print(loss.item(), engine.stage_id, engine.num_stages)
     engine.destroy()
 

@@ -5,9 +5,12 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <map>
+#include <string>
 #include <string_view>
 
 #include "tessera/engine/engine.h"
+#include "tessera/engine/watch.h"
 #include "tessera/offload/states.h"
 #include "tests/stand_in/chain.h"
 #include "tests/stand_in/stand_in.h"
@@ -107,6 +110,64 @@ TEST(DeviceGradients, TheHostWaitsOnceAStep) {
             }
           });
         }
+      }
+    }
+  }
+}
+
+// Loss, norm, rate, memory, times of phases and bytes of collectives: what a step tells of itself waits for nothing that it has not
+// waited for without.
+TEST(DeviceGradients, NumbersOfAStepWaitForNothing) {
+  static std::atomic<int> waits;
+  for (const int world : {1, 2}) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      for (const PrecisionPolicy& mode : {PrecisionPolicy::fp32(), PrecisionPolicy::bf16()}) {
+        const std::string what = "stage " + std::to_string(stage) + ", world " + std::to_string(world);
+        std::map<bool, int> counted;
+        for (const bool watched : {false, true}) {
+          run_ranks(world, [&](int rank, const comm::GroupPtr& group) {
+            const ToyRun run{.stage = stage, .accumulation = 2, .clip = 1.0, .persistence = 0, .precision = mode};
+            Chain chain({.run = run}, rank, group);
+            config::Config config;
+            config.steps_per_print = 1;
+            engine::Watch watch(config);
+            if (watched) {
+              watch.attach(*chain.engine, rank == 0);
+              watch.listen(*chain.engine);
+              watch.count_flops(*chain.engine, 1e6, 1e12);
+            }
+            for (int step = 0; step < 3; ++step) {
+              double sum = 0;
+              engine::Watch::Report report;
+              for (int micro = 0; micro < 2; ++micro) {
+                const at::Tensor loss = chain.forward();
+                sum += loss.cpu().item<double>();  // also where nobody watches
+                group->barrier("before");
+                if (rank == 0) waits = 0;
+                group->barrier("from here on");
+                tessera_stand_in_on_wait([] { ++waits; });
+                chain.engine->begin_backward(loss).backward();
+                chain.engine->end_backward(loss);
+                chain.engine->step();
+                if (watched && micro == 1) report = watch.stepped(*chain.engine, {0.1});
+                group->barrier("after");
+                tessera_stand_in_on_wait(nullptr);
+                if (step == 2 && rank == 0) counted[watched] += waits.load();
+                group->barrier("counted");
+              }
+              if (!watched) continue;
+              std::map<std::string, double> numbers;
+              for (const io::Metric& metric : report.metrics)
+                numbers[metric.name] = metric.value;
+              ASSERT_TRUE(numbers.contains("Train/Samples/train_loss")) << what;
+              EXPECT_DOUBLE_EQ(numbers.at("Train/Samples/train_loss"), sum / 2) << what;
+              EXPECT_TRUE(numbers.contains("Train/Samples/grad_norm")) << what;
+              EXPECT_EQ(report.progress.find(", loss=") != std::string::npos, rank == 0) << what;
+            }
+          });
+        }
+        EXPECT_EQ(counted.at(true), counted.at(false)) << what;
+        EXPECT_STREQ(tessera_stand_in_races(), "") << what;
       }
     }
   }

@@ -128,9 +128,11 @@ def test_members_of_a_public_base_are_its_own(tree):
 
 
 ALL = """// how to read it
+= docs/api.md | Engines of both
 # Engines
 Config.*, Engine.* | Engine, nn::Engine::*, nn::Engine::Options::one | a note
 zero.Init | - not in C++ yet
+= docs/more.md | The rest
 # Others
 zero.mark,
     Lost | nn::Kind
@@ -153,11 +155,13 @@ def test_the_list_has_every_name(before, after, said, tree, capsys):
     (tree / api_table.LIST).write_text(ALL.replace(before, after) if before else ALL)
     assert api_table.main([], tree) == api_table.main(["--check"], tree) == bool(said)
     assert said in capsys.readouterr().err
-    page = (tree / api_table.PAGE).read_text()
-    assert "## Engines\n" in page and "| `zero.mark`, `Lost` | `nn::Kind` |" in page
-    (tree / api_table.PAGE).write_text(page + "by hand")
+    first, rest, alone = ((tree / "docs" / name).read_text() for name in ("api.md", "more.md", "api_alone.md"))
+    assert first.startswith("# Engines of both\n") and "## Engines\n" in first and "(more.md)" in first
+    assert "| `zero.mark`, `Lost` | `nn::Kind` |" in rest and "## Engines" not in rest
+    assert "## In Python alone\n" in alone
+    (tree / "docs/more.md").write_text(rest + "by hand")
     assert api_table.main(["--check"], tree) == 1
-    assert "docs/api.md is not what tools/api_pairs.txt says" in capsys.readouterr().err
+    assert "docs/more.md is not what tools/api_pairs.txt says" in capsys.readouterr().err
 
 
 def test_lines_that_say_nothing_are_refused():

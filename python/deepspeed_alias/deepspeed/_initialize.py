@@ -69,7 +69,7 @@ def initialize(
         )
     vars(built[0])["_mpu"] = mpu
     _groups.register(built[0], mpu)
-    return built  # type: ignore[return-value]
+    return built
 
 
 def argument(args: Any, name: str) -> Any:

@@ -187,8 +187,9 @@ class PipelineEngine(DeepSpeedEngine):
         (`compute_loss`, or no loss_fn and no loss from the last layer) the mean of the outputs, on the last stage, and
         with `reduce_output` None all of them. `return_logits`: the last micro-batch's logits, too. The loss is on all
         ranks, whatever `bcast_loss` says."""
-        found = self._engine.eval_batch(
-            self._batches(data_iter),  # type: ignore[arg-type]
+        evaluate: Callable[..., Any] = self._engine.eval_batch
+        found = evaluate(
+            self._batches(data_iter),
             compute_loss,
             compute_loss,
             reduce_output,

@@ -20,7 +20,7 @@ from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
 from tessera._former import former_methods
 from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
-from tessera.data import Indexed
+from tessera.data import Collate, Indexed, Loader
 from tessera.engine import _build
 from tessera.engine._accumulation import Accumulation
 from tessera.engine._checkpoint import Checkpoints
@@ -45,7 +45,10 @@ from tessera.engine.front import Front
 from tessera.engine.program import Program
 from tessera.errors import ConfigError
 from tessera.loss_scale import LossScaler
+from tessera.lr_schedules import Scheduler
 from tessera.optim.engines import (
+    MakesOptimizer,
+    MakesScheduler,
     Optimizer,
     as_lists,
     build_optimizer,
@@ -80,10 +83,11 @@ class Engine(nn.Module):
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
     basic_optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
-    client_optimizer: Any
-    client_lr_scheduler: Any
-    training_dataloader: Any
+    lr_scheduler: Scheduler | None
+    client_optimizer: MakesOptimizer | torch.optim.Optimizer | None
+    client_lr_scheduler: MakesScheduler | Scheduler | None
+    training_dataloader: Loader | None
+    collate_fn: Collate | None
     device: torch.device
     local_rank: int
     core: _core.Engine  # the compiled engine
@@ -115,11 +119,11 @@ class Engine(nn.Module):
         model: nn.Module,
         config: ConfigLike,
         *,
-        optimizer: Any = None,
+        optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
         model_parameters: ParamsT | None = None,
-        lr_scheduler: Any = None,
-        training_data: Dataset[Any] | Indexed | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        lr_scheduler: Scheduler | MakesScheduler | None = None,
+        training_data: Dataset[object] | Indexed[object] | None = None,
+        collate_fn: Collate | None = None,
         group: _mesh.Ranks | SequenceParallelGroups | None = None,
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
@@ -209,7 +213,7 @@ class Engine(nn.Module):
         if "_watch" in vars(self):
             self._watch.monitor.tell()
 
-    def _build_optimizer(self, model_parameters: Any) -> torch.optim.Optimizer | None:
+    def _build_optimizer(self, model_parameters: object) -> torch.optim.Optimizer | None:
         more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._program.of_several}
         base = build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
         return None if base is None else self._front.built(self._settings, self.client_optimizer, base)
@@ -385,7 +389,7 @@ class Engine(nn.Module):
     # ---------------------------------------------------------------- compiler
 
     def compile(
-        self, backend: str | Callable[..., Any] = "inductor", compile_kwargs: dict[str, Any] | None = None
+        self, backend: str | Callable[..., object] = "inductor", compile_kwargs: dict[str, Any] | None = None
     ) -> None:
         """torch.compile of the module in place, with `compile_kwargs`; once. Stage 3: unit by unit. docs/compile.md"""
         if not self.is_compiled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ from tessera.zero.engines import Partition
 _NAMED = 3  # inputs that a message names
 _OF_INPUTS = re.compile(r"dtype|scalar type|type \(|same type|device", re.IGNORECASE)  # torch on a wrong input
 
+T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
+
 
 def moved(value: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
     """`value`, any nesting of tensors: those of floating point in `dtype`, all on `device`."""
@@ -30,13 +34,32 @@ def moved(value: Any, dtype: torch.dtype | None, device: torch.device | None) ->
     return _pytree.tree_map_only(torch.Tensor, move, value)
 
 
-def compute_dtype(engine: Any) -> torch.dtype:
+class Runs(Protocol):
+    """An engine."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def core(self) -> _core.Engine: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+def compute_dtype(engine: Runs) -> torch.dtype:
     """The dtype of the parameters; the precision's where this rank's module has none."""
     dtypes = (param.dtype for param in engine.module.parameters() if param.is_floating_point())
     return next(dtypes, engine.core.options().zero.precision.param)
 
 
-def cast_inputs(engine: Any, *values: Any) -> Any:
+@overload
+def cast_inputs(engine: Runs, value: T, /) -> T: ...
+@overload
+def cast_inputs(engine: Runs, first: T, second: U, /) -> tuple[T, U]: ...
+@overload
+def cast_inputs(engine: Runs, first: T, second: U, third: V, /) -> tuple[T, U, V]: ...
+@overload
+def cast_inputs(engine: Runs, /, *values: T) -> tuple[T, ...]: ...
+def cast_inputs(engine: Runs, /, *values: object) -> object:
     """`values`, any nesting of tensors, as the engine's forward takes them: floating point in its compute dtype, and
     all on its device; integers and masks keep their dtype. One value comes back as itself, several as a tuple. FSDP2
     does this to the arguments of a forward; with engine.cast_forward_inputs = True each forward does it. Local."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -17,6 +17,9 @@ from tessera.monitor import Monitor
 from tessera.parallel import ParallelPlan
 from tessera.parallel.engines import TensorParallel
 from tessera.recompute import Recompute
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Watched(Protocol):
@@ -96,7 +99,7 @@ class Info:
         self._engine.core.set_micro_batch_size(micro_batch_size)
 
     # ---- forward
-    def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def recompute(self, /, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns function(*args, **kwargs), whose backward computes again what it needs; inputs are kept as the
         section `activation_checkpointing` says. With partition_activations, inputs that are alike on the
         tensor-parallel ranks are kept in slices there, and the backward is collective over them; with
@@ -156,7 +159,7 @@ class Info:
         comms_logger.enabled."""
         return self._engine._watch.calls
 
-    def comm_summary(self, show_straggler: bool = False) -> list[dict[str, Any]]:
+    def comm_summary(self, show_straggler: bool = False) -> list[dict[str, str | int | float]]:
         """Logs and returns what this engine's collectives took on this rank, a row for each operation and message size:
         bytes, ranks, calls, milliseconds, Gbit/s of the message (algbw) and over a rank's link (busbw). With
         `show_straggler` also the part of the time that this rank waited for the last one; collective then. UsageError
@@ -170,10 +173,10 @@ class Info:
         return rows
 
     # ---- optimizer
-    def get_lr(self) -> list[Any]:
+    def get_lr(self) -> list[float]:
         """The rate of each param group; empty without an optimizer."""
         base = self._engine.basic_optimizer
-        return [] if base is None else [group.get("lr", 0.0) for group in base.param_groups]
+        return [] if base is None else [float(group.get("lr", 0.0)) for group in base.param_groups]
 
     # ---- how the model is cut
     def parallel_plan(self) -> ParallelPlan | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -13,31 +13,99 @@ from torch.utils.data import Dataset
 from tessera import _mesh, distributed
 from tessera._config import ConfigLike, load_config
 from tessera._former import of_initialize, takes_former
-from tessera.data import Indexed
+from tessera.data import Collate, Indexed, Loader
 from tessera.engine._engine import Engine
 from tessera.engine.program import engine_class
 from tessera.errors import ConfigError
+from tessera.lr_schedules import Scheduler
+from tessera.optim.engines import MakesOptimizer, MakesScheduler
 from tessera.sequence import SequenceParallelGroups
 from tessera.units import UnitPolicy
 from tessera.zero.engines import suspended
 
+E = TypeVar("E")
 
+
+@overload
+def initialize(
+    model: nn.Module | None = None,
+    config: ConfigLike | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    model_parameters: ParamsT | None = None,
+    training_data: Dataset[object] | Indexed[object],
+    lr_scheduler: Scheduler | MakesScheduler | None = None,
+    collate_fn: Collate | None = None,
+    group: _mesh.Ranks | SequenceParallelGroups | None = None,
+    sequence_parallel: int | None = None,
+    tensor_parallel: int | None = None,
+    unit_policy: UnitPolicy | None = None,
+    engine_type: None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, Loader, Scheduler | None]: ...
+@overload
+def initialize(
+    model: nn.Module | None = None,
+    config: ConfigLike | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    model_parameters: ParamsT | None = None,
+    training_data: None = None,
+    lr_scheduler: Scheduler | MakesScheduler | None = None,
+    collate_fn: Collate | None = None,
+    group: _mesh.Ranks | SequenceParallelGroups | None = None,
+    sequence_parallel: int | None = None,
+    tensor_parallel: int | None = None,
+    unit_policy: UnitPolicy | None = None,
+    engine_type: None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, None, Scheduler | None]: ...
+@overload
+def initialize(
+    model: nn.Module | None = None,
+    config: ConfigLike | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    model_parameters: ParamsT | None = None,
+    training_data: Dataset[object] | Indexed[object] | None = None,
+    lr_scheduler: Scheduler | MakesScheduler | None = None,
+    collate_fn: Collate | None = None,
+    group: _mesh.Ranks | SequenceParallelGroups | None = None,
+    sequence_parallel: int | None = None,
+    tensor_parallel: int | None = None,
+    unit_policy: UnitPolicy | None = None,
+    engine_type: None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, Loader | None, Scheduler | None]: ...
+@overload
+def initialize(
+    model: nn.Module | None = None,
+    config: ConfigLike | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+    model_parameters: ParamsT | None = None,
+    training_data: Dataset[object] | Indexed[object] | None = None,
+    lr_scheduler: Scheduler | MakesScheduler | None = None,
+    collate_fn: Collate | None = None,
+    group: _mesh.Ranks | SequenceParallelGroups | None = None,
+    sequence_parallel: int | None = None,
+    tensor_parallel: int | None = None,
+    unit_policy: UnitPolicy | None = None,
+    engine_type: Callable[..., E],
+) -> tuple[E, torch.optim.Optimizer | None, Loader | None, Scheduler | None]: ...
 @takes_former(of_initialize)
 def initialize(
     model: nn.Module | None = None,
     config: ConfigLike | None = None,
     *,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
     model_parameters: ParamsT | None = None,
-    training_data: Dataset[Any] | Indexed | None = None,
-    lr_scheduler: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    training_data: Dataset[object] | Indexed[object] | None = None,
+    lr_scheduler: Scheduler | MakesScheduler | None = None,
+    collate_fn: Collate | None = None,
     group: _mesh.Ranks | SequenceParallelGroups | None = None,
     sequence_parallel: int | None = None,
     tensor_parallel: int | None = None,
     unit_policy: UnitPolicy | None = None,
-    engine_type: Callable[..., Any] | None = None,
-) -> tuple[Engine, torch.optim.Optimizer | None, Any, Any]:
+    engine_type: Callable[..., object] | None = None,
+) -> tuple[Any, torch.optim.Optimizer | None, Loader | None, Scheduler | None]:
     """Builds the engine. Returns (engine, optimizer, dataloader, lr_scheduler); the last three may be None.
 
     model: any nn.Module; it is changed in place (dtype, storage of its parameters). May be built inside zero.Init.

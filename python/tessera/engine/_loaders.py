@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.utils.data import Dataset, Sampler
 
 from tessera import _core
-from tessera.data import Indexed, Loader, make_loader
+from tessera.data import Collate, Indexed, Loader, make_loader
 from tessera.engine._ranks import Ranks
 
 
@@ -16,7 +15,7 @@ class Loading(Protocol):
     """An engine, whose defaults a user may exchange."""
 
     @property
-    def collate_fn(self) -> Callable[[list[Any]], Any] | None: ...
+    def collate_fn(self) -> Collate | None: ...
     @property
     def num_local_io_workers(self) -> int: ...
     @property
@@ -32,12 +31,12 @@ class Loaders:
 
     def data_loader(
         self,
-        dataset: Dataset[Any] | Indexed,
+        dataset: Dataset[object] | Indexed[object],
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = False,
-        data_sampler: Sampler[Any] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        data_sampler: Sampler[int] | Sampler[list[int]] | None = None,
+        collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> Loader:
         """A loader of this rank's part of `dataset`; the micro batch is the default batch size."""

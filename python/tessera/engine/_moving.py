@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from enum import Enum
+
+import torch
 
 from tessera import _core
 from tessera.errors import ConfigError, UsageError
@@ -19,11 +21,11 @@ KINDS = {
 DEVICES = {"none": None, "cpu": _core.Residence.Host, "nvme": _core.Residence.Nvme}
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     return str(getattr(value, "value", value))  # members of enums too
 
 
-def kinds_of(include: Iterable[Any] | None) -> list[_core.StateKind]:
+def kinds_of(include: Iterable[str | Enum] | None) -> list[_core.StateKind]:
     if include is None:
         return list(KINDS.values())
     names = [_name(kind) for kind in ([include] if isinstance(include, str) else include)]
@@ -43,8 +45,8 @@ class Moving:
 
     def offload_states(
         self,
-        include: Iterable[Any] | None = None,
-        device: Any = "cpu",
+        include: Iterable[str | Enum] | None = None,
+        device: str | torch.device | Enum = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:

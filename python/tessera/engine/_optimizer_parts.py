@@ -291,7 +291,7 @@ def put_groups(run: Run, saved: list[SavedGroup | None] | None) -> None:
 def schedule_from(run: Run, saved: Any, groups: list[SavedGroup | None] | None) -> Any:
     """The state that the schedule here shall take of a saved one. IoError where it cannot; the schedule is as
     before."""
-    schedule = run.lr_scheduler
+    schedule: Any = run.lr_scheduler  # one of a user's own may have less than a Scheduler
     if not hasattr(schedule, "load_state_dict"):
         return saved
     state = saved if groups is None else _schedule_for(saved, groups, run)
@@ -309,7 +309,7 @@ def schedule_from(run: Run, saved: Any, groups: list[SavedGroup | None] | None) 
 
 def put_schedule(run: Run, saved: Any, values: dict[str, Any]) -> None:
     """`saved`: of schedule_from(), None where there is none."""
-    schedule = run.lr_scheduler
+    schedule: Any = run.lr_scheduler
     if not hasattr(schedule, "load_state_dict"):
         return
     if saved is not None:

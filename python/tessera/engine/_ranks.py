@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.distributed as dist
 
 from tessera import _core, _mesh
 
@@ -15,7 +14,7 @@ class Ranks:
 
     def __init__(
         self,
-        group: Any,
+        group: _mesh.Ranks | None,
         settings: _core.Config,
         device: torch.device | None,
         sequence_parallel: int | None = None,
@@ -76,7 +75,7 @@ class Ranks:
         """Ranks that hold slices of one model."""
         return self.mesh.size(_core.Axis.Tp)
 
-    def process_group(self, axis: str) -> Any:
+    def process_group(self, axis: str) -> dist.ProcessGroup | None:
         """The group of torch.distributed along an axis ("dp_replicate", "dp_shard", "sp", "tp"); None where there is
         none: one rank along it, or groups that are not torch's."""
         return self._made.along.get(axis)

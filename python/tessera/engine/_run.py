@@ -12,6 +12,7 @@ from tessera.engine._contents import Contents
 from tessera.engine._ranks import Ranks
 from tessera.engine._updates import Updates
 from tessera.engine.program import Program
+from tessera.lr_schedules import Scheduler
 
 
 class Run(Protocol):
@@ -24,7 +25,7 @@ class Run(Protocol):
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None: ...
     @property
-    def lr_scheduler(self) -> Any: ...
+    def lr_scheduler(self) -> Scheduler | None: ...
     @property
     def training_dataloader(self) -> Any: ...
     @property

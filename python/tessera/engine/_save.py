@@ -67,8 +67,8 @@ def save(run: Run, request: SaveRequest) -> None:
                 random["pass"] = begin
             blobs[f"random-{_core.checkpoint_place(run.core)}"] = pickled(random, "the random generators")
         values = {}
-        if hasattr(run.lr_scheduler, "last_batch_iteration"):
-            values["schedule_steps"] = run.lr_scheduler.last_batch_iteration + 1
+        if (iteration := getattr(run.lr_scheduler, "last_batch_iteration", None)) is not None:
+            values["schedule_steps"] = iteration + 1
         buffers = [(name, "buffer", tensor) for name, tensor in buffers_of(run).items()]
         assert request.folder is not None  # _check()
         folder = os.fspath(request.folder)
@@ -132,8 +132,8 @@ def _blobs(run: Run, client_state: dict[str, Any], numbers: dict[str, Any], grou
     blobs["client_state"] = pickled(client_state, "client_state")
     plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     blobs["param_groups"] = pickled(plain, "a param group")
-    if hasattr(run.lr_scheduler, "state_dict"):
-        blobs["schedule"] = pickled(run.lr_scheduler.state_dict(), "the schedule's state")
+    if hasattr(schedule := run.lr_scheduler, "state_dict") and schedule is not None:
+        blobs["schedule"] = pickled(schedule.state_dict(), "the schedule's state")
     if extra := _extra(run):
         blobs["extra"] = pickled(extra, f"get_extra_state() of {', '.join(map(repr, extra))}")
     return blobs

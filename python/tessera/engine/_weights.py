@@ -50,7 +50,7 @@ class Weights:
 
     def module_state_dict(
         self,
-        destination: Any = None,
+        destination: dict[str, Any] | None = None,
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
@@ -59,7 +59,8 @@ class Weights:
         values, copied; collective. It is collective, too, where an update runs on (finish_update())."""
         module = self._engine.module
         with self._engine._whole() as partitioned:
-            state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            into: Any = destination
+            state: dict[str, Any] = module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
             if partitioned:
                 try:
                     state.update(own_copies(state))

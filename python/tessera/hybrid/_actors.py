@@ -6,14 +6,14 @@ import functools
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from tessera.distributed import free_port, init_distributed
 from tessera.errors import ConfigError, UsageError
-from tessera.hybrid._joining import C10D
+from tessera.hybrid._joining import C10D, Store
 from tessera.hybrid._object_store import Relay, RendezvousStore
 
 _GRACE = 2.0  # seconds after a first failure for the others to say theirs
@@ -45,7 +45,7 @@ class Rendezvous:
     port: int
     name: str  # a secret of this start of the program: begins all keys of the store
 
-    def store(self, timeout: float) -> Any:
+    def store(self, timeout: float) -> Store:
         """A client of the caller's own."""
         client = C10D.TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=timeout))
         return RendezvousStore(self.name, client, lambda: self.relay)
@@ -67,7 +67,7 @@ class Place:
     timeout: float
     rendezvous: Rendezvous | None
 
-    def store(self) -> Any:
+    def store(self) -> Store:
         """The store for Link.sender() and Link.receiver()."""
         if self.rendezvous is None:
             raise UsageError(f"[hybrid] group '{self.group}' is not part of a Program, so there is no store for links")
@@ -131,8 +131,8 @@ class ActorGroup:
     name: str
     kind: type
     ranks: int
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
     placement: str = "pack"
     cpus: float = 1
     gpus: float = 0
@@ -188,19 +188,19 @@ class ActorGroup:
         if not self._actors:
             raise UsageError(f"[hybrid] group '{self.name}' does not run; call start() first")
 
-    def begin(self, method: str, *args: Any, each: Sequence[Any] | None = None, **kwargs: Any) -> Pending:
+    def begin(self, method: str, *args: object, each: Sequence[object] | None = None, **kwargs: object) -> Pending:
         """Calls a method of all ranks' objects ("engine.x": of their engines) and waits for none. `each`: a first
         argument for each rank."""
         self.check_runs()
         if each is not None and len(each) != self.ranks:
             raise ConfigError(f"[hybrid] group '{self.name}' has {self.ranks} ranks, but each has {len(each)} values")
-        firsts: list[tuple[Any, ...]] = [()] * self.ranks if each is None else [(value,) for value in each]
+        firsts: list[tuple[object, ...]] = [()] * self.ranks if each is None else [(value,) for value in each]
         refs = [
             actor.call.remote(method, first + args, kwargs) for actor, first in zip(self._actors, firsts, strict=True)
         ]
         return Pending(self, method, refs)
 
-    def call(self, method: str, *args: Any, each: Sequence[Any] | None = None, **kwargs: Any) -> list[Any]:
+    def call(self, method: str, *args: object, each: Sequence[object] | None = None, **kwargs: object) -> list[Any]:
         """begin(), and the results in the order of ranks. ActorError names ranks that fail or die."""
         return wait(self.begin(method, *args, each=each, **kwargs))[0]
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Hashable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from tessera import _core
 from tessera._device import group_timeout
 from tessera._nested import Nesting
 from tessera.distributed import DEFAULT_TIMEOUT
 from tessera.errors import ConfigError, UsageError
-from tessera.hybrid._joining import C10D, Joining
-from tessera.hybrid._layout import SIDES, Layout, Terms
+from tessera.hybrid._joining import C10D, Joining, Store
+from tessera.hybrid._layout import SIDES, HasCore, Layout, Terms
 
 VALUES = Nesting("hybrid", "outputs hold", "ranks", "rank", ConfigError)
+
+E = TypeVar("E", bound="End")
 
 
 class End:
     """What both ends of a link have."""
 
-    def __init__(self, link: Terms, side: str, kind: type[Any], store: Any, rank: int, engine: Any) -> None:
+    def __init__(
+        self, link: Terms, side: str, kind: type[Any], store: Store, rank: int, engine: HasCore | None
+    ) -> None:
         self.link = link
         self.rank = rank
         layout = link.source if side == "source" else link.target
@@ -48,9 +52,8 @@ class End:
             if link.transport == "ray":
                 from tessera.hybrid._object_store import ObjectStore
 
-                channel = ObjectStore(
-                    store.relay(), f"{store.rendezvous}/{link.name}", number, names, processes, timeout
-                )
+                own: Any = store  # a RendezvousStore
+                channel = ObjectStore(own.relay(), f"{own.rendezvous}/{link.name}", number, names, processes, timeout)
                 p2p = _core.PythonPointToPoint(number, len(names), channel)
             else:
                 wait = timedelta(seconds=timeout)
@@ -60,7 +63,7 @@ class End:
         self._joining = Joining(C10D.PrefixStore(f"link/{link.name}", store), names, number, timeout, connect)
         self._me = f"[hybrid] {names[number]}"  # begins errors
 
-    def __enter__(self) -> Any:
+    def __enter__(self: E) -> E:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

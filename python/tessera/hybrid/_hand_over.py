@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.utils import _pytree
@@ -13,10 +13,12 @@ from tessera.hybrid._end import text_of
 from tessera.hybrid._receiver import Receiver
 from tessera.hybrid._sender import Sender
 
+T = TypeVar("T")
+
 
 def hand_over(
-    sender: Sender, receiver: Receiver, outputs: Any, sample: Hashable, samples: Sequence[int] | None = None
-) -> Any:
+    sender: Sender, receiver: Receiver, outputs: T, sample: Hashable, samples: Sequence[int] | None = None
+) -> T:
     """Returns what Receiver.receive() would return of Sender.send(outputs), inside one graph, so that loss.backward()
     goes through both engines: for processes that have a rank on both sides. The ends have no step() then, and must
     exist until the last backward. Collective over both sides, in the backward too."""
@@ -28,4 +30,5 @@ def hand_over(
     handed = _core.hand_over(source, target, tensors, text_of(sample), rows)
     for place, tensor in zip(where, handed, strict=True):
         leaves[place] = tensor
-    return _pytree.tree_unflatten(leaves, tree)
+    handed_on: T = _pytree.tree_unflatten(leaves, tree)
+    return handed_on

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store as Store
 
 from tessera import _core
 from tessera.errors import UsageError
@@ -32,7 +33,7 @@ class Joining:
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         names: Sequence[str],
         number: int,
         timeout: float,

@@ -4,10 +4,17 @@ which rank to which is the core's arithmetic (tessera/pipeline/boxes.h)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from tessera import _core
 from tessera.errors import ConfigError
+
+
+class HasCore(Protocol):
+    """An engine."""
+
+    @property
+    def core(self) -> _core.Engine: ...
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Layout:
                 raise ConfigError(f"[hybrid] a Layout needs 1 rank at least, got {name}={getattr(self, name)}")
 
     @classmethod
-    def of(cls, engine: Any) -> Layout:
+    def of(cls, engine: HasCore) -> Layout:
         """The layout of an engine's mesh."""
         mesh = engine.core.mesh()
         return cls(mesh.batch_size(), mesh.size(_core.Axis.Sp), mesh.size(_core.Axis.Tp))

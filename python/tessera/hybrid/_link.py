@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from tessera.hybrid._layout import Terms
+from tessera.hybrid._joining import Store
+from tessera.hybrid._layout import HasCore, Terms
 from tessera.hybrid._receiver import Receiver
 from tessera.hybrid._sender import Sender
 
@@ -22,12 +22,12 @@ class Link(Terms):
     object store everywhere; for actor groups).
     """
 
-    def sender(self, store: Any, rank: int, engine: Any = None) -> Sender:
+    def sender(self, store: Store, rank: int, engine: HasCore | None = None) -> Sender:
         """This process as rank `rank` of the source. `store`: a torch.distributed store that all ranks of both sides
         reach, through a client of this rank's own. `engine`: the engine whose outputs are sent; its mesh is checked,
         and its loss scale holds in backward(). Waits for nobody."""
         return Sender(self, store, rank, engine)
 
-    def receiver(self, store: Any, rank: int, engine: Any = None) -> Receiver:
+    def receiver(self, store: Store, rank: int, engine: HasCore | None = None) -> Receiver:
         """This process as rank `rank` of the target, as sender() is of the source."""
         return Receiver(self, store, rank, engine)

@@ -64,13 +64,13 @@ class Program:
         """The group of that name; KeyError without one."""
         return self._groups[name]
 
-    def run(self, method: str, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
+    def run(self, method: str, *args: object, **kwargs: Any) -> dict[str, list[Any]]:
         """Calls a method of all ranks of all groups at the same time; results by group, in the order of ranks.
         ActorError, with name and traceback, when one fails or dies; then restore() or stop()."""
         calls = [group.begin(method, *args, **kwargs) for group in self._groups.values()]
         return dict(zip(self._groups, wait(*calls), strict=True))
 
-    def step(self, method: str, *args: Any, **kwargs: Any) -> dict[str, list[Any]]:
+    def step(self, method: str, *args: object, **kwargs: Any) -> dict[str, list[Any]]:
         """Makes one optimizer step: run() of a method that does the forwards and backwards of all micro-batches, with
         engine.step() after each but the last; then all engines step with the gradient norm of all of them, so that
         they clip by one factor and skip together. Returns what the method did."""
@@ -81,7 +81,7 @@ class Program:
 
     # ---------------------------------------------------------------- checkpoints
 
-    def save(self, tag: str, state: Any = None) -> Path:
+    def save(self, tag: str, state: object = None) -> Path:
         """Saves all engines below folder/tag, each as engine.save_checkpoint() into a folder with its group's name, and
         `state` (plain JSON). What the tag names, and folder/latest, changes when all are complete; until then an
         earlier save of the tag stays whole, and is removed after. Returns folder/tag."""

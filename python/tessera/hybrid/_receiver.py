@@ -9,13 +9,14 @@ from torch.utils import _pytree
 
 from tessera import _core
 from tessera.hybrid._end import VALUES, End, text_of
-from tessera.hybrid._layout import Terms
+from tessera.hybrid._joining import Store
+from tessera.hybrid._layout import HasCore, Terms
 
 
 class Receiver(End):
     """The inputs' end of a link, on one rank. Link.receiver() makes it."""
 
-    def __init__(self, link: Terms, store: Any, rank: int, engine: Any) -> None:
+    def __init__(self, link: Terms, store: Store, rank: int, engine: HasCore | None) -> None:
         super().__init__(link, "target", _core.LinkReceiver, store, rank, engine)
 
     def receive(self, sample: Hashable) -> Any:
@@ -24,7 +25,7 @@ class Receiver(End):
         tensors, note = self._joining.call(f"sample {sample!r}", "receive", text_of(sample))
         return VALUES.join(note, tensors)
 
-    def give_back(self, sample: Hashable, gradients: Any = None) -> None:
+    def give_back(self, sample: Hashable, gradients: object = None) -> None:
         """Sends the gradients of what receive(sample) returned: those in .grad, or `gradients`, in the nesting of
         receive() or a list with one for each tensor that requires some; None for a gradient that is zero. After the
         backward of the sample; waits for nobody. The engine's loss scale is divided out."""

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 
 from tessera import _core
 from tessera.errors import UsageError
 from tessera.hybrid._end import VALUES, End, text_of
-from tessera.hybrid._layout import Terms
+from tessera.hybrid._joining import Store
+from tessera.hybrid._layout import HasCore, Terms
 
 
 class Sender(End):
     """The outputs' end of a link, on one rank. Link.sender() makes it."""
 
-    def __init__(self, link: Terms, store: Any, rank: int, engine: Any) -> None:
+    def __init__(self, link: Terms, store: Store, rank: int, engine: HasCore | None) -> None:
         super().__init__(link, "source", _core.LinkSender, store, rank, engine)
 
-    def send(self, outputs: Any, sample: Hashable, samples: Sequence[int] | None = None) -> None:
+    def send(self, outputs: object, sample: Hashable, samples: Sequence[int] | None = None) -> None:
         """Sends outputs: tensors in any nesting of tuples, lists and dicts; sizes may change from call to call,
         and the tensors after the call. Tensors with a graph arrive as leaves that require gradients. `sample`: the
         micro-batch, by a number or text of your own or a tuple of them, which receive() must ask for. `samples`: how

@@ -13,16 +13,21 @@ name in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from tessera import _core
 from tessera._loans import loss_of
 from tessera.errors import ConfigError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Group = dict[str, Any]
+T = TypeVar("T")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _UNSERVED = ("amsgrad", "capturable", "differentiable")
@@ -90,8 +95,12 @@ class KernelOptimizer(torch.optim.Optimizer):
     def _name(self) -> str:
         return type(self).__name__
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], T]) -> T: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], T] | None = None) -> T | None:
         """Updates every parameter that has a gradient. ConfigError, before anything is changed, for one it cannot."""
         loss = loss_of(closure)
         first, works = 0, []
@@ -200,7 +209,7 @@ class Adam(KernelOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -228,18 +237,33 @@ class Adam(KernelOptimizer):
         options.decoupled = self._decoupled(group)
 
 
+class FusedMore(TypedDict, total=False):
+    """Keywords of Adam that FusedAdam takes, too."""
+
+    maximize: bool
+    decoupled_weight_decay: bool
+    stochastic_rounding: bool
+    seed: int
+
+
+class More(FusedMore, total=False):
+    """Those that AdamW takes, too."""
+
+    bias_correction: bool
+
+
 class AdamW(Adam):
     """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with the arguments of torch.optim.AdamW. amsgrad is refused."""
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **more: Any,
+        **more: Unpack[More],
     ) -> None:
         more["decoupled_weight_decay"] = True
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **more)
@@ -256,7 +280,7 @@ class FusedAdam(AdamW):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -264,10 +288,10 @@ class FusedAdam(AdamW):
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        **more: Any,
+        **more: Unpack[FusedMore],
     ) -> None:
-        more |= {"bias_correction": bias_correction, "decoupled_weight_decay": adam_w_mode}
-        Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, **more)
+        more["decoupled_weight_decay"] = adam_w_mode
+        Adam.__init__(self, params, lr, betas, eps, weight_decay, amsgrad, bias_correction=bias_correction, **more)
 
     @property
     def adam_w_mode(self) -> bool:
@@ -283,7 +307,7 @@ class Lion(KernelOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -308,7 +332,7 @@ class Adagrad(KernelOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,

@@ -16,6 +16,9 @@ from tessera.optim._rules import is_tested
 from tessera.optim._whole import muon_groups
 from tessera.optim._wrapper import Optimizer
 
+MakesOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+MakesScheduler = Callable[[torch.optim.Optimizer], lr_schedules.Scheduler]
+
 ParamGroups = list[dict[str, Any]]
 
 
@@ -261,7 +264,9 @@ def _construct(what: str, cls: Callable[..., Any], first: Any, params: dict[str,
         raise ConfigError(f"[config] {what}: {error}") from error
 
 
-def build_schedule(config: _core.Config, optimizer: Any, base: torch.optim.Optimizer | None, lr_scheduler: Any) -> Any:
+def build_schedule(
+    config: _core.Config, optimizer: Any, base: torch.optim.Optimizer | None, lr_scheduler: Any
+) -> lr_schedules.Scheduler | None:
     """The schedule that engine.step() advances: the client's object, what its callable builds on `base`, the
     configured one, or None. `optimizer` is the client's argument."""
     if lr_scheduler is None:

@@ -6,9 +6,10 @@ other ranks; step() is collective then."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 from tessera import _core
 from tessera._loans import loss_of
@@ -21,6 +22,7 @@ _OF_LAMB, _OF_MUON = (_core.group_values(kind.rule, kind.defaults) for kind in (
 assert _MUON.others is not None
 # Settings of what a configured Muon updates as AdamW, where the configuration does not say (DeepSpeed's values).
 _OF_OTHERS = _core.group_values(_core.Rule.Muon, _MUON.others)
+T = TypeVar("T")
 AUX_ADAM: dict[str, Any] = {name: _OF_OTHERS[name] for name in ("lr", "betas", "eps")}
 
 
@@ -29,8 +31,12 @@ class WholeOptimizer(torch.optim.Optimizer):
     shards: _core.Shards | None = None  # an engine's; None: parameters are whole
     numbers: Mapping[int, int] = {}  # the parameters' numbers for shards, by id
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], T]) -> T: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], T] | None = None) -> T | None:
         """Updates all parameters that have a gradient; returns what `closure` gave, or None."""
         loss = loss_of(closure)
         groups = [self.check_group(number, group) for number, group in enumerate(self.param_groups)]
@@ -97,7 +103,7 @@ class Lamb(WholeOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = _OF_LAMB["lr"],
         bias_correction: bool = _OF_LAMB["bias_correction"],
         betas: tuple[float, float] = _OF_LAMB["betas"],
@@ -125,7 +131,7 @@ class Muon(WholeOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = _OF_MUON["lr"],
         momentum: float = _OF_MUON["momentum"],
         weight_decay: float = _OF_MUON["weight_decay"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -13,6 +13,13 @@ from tessera._loans import loss_of
 from tessera.errors import UsageError
 from tessera.loss_scale import LossScaler
 from tessera.optim._runners import Runner
+
+T = TypeVar("T")
+# Hooks as torch types them: the optimizer, arguments of step(), a state.
+BeforeStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
+AfterStep = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+OfState = Callable[[Any], None]
+WithState = Callable[[Any, dict[str, Any]], dict[str, Any] | None]
 
 
 class Owner(Protocol):
@@ -50,7 +57,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
         """The state of the optimizer behind it; what ranks share is in parts there (tessera.state)."""
         return self.optimizer.state
 
@@ -59,7 +66,11 @@ class Optimizer(torch.optim.Optimizer):
         """Hyper-parameters of groups that do not say their own."""
         return self.optimizer.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], T]) -> T: ...
+    def step(self, closure: Callable[[], T] | None = None) -> T | None:
         """Does engine.step(), after the closure if there is one."""
         loss = loss_of(closure)
         self._live_engine().step()
@@ -127,22 +138,22 @@ class Optimizer(torch.optim.Optimizer):
         """Direct backwards need engine.scale()."""
         return self.loss_scaler.needed
 
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+    def register_step_pre_hook(self, hook: BeforeStep) -> RemovableHandle:
         return self.optimizer.register_step_pre_hook(hook)
 
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+    def register_step_post_hook(self, hook: AfterStep) -> RemovableHandle:
         return self.optimizer.register_step_post_hook(hook)
 
-    def register_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+    def register_state_dict_pre_hook(self, hook: OfState, prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_state_dict_pre_hook(hook, prepend)
 
-    def register_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+    def register_state_dict_post_hook(self, hook: WithState, prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_state_dict_post_hook(hook, prepend)
 
-    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+    def register_load_state_dict_pre_hook(self, hook: WithState, prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_load_state_dict_pre_hook(hook, prepend)
 
-    def register_load_state_dict_post_hook(self, hook: Callable[..., Any], prepend: bool = False) -> RemovableHandle:
+    def register_load_state_dict_post_hook(self, hook: OfState, prepend: bool = False) -> RemovableHandle:
         return self.optimizer.register_load_state_dict_post_hook(hook, prepend)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -4,6 +4,8 @@ it."""
 from __future__ import annotations
 
 from tessera.optim._factory import (
+    MakesOptimizer,
+    MakesScheduler,
     as_lists,
     build_optimizer,
     build_schedule,
@@ -24,6 +26,8 @@ from tessera.optim._wrapper import Optimizer, mark_stepped
 __all__ = [
     "AUX_ADAM",
     "ExternalRunner",
+    "MakesOptimizer",
+    "MakesScheduler",
     "Muon",
     "NativeRule",
     "NativeRunner",

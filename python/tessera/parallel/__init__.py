@@ -8,8 +8,7 @@ afterwards: WholeSlices.
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import nn
 
 from tessera import _core, _mesh
@@ -81,6 +80,6 @@ def shard_model(model: nn.Module, config: ConfigLike, *, group: _mesh.OneGroup |
     return plan
 
 
-def is_model_parallel_parameter(param: Any) -> bool:
+def is_model_parallel_parameter(param: torch.Tensor) -> bool:
     """Whether this rank's `param` is a slice, of a model that is cut."""
     return bool(getattr(param, "tensor_model_parallel", False))

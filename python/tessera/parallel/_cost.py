@@ -16,7 +16,7 @@ _GATED = ("gate_proj", "gate_up_proj", "w3", "wi_1")  # layers that only gated M
 
 
 def cost(
-    model: Any,
+    model: object,
     *,
     length: int,
     batch: int = 1,

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import ParamsT
+from torch.utils.data import Dataset
 
 from tessera import _core, _mesh
-from tessera._config import load_config
+from tessera._config import ConfigLike, load_config
+from tessera.data import Collate, Indexed
 from tessera.engine import Engine, step_together
+from tessera.engine.front import Front
 from tessera.engine.program import check_trains, engine_class
 from tessera.errors import UsageError
+from tessera.lr_schedules import Scheduler
+from tessera.optim.engines import MakesOptimizer, MakesScheduler
 from tessera.pipeline._batch import Batch
 from tessera.pipeline._checks import check, check_alike, check_ties
 from tessera.pipeline._data import Feed
 from tessera.pipeline._grid import Everyone, Grid
 from tessera.pipeline._module import PipelineModule, units_of_layers
 from tessera.pipeline._stages import Stages
+from tessera.sequence import SequenceParallelGroups
 from tessera.units import UnitPolicy
 
+Outputs = list[Any] | None  # of the last layer, by micro-batch; None on other stages
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def _of_all_stages(call: str) -> Callable[..., Any]:
+
+def _of_all_stages(call: str) -> Callable[..., NoReturn]:
     """A method of engines that one stage alone cannot do."""
 
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
         raise UsageError(
             f"[engine.{call}] a pipeline's engine trains by train_batch() and evaluates by eval_batch(): one stage "
             "alone cannot go forward, back or step"
@@ -35,6 +46,17 @@ def _of_all_stages(call: str) -> Callable[..., Any]:
 
     refuse.__name__, refuse.__doc__ = call, "UsageError: train_batch() and eval_batch() run all stages."
     return refuse
+
+
+def _while_stages_live(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+    """A method of engines that is refused where an earlier call of the pipeline has failed."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._checked(method.__name__)
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 class PipelineEngine(Engine):
@@ -52,13 +74,18 @@ class PipelineEngine(Engine):
     def __init__(
         self,
         model: nn.Module,
-        config: Any,
+        config: ConfigLike,
         *,
-        group: Any = None,
+        optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
+        model_parameters: ParamsT | None = None,
+        lr_scheduler: Scheduler | MakesScheduler | None = None,
+        training_data: Dataset[object] | Indexed[object] | None = None,
+        collate_fn: Collate | None = None,
+        group: _mesh.Ranks | SequenceParallelGroups | None = None,
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
         tensor_parallel: int | None = None,
-        **kwargs: Any,
+        front: Front | None = None,
     ) -> None:
         self._everyone = everyone = Everyone()
         self._stages = stages = Stages(everyone)
@@ -92,7 +119,12 @@ class PipelineEngine(Engine):
                     sequence_parallel=sequence_parallel,
                     tensor_parallel=tensor_parallel,
                     program=stages,
-                    **kwargs,
+                    optimizer=optimizer,
+                    model_parameters=model_parameters,
+                    lr_scheduler=lr_scheduler,
+                    training_data=training_data,
+                    collate_fn=collate_fn,
+                    front=front,
                 )
                 self._connect()
         except BaseException:
@@ -155,7 +187,7 @@ class PipelineEngine(Engine):
 
     # ---------------------------------------------------------------- batches
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterator[object] | None = None) -> torch.Tensor:
         """One optimizer step. Returns the mean loss, a scalar in fp32, on every rank.
 
         `data_iter` yields a micro-batch (inputs, labels); the first and the last stage read gradient_accumulation_steps
@@ -172,14 +204,42 @@ class PipelineEngine(Engine):
         assert loss is not None
         return loss
 
+    @overload
     def eval_batch(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[object],
+        return_logits: Literal[False] = False,
+        compute_loss: Literal[True] = True,
+        reduce_output: str | None = "avg",
+        num_micro_batches: int | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def eval_batch(
+        self,
+        data_iter: Iterator[object],
+        return_logits: Literal[True],
+        compute_loss: Literal[True] = True,
+        reduce_output: str | None = "avg",
+        num_micro_batches: int | None = None,
+    ) -> tuple[torch.Tensor | None, Outputs]: ...
+    @overload
+    def eval_batch(
+        self,
+        data_iter: Iterator[object],
+        return_logits: bool = False,
+        *,
+        compute_loss: Literal[False],
+        reduce_output: str | None = "avg",
+        num_micro_batches: int | None = None,
+    ) -> Outputs: ...
+    def eval_batch(
+        self,
+        data_iter: Iterator[object],
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
         num_micro_batches: int | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | Outputs | tuple[torch.Tensor | None, Outputs]:
         """The mean loss of micro-batches as train_batch() reads them, without gradients and in eval mode; on every
         rank.
 
@@ -233,6 +293,11 @@ class PipelineEngine(Engine):
         """Note [A call that failed] in tessera/pipeline/runner.h."""
         runner = self._calls(call)
         runner.check(call)
+        if call == "save_checkpoint" and self.config.checkpoint.format == "deepspeed":
+            raise NotImplementedError(
+                '[engine.save_checkpoint with checkpoint.format "deepspeed"] is not served by this version; use the '
+                'format "tessera"'
+            )
         return runner
 
     def _calls(self, call: str) -> _core.PipelineRunner:
@@ -250,7 +315,7 @@ class PipelineEngine(Engine):
             _of_all_stages("step")(self)
         super().step(lr_kwargs, global_norm=global_norm)
 
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def save_16bit_model(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             "[engine.save_16bit_model] is not served by this version; save_checkpoint() and `tessera export` write the "
             "weights of all stages"
@@ -258,20 +323,10 @@ class PipelineEngine(Engine):
 
     # ---------------------------------------------------------------- the rest
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        self._checked("save_checkpoint")
-        if self.config.checkpoint.format == "deepspeed":
-            raise NotImplementedError(
-                '[engine.save_checkpoint with checkpoint.format "deepspeed"] is not served by this version; use the '
-                'format "tessera"'
-            )
-        return super().save_checkpoint(*args, **kwargs)
+    save_checkpoint = _while_stages_live(Engine.save_checkpoint)
+    load_checkpoint = _while_stages_live(Engine.load_checkpoint)
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        self._checked("load_checkpoint")
-        return super().load_checkpoint(*args, **kwargs)
-
-    def pipe_group(self) -> Any:
+    def pipe_group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks that are at one place of their stages; None with one stage."""
         return self._grid.forwards if self._grid.stages > 1 else None
 

@@ -20,7 +20,7 @@ LayerFunction = Callable[[Any], Any]
 class LayerSpec:
     """A layer that is not built yet: `typename(*module_args, **module_kwargs)`, on the stage that has it."""
 
-    def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+    def __init__(self, typename: Callable[..., nn.Module], *module_args: object, **module_kwargs: object) -> None:
         if not callable(typename):
             raise ConfigError(f"[LayerSpec] takes a class of modules and its arguments, got {typename!r}")
         self.typename = typename
@@ -51,9 +51,9 @@ class TiedLayerSpec(LayerSpec):
         self,
         key: str,
         typename: Callable[..., nn.Module],
-        *module_args: Any,
+        *module_args: object,
         forward_fn: Callable[[nn.Module, Any], Any] | None = None,
-        **module_kwargs: Any,
+        **module_kwargs: object,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
         self.key = key
@@ -87,7 +87,7 @@ class PipelineModule(nn.Module):
         num_stages: int,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         seed_layers: bool = False,
-        seed_fn: Callable[[int], Any] | None = None,
+        seed_fn: Callable[[int], object] | None = None,
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,

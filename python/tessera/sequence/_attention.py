@@ -16,7 +16,10 @@ from tessera.errors import ConfigError
 _HEADS = 2  # dim of [sequence, batch, heads, head_dim] and of [batch, sequence, heads, head_dim]
 
 
-def check_parts(parts: Any, label: str) -> None:
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+def check_parts(parts: object, label: str) -> None:
     if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
         raise ConfigError(f"[{label}] parts must be an integer of 1 or more, got {parts!r}")
 
@@ -95,7 +98,13 @@ class SequenceAttention(nn.Module):
         return copied
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, rotary: Any = None, **kwargs: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        rotary: Rotary | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """[batch, sequence / ranks, heads, head_dim] with sequence_dim 1, [sequence / ranks, batch, heads, head_dim]
         with 0. Key and value may have fewer heads. rotary: (cosines, sines) [sequence, batch or 1, 1, width] of the
@@ -122,7 +131,7 @@ class SequenceAttention(nn.Module):
         return parts.join().flatten(_HEADS) if flat else parts.join()
 
     def _rotated(
-        self, query: torch.Tensor, key: torch.Tensor, rotary: Any, sequence: int
+        self, query: torch.Tensor, key: torch.Tensor, rotary: Rotary | None, sequence: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if rotary is None:
             return query, key

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tessera import _core
-from tessera._mesh import core_group
+from tessera._mesh import OneGroup, core_group
 from tessera.distributed import init_distributed
 from tessera.errors import ConfigError
 
@@ -17,7 +17,7 @@ class SequenceParallelGroups:
     which gradients are averaged and states sharded (`both`), and those that hold other slices of the model (`tensor`,
     none by default): torch ProcessGroups or groups of tessera. Passed to tessera.initialize as `group`."""
 
-    def __init__(self, sequence: Any, data: Any, both: Any, tensor: Any = None) -> None:
+    def __init__(self, sequence: OneGroup, data: OneGroup, both: OneGroup, tensor: OneGroup | None = None) -> None:
         self.sequence, self.data, self.both = sequence, data, both
         self.tensor = _core.single_group() if tensor is None else tensor
         self._core = {name: core_group(getattr(self, name)) for name in ("sequence", "data", "both", "tensor")}
@@ -73,10 +73,12 @@ def make_groups(sequence_parallel_size: int, *, tensor_parallel_size: int = 1) -
     return SequenceParallelGroups(sequence, data, _along(shape, _core.Axis.DpShard, _core.Axis.Sp), tensor)
 
 
-def _along(shape: _core.MeshShape, *axes: _core.Axis) -> Any:
+def _along(shape: _core.MeshShape, *axes: _core.Axis) -> OneGroup:
     """This rank's process group along axes together; all processes where these have them all."""
     ranks = range(dist.get_world_size())
     if shape.size(list(axes)) == len(ranks):
-        return dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None
+        return world
     rows = sorted({tuple(shape.ranks_along(list(axes), rank)) for rank in ranks})
     return dist.new_subgroups_by_enumeration([list(row) for row in rows])[0]

@@ -70,7 +70,7 @@ class TransformersAttention:
     @classmethod
     def register_with_transformers(
         cls,
-        model_name_or_path: Any,
+        model_name_or_path: object,
         core_attn_implementation: str,
         sequence_parallel_size: int,
         micro_batch_size: int,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from tessera import _core
-from tessera._mesh import core_group
+from tessera._mesh import OneGroup, core_group
 from tessera._nested import Form, Nesting, as_bytes, bytes_of, form_of, from_bytes
 from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
@@ -19,6 +19,13 @@ from tessera.sequence._tiled import IGNORED
 Batch = dict[str, Any]
 Part = tuple[list[torch.Tensor], str]  # tensors, and how they are nested
 _BATCHES = Nesting("SequenceLoader", "the batch holds", "ranks", "rank", ConfigError)
+
+
+class Batches(Protocol):
+    """A loader of such dicts."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+    def __len__(self) -> int: ...
 
 
 class SequenceLoader:
@@ -32,7 +39,9 @@ class SequenceLoader:
     are required: they tell where a part lies, and packed sequences from each other.
     """
 
-    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
+    def __init__(
+        self, dl: Batches, sp_rank: int, sp_group: OneGroup | None, sp_world_size: int, device: torch.device | str | int
+    ) -> None:
         self.dl = dl
         self.sp_rank = sp_rank
         self.sp_group = sp_group

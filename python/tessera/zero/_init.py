@@ -228,7 +228,7 @@ class Init:
             self._factories.__enter__()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._enabled or self._token is None:
             return
         _active.reset(self._token)
@@ -253,7 +253,9 @@ class Init:
         """Parameters that construction code has read are partitioned again. Collective."""
         self._early.settle()
 
-    def build(self, module: nn.Module, init: Callable[..., None], args: Any, kwargs: Any) -> None:
+    def build(
+        self, module: nn.Module, init: Callable[..., None], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         """Runs one `init` of the chain of `module`."""
         if id(module) in self._building:
             init(module, *args, **kwargs)
