@@ -34,7 +34,7 @@ CMAKE_FILES := CMakeLists.txt CMakePresets.json $(wildcard cmake/*)
 PACKAGE_FILES := $(shell find tessera python -name '__pycache__' -prune -o -type f -print 2>/dev/null) pyproject.toml $(CMAKE_FILES)
 CXX_FILES := $(shell git ls-files '*.h' '*.cpp' '*.inc' 2>/dev/null)
 
-.PHONY: help demo tables test test-cpp test-python test-long test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package archive wheels
+.PHONY: help demo tables test test-cpp test-python test-long test-tools test-peers test-clients gpu gpu-kit bench docs lint tidy cuda sanitize asan tsan format clean package archive abi wheels
 .DELETE_ON_ERROR:
 help:
 	@echo "make demo    train a small GPT on 2 ranks and compare it with plain PyTorch (output in demo-out/)"
@@ -52,6 +52,7 @@ help:
 	@echo "make cuda    the CUDA kernels by a compiler from PyPI: warnings, registers, machine code, the library without a driver"
 	@echo "make sanitize  C++ tests of the layers with threads under the address, undefined-behaviour and thread sanitizers"
 	@echo "make format  rewrite the sources in the house format"
+	@echo "make abi      a release: the names that its library exports, which later ones of the interface keep"
 	@echo "make archive  library, headers, CMake package and commands for C++ as one file in dist/, tested where it is unpacked"
 	@echo "make wheels  sdist and wheel for $(PYTHON) and the torch of requirements/torch.txt, audited, installed and used elsewhere (ALL=1: all)"
 	@echo "make clean   remove build/ and demo-out/ (the environment .venv stays)"
@@ -117,6 +118,10 @@ archive: $(BUILD)/stamp-configure
 	$(CMAKE) -DBUILD=$(BUILD) -DOUT=$(ROOT)/dist -DNAME=$(ARCHIVE) "-DFOLDERS=$(ROOT);$(VENV)" -P cmake/archive.cmake
 	$(CMAKE) -DARCHIVE=$(ROOT)/dist/$(ARCHIVE).tar.gz -DSOURCE=$(ROOT)/tests/consumer -DWORK=$(ROOT)/$(BUILD)/archive \
 	  -DTORCH=$$($(PY) -c "import torch; print(torch.__path__[0])") -DCXX=$${CXX:-c++} -DNINJA=$(VENV)/bin/ninja -DPYTHON=$(PY) -P tests/consumer/run.cmake
+
+# A release of an interface that has no list yet, and each later one of it: the names that programs were linked with.
+abi: archive
+	$(PY) tools/abi.py $(BUILD)/libtessera.so --write
 
 # Each in environments of its own, of an sdist; nothing of .venv or of a build tree is used. ARGS: see the program.
 wheels:

@@ -1,6 +1,8 @@
 // Public: ranks and meshes.
 #pragma once
 
+#include "tessera/base/free_port.h"
+#include "tessera/comm/averages.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/group.h"
 #include "tessera/comm/mesh.h"

@@ -1,7 +1,7 @@
 """Whether a library still has all names that the last release of its binary interface had.
 
     python tools/abi.py LIBRARY             compare with cmake/abi/MAJOR.MINOR.txt
-    python tools/abi.py LIBRARY --write     a release: this is the list from here on
+    python tools/abi.py LIBRARY --write     a release: this is the list from here on, where no name is gone
 
 Names are those of exported functions and objects in `tessera::`, with their arguments. One that is gone breaks programs
 that were linked before; a new one does not. Another minor version has an interface, and a list, of its own.
@@ -40,19 +40,21 @@ def main(argv: list[str] | None = None, folder: Path = ROOT / "cmake" / "abi") -
     options = made.parse_args(argv)
     listed = folder / f"{interface()}.txt"
     names = names_of(options.library)
-    if options.write:
-        folder.mkdir(exist_ok=True)
-        listed.write_text("".join(f"{name}\n" for name in sorted(names)))
-        print(f"{listed.name}: {len(names)} names")
-        return 0
-    if not listed.exists():
-        print(f"there is no release of interface {interface()} to compare with")
-        return 0
-    gone = sorted(set(listed.read_text().splitlines()) - names)
+    before = set(listed.read_text().splitlines()) if listed.exists() else set()
+    gone = sorted(before - names)
     for name in gone:
         print(f"gone since the last release of interface {interface()}: {name}", file=sys.stderr)
+    if not before and not options.write:
+        print(f"there is no release of interface {interface()} to compare with")
+        return 0
     print(f"{len(names)} names, {len(gone)} gone")
-    return 1 if gone else 0
+    if gone:
+        return 1
+    if options.write:
+        folder.mkdir(parents=True, exist_ok=True)
+        listed.write_text("".join(f"{name}\n" for name in sorted(names)))
+        print(f"{listed.name} is written")
+    return 0
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ auto engine_from(const std::string& folder) {
       {.takes = no_decay, .set = [](tessera::optim::GroupOptions& group) { group.weight_decay = 0; }}};
   const auto chosen = config(R"(, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0,
                                   "stage3_gather_16bit_weights_on_model_save": true})");
-  auto engine = tessera::initialize(Gpt(), chosen, recipe);
+  auto engine = tessera::initialize(Gpt(causal, /*units=*/true), chosen, recipe);
   if (folder == kGiven && engine.rank() == 0) write_given();
   engine.core().mesh().group(tessera::comm::kAxes)->barrier();
   engine.load_module_state_dict(tessera::checkpoint::WeightReader(folder));

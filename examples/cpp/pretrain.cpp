@@ -14,7 +14,7 @@ bool no_decay(const at::Tensor& param) {
 }
 
 void train() {
-  Gpt model;
+  Gpt model(causal, /*units=*/true);
   tessera::nn::Recipe recipe;
   recipe.groups = {{.takes = [](const std::string&, const at::Tensor& param) { return no_decay(param); },
                     .set = [](tessera::optim::GroupOptions& group) { group.weight_decay = 0; }}};

@@ -26,8 +26,8 @@ inline at::Tensor causal(const at::Tensor& query, const at::Tensor& key, const a
   return at::scaled_dot_product_attention(query, key, value, {}, 0.0, /*is_causal=*/true);
 }
 
-// It takes its number of heads from what its layers give, so that a plan may cut them.
-struct BlockImpl : tessera::nn::Hooked<BlockImpl, at::Tensor(at::Tensor)>, tessera::nn::HasFacts {
+// Of torch::nn alone. It takes its number of heads from what its layers give, so that a plan may cut them.
+struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(Attend attend = causal) : attend(std::move(attend)) {
     const auto linear = [&](const char* name, int64_t in, int64_t out) {
       return register_module(name, torch::nn::Linear(in, out));
@@ -41,10 +41,7 @@ struct BlockImpl : tessera::nn::Hooked<BlockImpl, at::Tensor(at::Tensor)>, tesse
     up_proj = linear("up_proj", kWidth, 4 * kWidth);
     down_proj = linear("down_proj", 4 * kWidth, kWidth);
   }
-  tessera::parallel::ModelFacts facts() const override {
-    return {.heads = kHeads, .kv_heads = kHeads, .head_dim = kHead};
-  }
-  at::Tensor forward_impl(at::Tensor x) {
+  at::Tensor forward(at::Tensor x) {
     const at::Tensor seen = norm1(x);
     const auto heads = [](const at::Tensor& t) { return t.unflatten(-1, {-1, kHead}).transpose(1, 2); };
     const at::Tensor mixed = attend(heads(q_proj(seen)), heads(k_proj(seen)), heads(v_proj(seen)));
@@ -63,12 +60,17 @@ inline at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& labels) {
 }
 
 struct GptImpl : torch::nn::Module {
-  explicit GptImpl(const Attend& attend = causal) {
+  // `units`: for stage 3, which gathers each block alone then.
+  explicit GptImpl(const Attend& attend = causal, bool units = false) {
     token = register_module("token", torch::nn::Embedding(kWords, kWidth));
     position = register_module("position", torch::nn::Embedding(kLength, kWidth));
     blocks = register_module("blocks", torch::nn::Sequential());
-    for (int64_t i = 0; i < kLayers; ++i)
-      blocks->push_back(Block(attend));
+    for (int64_t i = 0; i < kLayers; ++i) {
+      if (units)
+        blocks->push_back(tessera::nn::unit(Block(attend)));
+      else
+        blocks->push_back(Block(attend));
+    }
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
     head = register_module("head", torch::nn::Linear(kWidth, kWords));
   }

@@ -10,7 +10,9 @@ void train() {
   Gpt model;
   const auto config = small::config(R"(, "zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2})");
   const tessera::comm::Mesh mesh = tessera::nn::environment_mesh(config);
-  auto engine = tessera::initialize(model, config, mesh);
+  tessera::nn::Recipe recipe;  // what the model's classes do not say
+  recipe.facts = {.heads = kHeads, .kv_heads = kHeads, .head_dim = kHead};
+  auto engine = tessera::initialize(model, config, mesh, recipe);
   const bool first = engine.rank() + mesh.rank(tessera::comm::Axis::Tp) == 0;
   // Which layers are cut, how, and why.
   if (first) std::fprintf(stderr, "%s", engine.parallel_plan()->text().c_str());

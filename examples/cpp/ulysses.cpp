@@ -13,7 +13,7 @@ void train() {
   const tessera::comm::Mesh mesh = tessera::nn::environment_mesh(config);
   const auto sharing = mesh.group(Axis::Sp);
   constexpr int64_t kSequenceDim = 1;
-  Gpt model([sharing](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
+  const small::Attend attend = [sharing](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
     const auto turned = [](const at::Tensor& t) { return t.transpose(1, 2); };
     tessera::parallel::SequenceAttention attention(
         [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -21,7 +21,8 @@ void train() {
         },
         {sharing, kSequenceDim});
     return turned(attention(turned(query), turned(key), turned(value)));
-  });
+  };
+  Gpt model(attend, /*units=*/true);
   auto engine = tessera::initialize(model, config, mesh);
   const int64_t own = kLength / sharing->size(), begin = own * sharing->rank();
   for (int64_t step = 0; step < kSteps; ++step) {

@@ -10,6 +10,7 @@
 
 #include "bindings.h"
 #include "tessera/base/error.h"
+#include "tessera/io/data_order.h"
 #include "tessera/io/file.h"
 
 namespace tessera::python {
@@ -202,6 +203,7 @@ void bind_checkpoint(py::module_& m) {
       },
       py::arg("dir"), py::arg("tag") = "", py::arg("optimizer") = false, py::arg("objects") = Objects::Inert, NoGil());
   m.def("why_no_latest", &checkpoint::why_no_latest, py::arg("dir"), py::arg("latest"));
+  m.def("tags", &checkpoint::tags, py::arg("dir"), NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   using checkpoint::WeightReader;
   using checkpoint::WeightTensor;
@@ -282,6 +284,16 @@ void bind_checkpoint(py::module_& m) {
       .def(
           "__enter__", [](io::WholeFile& whole) -> io::WholeFile& { return whole; }, py::return_value_policy::reference)
       .def("__exit__", [](io::WholeFile& whole, const py::args&) { whole.drop(); });
+  m.def(
+      "check_position",
+      [](int64_t epoch, int64_t samples, int64_t of, int64_t size) { io::check_position({epoch, samples, of}, size); },
+      py::arg("epoch"), py::arg("samples"), py::arg("of"), py::arg("size"));
+  m.def(
+      "rank_order",
+      [](int64_t size, int rank, int ranks, bool shuffle, uint64_t seed, bool drop_last, int64_t epoch,
+         int64_t samples) { return io::rank_order(size, rank, ranks, {shuffle, seed, drop_last}, {epoch, samples}); },
+      py::arg("size"), py::arg("rank"), py::arg("ranks"), py::arg("shuffle"), py::arg("seed"), py::arg("drop_last"),
+      py::arg("epoch"), py::arg("samples"), NoGil());
   m.def("replace_text", &io::replace_text, py::arg("path"), py::arg("text"), NoGil());
   m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"), py::arg("file") = "latest");
   m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));

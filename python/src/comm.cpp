@@ -11,6 +11,7 @@
 #include "bindings.h"
 #include "tessera/base/error.h"
 #include "tessera/base/free_port.h"
+#include "tessera/comm/averages.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/point_to_point.h"
 #include "tessera/comm/c10d/transport.h"
@@ -259,6 +260,9 @@ void bind_comm(py::module_& m) {
           "batch_size", [](const Mesh& mesh) { return mesh.size(kBatchAxes); },
           "How many ranks have batches of their own.")
       .def("batch_rank", [](const Mesh& mesh) { return mesh.rank(kBatchAxes); }, "This rank's number among those.");
+  m.def("sum_over_batch", &sum_over_batch, py::arg("mesh"), py::arg("value"), NoGil());
+  m.def("mean_over_batch", &mean_over_batch, py::arg("mesh"), py::arg("value"), NoGil());
+  m.def("token_mean", &token_mean, py::arg("mesh"), py::arg("sum"), py::arg("count"), NoGil());
   bind_timed(m);
 }
 

@@ -27,12 +27,18 @@ __all__ = [
     "main",
     "open_checkpoint",
     "state_dict",
+    "tags",
     "to_deepspeed",
     "to_universal",
     "write_weights",
 ]
 
 _ALL_IN_ONE = 2**63 - 1
+
+
+def tags(folder: str | os.PathLike[str]) -> list[str]:
+    """Tags of the complete checkpoints of Tessera in `folder`, the newest first; none where there is no such folder."""
+    return _core.tags(os.fspath(folder))
 
 
 def open_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> _core.CheckpointReader:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 from torch.utils.data import DataLoader as TorchLoader
 
+from tessera import _core
 from tessera._random import aside, random_states
 from tessera.errors import ConfigError
 
@@ -123,12 +124,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """For the next pass, or the one under way. `begin` beside what state_dict() gave: where the random generators
         were when the pass began, on this rank. ConfigError for a place in a larger dataset."""
-        size = self._size()
-        if size is not None and state["samples"] > 0 and state.get("size", 0) > size:
-            raise ConfigError(
-                f"[data] the state is of a place in a dataset of {state['size']} examples, and this one has {size}: "
-                "give the loader the dataset of that run, or begin without its state"
-            )
+        _core.check_position(state["epoch"], state["samples"], state.get("size", 0), self._size() or 0)
         self.epoch = state["epoch"]
         self._under_way, self._given = False, 0
         self._loads += 1
@@ -218,12 +214,17 @@ def _dealt(loader: TorchLoader[Any], start: int) -> list[int] | None:
     if not of_torch or type(loader.batch_sampler) is not BatchSampler:
         return None
     assert isinstance(sampler, DistributedSampler)
-    alone: DistributedSampler[Any] = DistributedSampler(sampler.dataset, 1, 0, sampler.shuffle, sampler.seed)
-    alone.set_epoch(sampler.epoch)
-    order, ranks = list(alone), sampler.num_replicas
-    left = max(0, len(order) - start)
-    each = left // ranks if sampler.drop_last else -(-left // ranks)
-    return [order[(start + k * ranks + sampler.rank) % len(order)] for k in range(each)]
+    # Sizes of what the sampler deals out: a program may have given it another dataset than the loader's.
+    return _core.rank_order(
+        len(sampler.dataset),  # type: ignore[arg-type]
+        sampler.rank,
+        sampler.num_replicas,
+        sampler.shuffle,
+        sampler.seed,
+        sampler.drop_last,
+        sampler.epoch,
+        start,
+    )
 
 
 def _like(loader: TorchLoader[Any], dataset: Dataset[Any], batches: Iterable[Any]) -> TorchLoader[Any]:

@@ -363,7 +363,9 @@ std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& opt
   Reader in("optimizer.params", optimizer.params, report);
   read_fields(in, *type, options.defaults);
   bool maximize = false;
-  in.flag("maximize", maximize);
+  const bool has_it =
+      std::ranges::any_of(type->fields, [](const auto& field) { return field.name == std::string_view("maximize"); });
+  if (!has_it) in.flag("maximize", maximize);
   if (maximize) in.refuse("maximize", c10::str("torch::optim::", type->name, " of C++ has it not; leave it out"));
   if (kind) in.ignored({"adam_w_mode", "torch_adam"});
   in.ignored({"foreach", "fused", "capturable", "differentiable", "max_grad_norm", "fp32_optimizer_states"});

@@ -140,10 +140,9 @@ std::string where_it_runs(const std::string& type, const std::vector<std::string
 
 std::string where_optimizer_runs(const std::string& type) {
   // Of torch.optim.
-  static const std::vector<std::string> in_python{"ASGD",  "Adadelta", "Adafactor", "Adamax",
-                                                  "NAdam", "RAdam",    "Rprop",     "SparseAdam"};
+  static const std::vector<std::string> in_python{"ASGD", "Adafactor", "Rprop", "SparseAdam"};
   std::vector<std::string> all = optimizer_types();
-  all.emplace_back("RMSprop");
+  all.insert(all.end(), {"RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"});
   return where_it_runs(type, in_python, all);
 }
 

@@ -50,7 +50,7 @@ std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config);
 // class of torch.optim.lr_scheduler.
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config);
 
-// What a type is that C++ does not run, for messages: " (NAdam does in Python only)", " ('Adamm' is none: did you mean "Adam"?)".
+// What a type is that C++ does not run, for messages: " (Rprop does in Python only)", " ('Adamm' is none: did you mean "Adam"?)".
 std::string where_optimizer_runs(const std::string& type);
 std::string where_schedule_runs(const std::string& type);
 

@@ -84,13 +84,14 @@ const std::vector<Unread>& unread() {
        "a gather is a unit, whose size tessera.min_unit_elements and reduce_bucket_size say"},
       {"zero_optimization.compute_grad_norm", "the norm is always computed"},
       {"zero_optimization.sub_group_size", "the update is one pass, with offload in tiles of their own size"},
-      {"zero_optimization.offload_optimizer.cpuadam_cores_perc", "the update takes torch.get_num_threads() threads"},
+      {"zero_optimization.offload_optimizer.cpuadam_cores_perc",
+       "the update takes as many threads as torch's operators do"},
       {"zero_optimization.offload_optimizer.fast_init", "first states are always written tile by tile"},
       {"zero_optimization.stage3_use_all_reduce_for_fetch_params", "parameters are fetched by an all-gather"},
       {"zero_optimization.stage3_allgather_sequential", "a unit is gathered at once"},
       {"zero_optimization.mics_hierarchical_params_gather", "the gather has one level"},
       {"zero_optimization.pipeline_loading_checkpoint", "ranks load at the same time, each its own part"},
-      {"zero_optimization.override_module_apply", "wrap Module.apply in GatheredParameters"},
+      {"zero_optimization.override_module_apply", "call apply() of a module inside GatheredParameters"},
       {"zero_optimization.log_trace_cache_warnings", "modules may run in any order; it is not logged"},
       {"zero_optimization.enable_sanity_checks", "what can be checked is checked"},
       {"zero_optimization.save_muon_momentum_buffer_in_memory", "it lives where the other states do"},
@@ -103,10 +104,11 @@ const std::vector<Unread>& unread() {
       {"checkpoint.checkpoint_serialization", "Tessera's files are raw values, those of format deepspeed zip archives"},
       {"checkpoint.writer", "checkpoint.asynchronous"},
       {"checkpoint.async_io", "checkpoint.asynchronous"},
-      {"pipeline.stages", "PipelineModule(num_stages=...)"},
-      {"pipeline.partition", "PipelineModule(partition_method=...)"},
-      {"pipeline.seed_layers", "PipelineModule(seed_layers=...)"},
-      {"pipeline.use_reentrant", "layers are recomputed as with use_reentrant=False"},
+      {"pipeline.stages", "the program says it: num_stages of PipelineModule, in C++ environment_stages()"},
+      {"pipeline.partition",
+       "the program says it: partition_method of PipelineModule, in C++ PipelineOptions::partition"},
+      {"pipeline.seed_layers", "the program says it: seed_layers of PipelineModule, in C++ PipelineOptions::seed"},
+      {"pipeline.use_reentrant", "layers are recomputed without a backward inside the backward"},
       {"pipeline.pipe_partitioned", "activations travel whole", false},
       {"pipeline.grad_partitioned", "gradients travel whole", false},
       {"activation_checkpointing.contiguous_memory_optimization", "inputs stay where they are"},
@@ -125,6 +127,12 @@ const std::vector<Refusal>& python_only() {
       {"wandb.enabled", "true", [](C c) { return c.wandb.enabled; }},
       {"comet.enabled", "true", [](C c) { return c.comet.enabled; }},
       {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},
+      {"zero_optimization.ignore_unused_parameters", "false with offload_optimizer at stages 1 and 2",
+       [](C c) {
+         const ZeroOptimization& zero = c.zero_optimization;
+         return !zero.ignore_unused_parameters && zero.offload_optimizer.device != OffloadDevice::None &&
+                (zero.stage == 1 || zero.stage == 2) && !c.tessera.update_in_backward;
+       }},
       {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
   };
   return all;
@@ -133,16 +141,19 @@ const std::vector<Refusal>& python_only() {
 const std::vector<Refusal>& python_reads() {
   using C = const Config&;
   static const std::vector<Refusal> all{
-      {"dump_state", "true", [](C c) { return c.dump_state; }},
-      {"zero_optimization.ignore_unused_parameters", "false",
-       [](C c) { return !c.zero_optimization.ignore_unused_parameters; }},
-      {"zero_force_ds_cpu_optimizer", "false", [](C c) { return !c.zero_force_ds_cpu_optimizer; }},
-      {"log_level", "any", [](C c) { return c.log_level.has_value(); }},
+      {"zero_force_ds_cpu_optimizer", "false", [](C c) { return !c.zero_force_ds_cpu_optimizer; },
+       "a client's optimizer runs wherever its states are"},
+      {"log_level", "any", [](C c) { return c.log_level.has_value(); },
+       "warnings are torch's, lines go to standard error"},
       {"activation_checkpointing.synchronize_checkpoint_boundary", "true",
-       [](C c) { return c.activation_checkpointing.synchronize_checkpoint_boundary; }},
-      {"activation_checkpointing.profile", "true", [](C c) { return c.activation_checkpointing.profile; }},
-      {"dataloader_drop_last", "true", [](C c) { return c.dataloader_drop_last; }},
-      {"tensor_parallel.dtype", "any", [](C c) { return c.given.contains("tensor_parallel.dtype"); }},
+       [](C c) { return c.activation_checkpointing.synchronize_checkpoint_boundary; },
+       "recompute() never waits for the device"},
+      {"activation_checkpointing.profile", "true", [](C c) { return c.activation_checkpointing.profile; },
+       "times are those of wall_clock_breakdown, and of a profiler of torch"},
+      {"dataloader_drop_last", "true", [](C c) { return c.dataloader_drop_last; },
+       "the program makes its loader: LoaderOptions::drop_last"},
+      {"tensor_parallel.dtype", "any", [](C c) { return c.given.contains("tensor_parallel.dtype"); },
+       "slices have the dtype of the parameters, which the precision says"},
   };
   return all;
 }
@@ -178,9 +189,9 @@ namespace {
 std::vector<std::string> asked_for(const std::vector<Refusal>& rows, const Config& config) {
   std::vector<std::string> lines;
   for (const Refusal& row : rows) {
-    if (row.refused(config)) {
-      lines.push_back(std::string(row.key) + " (" + row.when + ")");
-    }
+    if (!row.refused(config)) continue;
+    lines.push_back(std::string(row.key) + " (" + row.when + ")");
+    if (*row.instead != '\0') lines.back() += ": has no effect in C++; " + std::string(row.instead);
   }
   return lines;
 }
@@ -197,8 +208,8 @@ std::vector<std::string> check_cpp_serves(const Config& config) {
   check_rules(config, rules);
   for (const std::string& line : rules.warnings())
     if (std::find(lines.begin(), lines.end(), line) == lines.end()) lines.push_back(line);
-  for (const std::string& line : asked_for(python_reads(), config))
-    lines.push_back(line + ": has no effect in C++");
+  for (std::string& line : asked_for(python_reads(), config))
+    lines.push_back(std::move(line));
   return lines;
 }
 

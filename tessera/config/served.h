@@ -21,6 +21,7 @@ struct Refusal {
   const char* key;   // path in the configuration
   const char* when;  // the values that are refused
   bool (*refused)(const Config&);
+  const char* instead = "";  // of what has no effect: why, or what does it
 };
 const std::vector<Refusal>& refusals();
 const std::vector<Refusal>& python_only();

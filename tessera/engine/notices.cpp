@@ -92,7 +92,7 @@ void Notices::updated(const zero::Units& units, const std::vector<bool>& present
 void Notices::warn_of_unused(const std::vector<std::string>& names, const std::string& when) {
   if (names.empty()) return;
   add(c10::str("[engine.step] ", quoted(names), ": trained, and without a gradient in ", when,
-               " left what is so as it was; freeze what is not used (requires_grad False), tie by one and the same "
+               " left what is so as it was; freeze what is not used (requires_grad false), tie by one and the same "
                "parameter, or, where other steps use it, say so with zero_optimization.ignore_unused_parameters true"));
 }
 

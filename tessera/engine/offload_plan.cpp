@@ -177,8 +177,7 @@ std::string OffloadPlan::text() const {
 
 double OffloadPlan::step(double forward, double backward, int micro_batches) const {
   TESSERA_CHECK(rates, "offload_plan.step",
-                "nothing was measured, so nothing is predicted: measure, on all ranks, by measure_offload() "
-                "(Python: offload_plan(measure=True))");
+                "nothing was measured, so nothing is predicted: let all ranks ask for a plan that measures");
   TESSERA_CHECK_VALUE(forward >= 0 && backward >= 0 && micro_batches >= 1, "offload_plan.step", "forward is ", forward,
                       ", backward ", backward, " and micro_batches ", micro_batches,
                       "; they are milliseconds, 0 at least, and a number, 1 at least");

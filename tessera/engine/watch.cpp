@@ -152,6 +152,20 @@ void Watch::attach(Engine& engine, bool speaks) {
   formula_ = formula_of(engine, config_);
 }
 
+std::vector<std::string> Watch::dump(const Engine& engine, const std::vector<optim::GroupOptions>& groups) const {
+  if (!config_.dump_state) return {};
+  std::vector<std::string> lines{"configuration\n" + config_.describe()};
+  const Options& options = engine.options();
+  const optim::Type* const type =
+      options.rule == optim::Rule::External ? options.client_type : &optim::type_of(options.rule);
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto in_group = [&](const ParamSpec& spec) { return spec.group == static_cast<int>(i); };
+    lines.push_back(c10::str("param group ", i, ": ", std::ranges::count_if(engine.params(), in_group), " parameters, ",
+                             type != nullptr ? optim::text_of(*type, groups[i]) : c10::str("lr ", groups[i].lr)));
+  }
+  return lines;
+}
+
 void Watch::listen(Engine& engine) {
   if (!listens_ && !times_) take_times(engine);
   std::vector<io::Metric> before;

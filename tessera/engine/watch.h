@@ -58,6 +58,8 @@ class Watch {
   // To be called after every optimizer step, also a skipped one. `rates`: those of the next step. `more`: the front end's text on
   // groups. No step waits for a device here: what is not known yet is left out. Local.
   Report stepped(Engine& engine, const std::vector<double>& rates, const std::string& more = "");
+  // With dump_state: the configuration and the hyper-parameters of each param group, for people.
+  std::vector<std::string> dump(const Engine& engine, const std::vector<optim::GroupOptions>& groups) const;
   // The line that progress is shown on.
   io::ProgressLine& line() { return *line_; }
   // From here on Train/Samples/tflops, of each rank, is among the numbers: `per_sample` operations for every sample of an update, by

@@ -21,6 +21,7 @@
 #include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/torch_file.h"
 #include "tessera/engine/whole_shards.h"
+#include "tessera/nn/element_optimizer.h"
 #include "tessera/nn/torch_optimizer.h"
 
 namespace tessera::nn {
@@ -146,7 +147,7 @@ void ClientOptimizer::check_cut(const std::string& stage, bool is_cut, bool allo
   const auto& type = typeid(o);
   const bool known = type == typeid(torch::optim::Adam) || type == typeid(torch::optim::AdamW) ||
                      type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
-                     type == typeid(torch::optim::RMSprop);
+                     type == typeid(torch::optim::RMSprop) || type == typeid(ElementOptimizer);
   if (whole_ != nullptr || known || allow || (stage.empty() && !is_cut)) return;
   const char* const cut = "tensor_parallel.autotp_size";
   TESSERA_CHECK_VALUE(

@@ -19,6 +19,27 @@ void Construction::partition_parameters(const torch::nn::Module& module) {
   }
 }
 
+void Construction::realize(const torch::nn::Module& module, Deferred& deferred, std::optional<c10::Device> device) {
+  std::unordered_map<const void*, std::string> names;
+  for (const auto& item : module.named_parameters())
+    if (at::isFloatingType(item.value().scalar_type())) names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  const auto put = [&](const at::Tensor& param) {
+    const void* key = param.unsafeGetTensorImpl();
+    if (numbers_.contains(key))
+      release({param}, 0);
+    else
+      numbers_[key] = early_->add(names.at(key), param, dtype_);
+  };
+  std::vector<at::Tensor> held = module.parameters();
+  for (const at::Tensor& buffer : module.buffers())
+    held.push_back(buffer);
+  deferred.run({.keeps = [&](const at::Tensor& t) { return names.contains(t.unsafeGetTensorImpl()); },
+                .put = put,
+                .take = [&](const at::Tensor& param) { gather({param}, 0); }},
+               held, device);
+  partition_parameters(module);
+}
+
 std::vector<int> Construction::numbers_of(const std::vector<at::Tensor>& params) const {
   std::vector<int> numbers;
   for (const at::Tensor& param : params) {

@@ -1,20 +1,25 @@
 // Building models that are larger than one rank's memory, for stage 3.
 //
 //   tessera::nn::Construction building(config, mesh);
-//   for (int i = 0; i < layers; ++i)
-//     model->blocks->push_back(building.partition(Block(options)));  // whole only until here
+//   auto model = building.build([&] { return Model(options); });  // of any torch::nn modules: one piece of it is whole at a time
 //   auto engine = tessera::initialize(model, config, building);
+//
+// Or piece by piece, where a constructor has to see values:
+//
+//   model->blocks->push_back(building.partition(Block(options)));  // whole only until here
 #pragma once
 
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
 #include "tessera/comm/mesh.h"
 #include "tessera/config/config.h"
 #include "tessera/engine/engine.h"
+#include "tessera/nn/deferred.h"
 #include "tessera/zero/early_params.h"
 
 namespace tessera::nn {
@@ -25,6 +30,20 @@ class Construction {
  public:
   // The parameters' dtype is that of the configuration's precision; slices live where the configuration's offload_param says.
   Construction(const Config& config, comm::Mesh mesh);
+
+  // Returns what make() returns, a module or a holder of one, built and partitioned. Inside make() tensors have no memory (Note
+  // [Constructors without memory] in nn/deferred.h): sizes are there, values are not, so item() or data_ptr() are errors. Then what
+  // make() computed is computed in its order, with the same random numbers, and each parameter is partitioned when nothing uses it
+  // any more, or not soon. What is still used is gathered for it; with a 16-bit precision it is rounded by then. All other tensors that the program
+  // still holds get their values, too. `device`: where all of them are brought to before. UsageError for operators that do something else without memory.
+  // Collective: all ranks make the same.
+  template <class F>
+  auto build(const F& make, std::optional<c10::Device> device = {}) {
+    Deferred deferred;
+    auto module = recorded(deferred, make);
+    realize(*module, deferred, device);
+    return module;
+  }
 
   // Broadcasts rank 0's values of every parameter of `module` that is not partitioned yet, and keeps this rank's slice.
   // Collective. Returns the module. Parameters that are not floating point or on the meta device are left alone.
@@ -50,6 +69,15 @@ class Construction {
   int64_t bytes() const { return early_->bytes(); }
 
  private:
+  template <class F>
+  static auto recorded(Deferred& deferred, const F& make) try {
+    const Deferred::Recording recording(deferred);
+    return make();
+  } catch (c10::Error& error) {
+    Deferred::explain(error);
+    throw;
+  }
+  void realize(const torch::nn::Module& module, Deferred& deferred, std::optional<c10::Device> device);
   void partition_parameters(const torch::nn::Module& module);
   std::vector<int> numbers_of(const std::vector<at::Tensor>& params) const;
 

@@ -83,8 +83,8 @@ bool has_rules(const Config& config) {
   return !config.tensor_parallel.partition_config.is_null() || config.tensor_parallel.preset_model.has_value();
 }
 
-parallel::PlanOptions options_for(const torch::nn::Module& module, const Config& config, int size) {
-  auto rules = config::partition_rules(config, model_facts(module), size, config::standard_patterns());
+parallel::PlanOptions options_for(const parallel::ModelFacts& facts, const Config& config, int size) {
+  auto rules = config::partition_rules(config, facts, size, config::standard_patterns());
   return config::plan_options(config, size, rules ? std::move(*rules) : config::PartitionRules());
 }
 
@@ -115,7 +115,7 @@ std::vector<parallel::Module> plan_modules(const torch::nn::Module& module) {
   return modules;
 }
 
-parallel::ModelFacts model_facts(const torch::nn::Module& module) {
+parallel::ModelFacts model_facts(const torch::nn::Module& module, const parallel::ModelFacts& said) {
   parallel::ModelFacts facts;
   for (const auto& [path, part] : parts_of(module)) {
     const auto* says = dynamic_cast<const HasFacts*>(part);
@@ -124,6 +124,17 @@ parallel::ModelFacts model_facts(const torch::nn::Module& module) {
       facts = says->facts();
     else
       facts.parts[path] = says->facts();
+  }
+  if (!said.model_type.empty()) facts.model_type = said.model_type;
+  using Facts = parallel::ModelFacts;
+  for (int64_t Facts::* const number :
+       {&Facts::heads, &Facts::kv_heads, &Facts::head_dim, &Facts::hidden, &Facts::vocabulary})
+    if (said.*number > 0) facts.*number = said.*number;
+  for (const auto& [path, part] : said.parts) {
+    const auto is_there = [&, &path = path](const auto& one) { return one.first == path; };
+    TESSERA_CHECK_VALUE(module.as<StageLayers>() != nullptr || std::ranges::any_of(parts_of(module), is_there),
+                        "tensor_parallel", "Recipe::facts has a part '", path, "', and the model has no such module");
+    facts.parts[path] = part;
   }
   if (facts.model_type.empty()) facts.model_type = model_type(class_of(module));
   return facts;
@@ -140,7 +151,8 @@ void warn_of_heads(const parallel::ModelFacts& facts, parallel::Plan& plan) {
         around +
         ": how many heads it has is not known, so what its layers are cut into may be no whole heads, and "
         "code that reshapes by a number of its own computes something else; take numbers of heads from "
-        "sizes, and let the class, or the model, be a tessera::nn::HasFacts that says how many there are");
+        "sizes, and say how many there are in Recipe::facts, or let the class, or the model, be a "
+        "tessera::nn::HasFacts");
     return;
   }
 }
@@ -163,8 +175,8 @@ void warn_of_draws(const torch::nn::Module& module, parallel::Plan& plan) {
   }
 }
 
-parallel::Plan plan_with(const torch::nn::Module& module, const parallel::PlanOptions& options) {
-  const parallel::ModelFacts facts = model_facts(module);
+parallel::Plan plan_with(const torch::nn::Module& module, const parallel::ModelFacts& facts,
+                         const parallel::PlanOptions& options) {
   parallel::Plan plan = parallel::make_plan(plan_modules(module), facts, options);
   warn_of_heads(facts, plan);
   warn_of_draws(module, plan);
@@ -173,8 +185,10 @@ parallel::Plan plan_with(const torch::nn::Module& module, const parallel::PlanOp
 
 }  // namespace
 
-parallel::Plan plan_for(const torch::nn::Module& module, const Config& config, int size) {
-  return plan_with(module, options_for(module, config, size));
+parallel::Plan plan_for(const torch::nn::Module& module, const Config& config, int size,
+                        const parallel::ModelFacts& said) {
+  const parallel::ModelFacts facts = model_facts(module, said);
+  return plan_with(module, facts, options_for(facts, config, size));
 }
 
 namespace {
@@ -360,7 +374,7 @@ class Cutter {
 }  // namespace
 
 std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config& config, const comm::GroupPtr& group,
-                                        const Construction* building) {
+                                        const Construction* building, const parallel::ModelFacts& said) {
   if (config.tensor_parallel.autotp_size <= 1 || group->size() == 1) return std::nullopt;
   for (const auto& item : module.named_parameters()) {
     const CutParam* param = cut_param(item.value());
@@ -375,8 +389,9 @@ std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config&
   // A stage of a pipeline that is cut by hand may have no such layer.
   const bool stage = module.as<StageLayers>() != nullptr;
   if (!has_rules(config) && (stage || std::ranges::any_of(parts_of(module), by_hand))) return std::nullopt;
-  const parallel::PlanOptions options = options_for(module, config, group->size());
-  std::optional<parallel::Plan> plan = plan_with(module, options);
+  const parallel::ModelFacts facts = model_facts(module, said);
+  const parallel::PlanOptions options = options_for(facts, config, group->size());
+  std::optional<parallel::Plan> plan = plan_with(module, facts, options);
   std::vector<std::string> summed;
   for (const auto& item : module.named_parameters())
     if (const parallel::Rule* rule = parallel::first_match(options.rules, item.key());

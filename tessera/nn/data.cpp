@@ -1,34 +1,15 @@
 #include "tessera/nn/data.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/randperm.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
 
 namespace tessera::nn {
 
-void check_loader(int64_t size, int rank, int ranks, int64_t batch_size) {
-  TESSERA_CHECK_VALUE(size > 0, "data", "the dataset is empty");
-  TESSERA_CHECK_VALUE(0 <= rank && rank < ranks, "data", "rank ", rank, " of ", ranks, " ranks");
-  TESSERA_CHECK_VALUE(batch_size >= 1, "data", "a batch must have 1 example at least, got ", batch_size);
-}
-
 RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPosition position) {
-  check_loader(size, rank, ranks, 1);
-  TESSERA_CHECK_VALUE(position.epoch >= 0 && position.samples >= 0, "data", "pass ", position.epoch, ", example ",
-                      position.samples);
-  at::Tensor order = at::arange(size, at::kLong);
-  if (options.shuffle) {
-    const auto generator = at::detail::createCPUGenerator(options.seed + static_cast<uint64_t>(position.epoch));
-    order = at::randperm(size, generator, at::kLong);
-  }
-  const int64_t left = std::max<int64_t>(0, size - position.samples);
-  const int64_t each = options.drop_last ? left / ranks : (left + ranks - 1) / ranks;
-  const auto* const examples = order.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < each; ++i)
-    mine_.push_back(static_cast<size_t>(examples[(position.samples + i * ranks + rank) % size]));
+  const io::DataOrder order{.shuffle = options.shuffle, .seed = options.seed, .drop_last = options.drop_last};
+  const std::vector<int64_t> mine = io::rank_order(size, rank, ranks, order, position);
+  mine_.assign(mine.begin(), mine.end());
 }
 
 std::optional<std::vector<size_t>> RankSampler::next(size_t batch_size) {
@@ -67,9 +48,7 @@ DataPosition data_position(const c10::IValue& value, int64_t size) {
   };
   DataPosition position{count("epoch"), count("samples")};
   if (value.toGenericDict().contains("size")) position.size = count("size");
-  TESSERA_CHECK_VALUE(position.samples == 0 || position.size <= size, "data",
-                      "the state is of a place in a dataset of ", position.size, " examples, and this one has ", size,
-                      ": give the loader the dataset of that run, or begin without its state");
+  io::check_position(position, size);
   return position;
 }
 

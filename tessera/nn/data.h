@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/io/data_order.h"
 #include "tessera/nn/session.h"
 
 namespace tessera::nn {
@@ -29,11 +30,7 @@ struct LoaderOptions {
   size_t workers = 0;      // threads that read ahead, each with a copy of the dataset; 0: none
 };
 
-// Where in the data a run is: which pass, and how many examples of all ranks the pass has given.
-struct DataPosition {
-  int64_t epoch = 0, samples = 0;
-  int64_t size = 0;  // of the dataset that it is of; 0: not known
-};
+using io::DataPosition;
 
 // The examples of one rank in one pass: those of torch.utils.data.DistributedSampler for the same seed and epoch, so that C++ and Python
 // see the same order. A pass that goes on after `position.samples` gives every other example once, for any number of ranks.
@@ -51,8 +48,6 @@ class RankSampler : public torch::data::samplers::Sampler<> {
   size_t next_ = 0;
 };
 
-// Value error for a dataset that is empty, a batch below 1, and a rank that is none.
-void check_loader(int64_t size, int rank, int ranks, int64_t batch_size);
 c10::IValue to_value(DataPosition position);
 // IoError for what is none; value error for a place in a larger dataset than one of `size` examples.
 DataPosition data_position(const c10::IValue& value, int64_t size);
@@ -70,7 +65,7 @@ class Loader {
   Loader(Dataset dataset, int rank, int ranks, int64_t batch_size, const LoaderOptions& options = {})
       : dataset_(std::move(dataset)), rank_(rank), ranks_(ranks), batch_size_(batch_size), options_(options) {
     TESSERA_CHECK_VALUE(dataset_.size().has_value(), "data", "the dataset does not say its size");
-    check_loader(size(), rank, ranks, batch_size);
+    io::check_loader(size(), rank, ranks, batch_size);
   }
 
   class Iterator {
@@ -139,6 +134,28 @@ class Loader {
   LoaderOptions options_;
   int64_t epoch_ = 0, skip_ = 0, given_ = 0;  // the next pass, what it leaves out; of the present one
   bool under_way_ = false;
+};
+
+// Passes without an end: next() begins another pass where one is over. The loader's state() is the position.
+template <class Dataset>
+class RepeatingLoader {
+ public:
+  using Batch = typename Loader<Dataset>::Batch;
+
+  // `loader` must outlive it.
+  explicit RepeatingLoader(Loader<Dataset>& loader) : loader_(loader) {}
+  // State error for a pass that gives no batch.
+  Batch next() {
+    if (batch_ != loader_.end()) ++batch_;
+    if (batch_ == loader_.end()) batch_ = loader_.begin();
+    TESSERA_CHECK(batch_ != loader_.end(), "data",
+                  "a pass gives no batch: the dataset has less than one for every rank");
+    return *batch_;
+  }
+
+ private:
+  Loader<Dataset>& loader_;
+  typename Loader<Dataset>::Iterator batch_;
 };
 
 }  // namespace tessera::nn

@@ -100,16 +100,16 @@ using UnitOf = torch::nn::ModuleHolder<Unit<typename Holder::ContainedType>>;
 // and hand out no `this` where it is built. For a class whose forward() is a template or has overloads the signature says which:
 // unit_as<at::Tensor(at::Tensor)>(module).
 template <class M>
-torch::nn::ModuleHolder<Unit<M>> unit(const torch::nn::ModuleHolder<M>& module) {
+[[nodiscard]] torch::nn::ModuleHolder<Unit<M>> unit(const torch::nn::ModuleHolder<M>& module) {
   static_cast<void>(module->name());  // the copy keeps the name of the class
   return torch::nn::ModuleHolder<Unit<M>>(std::make_shared<Unit<M>>(*module));
 }
 template <class M>
-torch::nn::ModuleHolder<Unit<M>> unit(const std::shared_ptr<M>& module) {
+[[nodiscard]] torch::nn::ModuleHolder<Unit<M>> unit(const std::shared_ptr<M>& module) {
   return unit(torch::nn::ModuleHolder<M>(module));
 }
 template <class Signature, class M>
-torch::nn::ModuleHolder<Unit<M, Signature>> unit_as(const torch::nn::ModuleHolder<M>& module) {
+[[nodiscard]] torch::nn::ModuleHolder<Unit<M, Signature>> unit_as(const torch::nn::ModuleHolder<M>& module) {
   static_cast<void>(module->name());
   return torch::nn::ModuleHolder<Unit<M, Signature>>(std::make_shared<Unit<M, Signature>>(*module));
 }

@@ -8,6 +8,7 @@
 #include <optional>
 #include <regex>
 #include <set>
+#include <sstream>
 
 #include "tessera/nn/recompute.h"
 #include "tessera/pipeline/partition.h"
@@ -169,13 +170,14 @@ StageLayers::StageLayers(Layers layers, std::vector<int> bounds, int stages, int
   }
 }
 
-Tensors StageLayers::run(int chunk, Tensors x, int64_t interval, const RecomputeOptions& options) {
+Tensors StageLayers::run(int chunk, Tensors x, int64_t interval, const RecomputeOptions& options,
+                         const std::optional<std::vector<std::string>>& classes) {
   const int part = chunk * stages_ + stage_, end = bounds_[part + 1];
   if (interval <= 0 || !c10::GradMode::is_enabled()) return run_some(bounds_[part], end, std::move(x));
   for (int first = bounds_[part]; first < end;) {
     const int last = static_cast<int>(std::min<int64_t>(end, first + interval));
     const auto some = [this, first, last](const Tensors& inputs) { return run_some(first, last, inputs); };
-    x = has_trained(first, last) ? recompute(some, x, options) : some(x);
+    x = is_recomputed(first, last, classes) ? recompute(some, x, options) : some(x);
     first = last;
   }
   return x;
@@ -187,8 +189,27 @@ Tensors StageLayers::run_some(int first, int last, Tensors x) {
   return x;
 }
 
-// Whether layers of this run are trained. Tied modules do not count, as in Python.
-bool StageLayers::has_trained(int first, int last) const {
+std::string StageLayers::describe() const {
+  std::ostringstream text;
+  const int chunks = (static_cast<int>(bounds_.size()) - 1) / stages_;
+  for (int part = 0; part < chunks * stages_; ++part) {
+    text << (part == 0 ? "" : "\n") << "stage " << part % stages_;
+    if (chunks > 1) text << " chunk " << part / stages_;
+    for (int number = bounds_[part]; number < bounds_[part + 1]; ++number) {
+      text << (number == bounds_[part] ? ": " : ", ") << number;
+      if (const auto layer = layers_.find(number); layer != layers_.end()) text << ": " << layer->second.name;
+    }
+  }
+  return text.str();
+}
+
+// By class, or whether layers of this run are trained. Tied modules do not count as such, as in Python.
+bool StageLayers::is_recomputed(int first, int last, const std::optional<std::vector<std::string>>& classes) const {
+  if (classes) {
+    for (int number = first; number < last; ++number)
+      if (std::ranges::find(*classes, layers_.at(number).name) == classes->end()) return false;
+    return true;
+  }
   for (int number = first; number < last; ++number) {
     const Layer& layer = layers_.at(number);
     if (!layer.module || !layer.key.empty()) continue;

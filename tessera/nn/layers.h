@@ -230,14 +230,18 @@ class StageLayers : public torch::nn::Module {
   StageLayers(Layers layers, std::vector<int> bounds, int stages, int stage, std::optional<uint64_t> seed);
 
   // The outputs of the layers of `chunk`, of which `x` are the inputs. `interval`: activations are kept after every so many layers
-  // that have parameters, and the backward computes those in between again (recompute.h); 0: all activations are kept.
-  Tensors run(int chunk, Tensors x, int64_t interval = 0, const RecomputeOptions& options = {});
+  // that have parameters, and the backward computes those in between again (recompute.h); 0: all activations are kept. `classes`: of
+  // layers that are computed again, where all of a run are of these; without it those with trained parameters are.
+  Tensors run(int chunk, Tensors x, int64_t interval = 0, const RecomputeOptions& options = {},
+              const std::optional<std::vector<std::string>>& classes = {});
+  // Which stage has which layers, a line each; the classes are those of this stage's.
+  std::string describe() const;
   // The stages that have a tied module, ascending, by its key, where they are several. The same on all stages.
   const std::map<std::string, std::vector<int>>& ties() const { return ties_; }
 
  private:
   Tensors run_some(int first, int last, Tensors x);
-  bool has_trained(int first, int last) const;
+  bool is_recomputed(int first, int last, const std::optional<std::vector<std::string>>& classes) const;
 
   std::map<int, Layer> layers_;  // of this stage, by place in the list
   std::map<std::string, std::vector<int>> ties_;

@@ -86,8 +86,10 @@ Pipeline::Built Pipeline::build(const Layers& layers, const Config& config, cons
 namespace {
 
 Recipe recipe_of(const PipelineOptions& options, const StageLayers& module) {
-  Recipe recipe{
-      .units = options.units ? options.units : units_of_layers, .groups = options.groups, .schedule = options.schedule};
+  Recipe recipe{.units = options.units ? options.units : units_of_layers,
+                .groups = options.groups,
+                .schedule = options.schedule,
+                .facts = options.facts};
   if (options.optimizer) {
     recipe.optimizer = options.optimizer(module);
     TESSERA_CHECK_VALUE(recipe.optimizer != nullptr, "pipeline", "PipelineOptions::optimizer has made none");
@@ -283,7 +285,7 @@ Tensors Pipeline::forward(int chunk, const Tensors& inputs) {
   if (core().pre_forward()) warn_of_region();
   Tensors made;
   try {
-    made = module_->run(chunk, inputs, recompute_interval_, recompute_options_);
+    made = module_->run(chunk, inputs, recompute_interval_, recompute_options_, options_.checkpointable_layers);
   } catch (...) {
     core().abort_forward();
     throw;

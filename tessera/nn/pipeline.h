@@ -44,7 +44,10 @@ struct PipelineOptions {
   std::shared_ptr<Schedule> schedule = nullptr;
   // An optimizer of one's own over the parameters of this stage, which may have none: Recipe::optimizer. Then `groups` is empty.
   std::function<std::shared_ptr<torch::optim::Optimizer>(const StageLayers& stage)> optimizer = {};
-  UnitPolicy units = {};  // empty: a layer of the list is a unit
+  UnitPolicy units = {};            // empty: a layer of the list is a unit
+  parallel::ModelFacts facts = {};  // as Recipe has them, by the names of the whole list
+  // With pipeline.activation_checkpoint_interval: classes of layers (Layer::name) that may be computed again; none: see StageLayers::run().
+  std::optional<std::vector<std::string>> checkpointable_layers = {};
 };
 
 struct Evaluation {
@@ -96,7 +99,9 @@ class Pipeline : private Session {
   using Session::core;
   using Session::destroy;
   using Session::device;
+  using Session::finish_update;
   using Session::global_grad_norm;
+  using Session::global_samples;
   using Session::global_steps;
   using Session::groups;
   using Session::load_module_state_dict;
@@ -105,7 +110,9 @@ class Pipeline : private Session {
   using Session::mean;
   using Session::memory;
   using Session::mesh;
+  using Session::micro_steps;
   using Session::module_state_dict;
+  using Session::offload_plan;
   using Session::offload_states;
   using Session::parallel_plan;
   using Session::phases;

@@ -19,6 +19,7 @@
 #include "tessera/engine/engine.h"
 #include "tessera/nn/units.h"
 #include "tessera/optim/types.h"
+#include "tessera/parallel/plan.h"
 
 namespace tessera::nn {
 
@@ -60,6 +61,9 @@ struct Recipe {
   // Parameters that it does not have are not trained.
   std::shared_ptr<torch::optim::Optimizer> optimizer = nullptr;
   std::shared_ptr<Schedule> schedule = nullptr;  // in the place of the configuration's schedule
+  // What a tensor-parallel plan needs to know of heads, where no class of the model says it (HasFacts): what is not 0 or empty here
+  // holds, for the model, and in `parts` for its modules by their paths; value error for a path that is none.
+  parallel::ModelFacts facts = {};
   // True: along Axis::Sp the model treats each part of a sequence alone, as no attention does, or exchanges parts by itself.
   bool parts_alone = false;
 };

@@ -37,7 +37,7 @@ class ScopeHolder {
 };
 
 // One call of a module: gathers its parameters now; ends with finish(), or as a call that threw.
-class ModuleScope {
+class [[nodiscard]] ModuleScope {
  public:
   explicit ModuleScope(const ScopeHandle& link);
   ~ModuleScope();
@@ -72,7 +72,7 @@ inline zero::Writes writes_of(int modifier_rank) {
 // writing on that rank of the data-parallel group; value error for what is no rank of it. Collective, at the begin and at the end,
 // also where an exception passes: what was written before it holds. Tensors that the engine does not have pass through. close()
 // ends it and reports errors; the destructor warns of them. Where the engine is destroyed inside, they stay whole.
-class GatheredParameters {
+class [[nodiscard]] GatheredParameters {
  public:
   GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int modifier_rank = -1);
   template <class E>  // an nn::Engine or nn::Pipeline

@@ -10,6 +10,7 @@
 #include "tessera/base/caught_warnings.h"
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/torch_file.h"
+#include "tessera/comm/averages.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
 #include "tessera/config/value.h"
@@ -85,7 +86,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     leaves_ = engine::outermost(model, marked.modules);
     units = engine::partition_units(model, units, leaves_);
   }
-  plan_ = cut_model(*module_, config, mesh.group(comm::Axis::Tp), building);
+  plan_ = cut_model(*module_, config, mesh.group(comm::Axis::Tp), building, recipe.facts);
   if (plan_) warn(plan_->warnings);
   for (const at::Tensor& param : module_->parameters())
     if (const CutParamPtr note = cut_note(param); note != nullptr) cuts_.emplace_back(param, note);
@@ -121,6 +122,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   apply_schedule();
   watch_.attach(live(), logs_);
   if (!logs_) return;
+  for (const std::string& line : watch_.dump(live(), groups()))
+    watch_.line().say("[tessera] " + line);
   for (auto& writer : engine::metric_writers(config))
     add_writer(std::move(writer));
 }
@@ -310,22 +313,17 @@ Session::Held::~Held() {
 
 at::Tensor Session::sum(const at::Tensor& value) const {
   live().check_one_thread("sum");
-  const at::Tensor result = value.detach().clone(at::MemoryFormat::Contiguous);
-  const comm::Mesh& mesh = live().mesh();
-  mesh.group(comm::kBatchAxes)->all_reduce(result, comm::ReduceOp::Sum, "sum of the batch ranks").wait();
-  mesh.group(comm::Axis::Sp)->all_reduce(result, comm::ReduceOp::Sum, "sum of the ranks of a sequence").wait();
-  return result;
+  return comm::sum_over_batch(live().mesh(), value);
 }
 
 at::Tensor Session::mean(const at::Tensor& value) const {
-  return sum(value.is_floating_point() ? value : value.to(at::kDouble)) / averaged();
+  live().check_one_thread("mean");
+  return comm::mean_over_batch(live().mesh(), value);
 }
 
 at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) const {
-  const at::Tensor all = this->sum(count.to(at::kDouble));
-  const double tokens = all.sum().item<double>();
-  TESSERA_CHECK_VALUE(tokens > 0, "engine.token_mean", "no rank has a token that counts (", tokens, " in all)");
-  return sum * (averaged() / tokens);
+  live().check_one_thread("token_mean");
+  return comm::token_mean(live().mesh(), sum, count);
 }
 
 void Session::warn_of_step() {

@@ -109,6 +109,8 @@ class Session {
   [[nodiscard]] bool save_16bit_model(const std::string& dir, const std::string& name = "pytorch_model.bin") {
     return save_16bit_model(dir, name, {});
   }
+  // Ends an update that runs on behind the forward (engine::Engine::finish_update). Collective.
+  void finish_update() { live().finish_update(); }
   void wait_for_checkpoint() { live().checkpoints().wait(); }
   // The module's parameters and buffers by name, detached: the tensors themselves, or copies of the whole of what is partitioned
   // or cut along tp, on every rank. Collective where a tensor is, and where an update runs on. `frozen` false: no frozen ones.
@@ -132,6 +134,7 @@ class Session {
   // Hyper-parameters by param group, which may be changed between steps, on all ranks alike. With an optimizer of one's own its
   // groups are in the optimizer.
   std::vector<optim::GroupOptions>& groups() { return live().groups(); }
+  const std::vector<optim::GroupOptions>& groups() const { return live().groups(); }
   // Adds a param group of parameters of modules that came after the engine was built. (Frozen ones that require gradients again
   // join their group.) They join with the next step, save or load; a schedule leaves their rate. Returns its number. Value
   // error, with nothing changed, for what the module does not have, what is in another group and what cannot be trained with the
@@ -187,6 +190,12 @@ class Session {
   Held states_away(const std::vector<zero::StateKind>& kinds = zero::all_state_kinds(),
                    shard::Residence to = shard::Residence::Host, bool pin_memory = true);
   bool states_are_away() const { return live().states_are_away(); }
+  // What of offloaded states an update moves, by which threads it is computed, and how long that is to take: with `measure`, which is collective, by
+  // speeds of this machine (engine::Engine::offload_plan, measure_offload).
+  engine::OffloadPlan offload_plan(bool measure = false) {
+    if (measure) live().measure_offload();
+    return live().offload_plan();
+  }
 
   // How tensor_parallel has cut the module; empty where it did not, or it came cut. For reading: parallel_plan()->text().
   const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
@@ -219,7 +228,9 @@ class Session {
   double clip_grad_norm(double max_norm) { return live().clip_grad_norm(max_norm, fault()); }
 
   // ---- what happened
+  int64_t micro_steps() const { return live().micro_steps(); }
   int64_t global_steps() const { return live().global_steps(); }
+  int64_t global_samples() const { return live().global_samples(); }  // of all ranks
   int64_t skipped_steps() const { return live().skipped_steps(); }
   bool was_step_applied() const { return live().was_step_applied(); }  // by the last step()
   // The norm of the last step that was not skipped, before clipping, over all parameters and ranks.
@@ -255,13 +266,12 @@ class Session {
   // Collective.
   at::Tensor mean(const at::Tensor& value) const;
   at::Tensor sum(const at::Tensor& value) const;
-  // A loss of masked tokens: `sum` of this rank's losses (a scalar, with autograd) and `count` of its tokens become the loss whose
-  // gradient, averaged over ranks as every step averages, is that of the mean over all tokens of all ranks: sum times the number of
-  // ranks over the count of all. The mean() of the result over ranks is that mean. A count of all of 0 is a value error.
+  // The loss of masked tokens whose averaged gradient is that of the mean over all tokens of all ranks: comm::token_mean().
   at::Tensor token_mean(const at::Tensor& sum, const at::Tensor& count) const;
 
   // Masters, gradients and optimizer states, by parameter or name.
   States states() { return {live(), *module_, client_.get()}; }
+  ReadStates states() const { return {live(), *module_, client_.get()}; }
 
   // Everything else an engine can do: norms before a step, phases, memory.
   engine::Engine& core() { return live(); }
@@ -308,8 +318,6 @@ class Session {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
 
   std::shared_ptr<torch::nn::Module> module_;
-  // Ranks that gradients are averaged over.
-  int averaged() const { return live().mesh().size(comm::kBatchAxes.with(comm::Axis::Sp)); }
 
   std::optional<parallel::Plan> plan_;
   std::vector<std::pair<at::Tensor, CutParamPtr>> cuts_;  // of torch's layers

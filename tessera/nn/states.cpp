@@ -10,7 +10,7 @@ namespace tessera::nn {
 using engine::OptimizerStates;
 using engine::Quantity;
 
-int States::number(const ParamKey& key) const {
+int ReadStates::number(const ParamKey& key) const {
   at::Tensor param = key.tensor;
   if (!key.name.empty()) {
     const auto params = module_.named_parameters();
@@ -25,28 +25,28 @@ int States::number(const ParamKey& key) const {
   TESSERA_FAIL(c10::ValueError, "[state] this tensor is not a parameter of the engine");
 }
 
-int States::joined(const ParamKey& key) const {
+int ReadStates::joined(const ParamKey& key) const {
   const int id = number(key);
   if (!trained(id) && core_.params()[id].joins >= 0) core_.join();
   return id;
 }
 
-int States::optimized(int number) const {
+int ReadStates::optimized(int number) const {
   TESSERA_CHECK_VALUE(trained(number), "state", "there is nothing of this kind for the parameter: it is not optimized");
   return number;
 }
 
-at::Tensor States::full_param(const ParamKey& param) const {
+at::Tensor ReadStates::full_param(const ParamKey& param) const {
   const int id = joined(param);
   return trained(id) ? core_.states().get_full(id, Quantity::Master) : at::Tensor();
 }
 
-at::Tensor States::full_grad(const ParamKey& param) const {
+at::Tensor ReadStates::full_grad(const ParamKey& param) const {
   const int id = joined(param);
   return trained(id) ? core_.states().get_full(id, Quantity::Gradient) : at::Tensor();
 }
 
-at::Tensor States::full_state(const ParamKey& param, const std::string& key) const {
+at::Tensor ReadStates::full_state(const ParamKey& param, const std::string& key) const {
   const int id = joined(param);
   if (!trained(id)) return {};
   return client_ != nullptr ? ClientStates(core_, *client_).get_full(id, key)
@@ -68,25 +68,25 @@ void States::set_full_state(const ParamKey& param, const std::string& key, const
                      : OptimizerStates(core_).set_full(id, key, value);
 }
 
-std::pair<int64_t, int64_t> States::local_range(const ParamKey& param) const {
+std::pair<int64_t, int64_t> ReadStates::local_range(const ParamKey& param) const {
   return core_.layout().local_range(number(param));
 }
 
-at::Tensor States::local(const ParamKey& param, Quantity what) const {
+at::Tensor ReadStates::local(const ParamKey& param, Quantity what) const {
   const int id = number(param);
   const at::Tensor view = trained(id) ? core_.states().local_view(id, what) : at::Tensor();
   return view.defined() ? view.to(at::kFloat) : view;
 }
 
-at::Tensor States::local_param(const ParamKey& param) const {
+at::Tensor ReadStates::local_param(const ParamKey& param) const {
   return local(param, Quantity::Master);
 }
 
-at::Tensor States::local_grad(const ParamKey& param) const {
+at::Tensor ReadStates::local_grad(const ParamKey& param) const {
   return local(param, Quantity::Gradient);
 }
 
-at::Tensor States::local_state(const ParamKey& param, const std::string& key) const {
+at::Tensor ReadStates::local_state(const ParamKey& param, const std::string& key) const {
   const int id = number(param);
   if (!trained(id)) return {};
   return client_ != nullptr ? ClientStates(core_, *client_).get_local(id, key)

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/nn/element_optimizer.h"
 
 namespace tessera::nn {
 namespace {
@@ -53,6 +54,7 @@ const Maker& maker_of(const optim::Type& type) {
 }  // namespace
 
 OptionsPtr torch_options(const optim::Type& type, const optim::GroupOptions& group) {
+  if (ElementOptimizer::is_made_here(type)) return std::make_unique<ElementOptimizer::Options>(group);
   return maker_of(type).options(group);
 }
 
@@ -64,6 +66,7 @@ std::shared_ptr<torch::optim::Optimizer> torch_optimizer(const optim::Type& type
     optim::check(type, groups[i]);
     all.emplace_back(params[i], torch_options(type, groups[i]));
   }
+  if (ElementOptimizer::is_made_here(type)) return std::make_shared<ElementOptimizer>(type, all);
   return maker_of(type).optimizer(all);
 }
 

@@ -32,6 +32,17 @@ void WholeOptimizer::State::serialize(torch::serialize::OutputArchive& archive) 
     archive.write(name, c10::IValue(value));
 }
 
+void WholeOptimizer::State::read(torch::serialize::InputArchive& saved, at::Device device) {
+  for (const std::string& name : saved.keys()) {
+    c10::IValue value;
+    saved.read(name, value);
+    if (name == "step")
+      step = value.isTensor() ? value.toTensor().item<int64_t>() : value.toInt();
+    else
+      values[name] = value.toTensor().to(device);
+  }
+}
+
 WholeOptimizer::WholeOptimizer(optim::Rule rule, const std::vector<optim::GroupOptions>& groups,
                                const std::vector<std::vector<at::Tensor>>& params)
     : Optimizer(groups_of(groups, params), std::make_unique<Options>()), rule_(rule) {
@@ -94,14 +105,7 @@ void WholeOptimizer::load(torch::serialize::InputArchive& archive) {
       void* const key = param.unsafeGetTensorImpl();
       if (!states.try_read(std::to_string(reinterpret_cast<size_t>(key)), saved)) continue;
       auto state = std::make_unique<State>();
-      for (const std::string& name : saved.keys()) {
-        c10::IValue value;
-        saved.read(name, value);
-        if (name == "step")
-          state->step = value.isTensor() ? value.toTensor().item<int64_t>() : value.toInt();
-        else
-          state->values[name] = value.toTensor().to(param.device());
-      }
+      state->read(saved, param.device());
       const auto& options = static_cast<const Options&>(group.options()).group;
       const optim::StateNames names = optim::state_names(rule_, {options});
       for (int i = 0; i < names.count; ++i) {

@@ -27,6 +27,7 @@ class WholeOptimizer final : public torch::optim::Optimizer {
   struct State : torch::optim::OptimizerCloneableParamState<State> {
     void serialize(torch::serialize::InputArchive& /*archive*/) override {}  // load() does
     void serialize(torch::serialize::OutputArchive& archive) const override;
+    void read(torch::serialize::InputArchive& saved, at::Device device);
 
     std::map<std::string, at::Tensor> values;
     std::optional<int64_t> step;  // of parameters that count them

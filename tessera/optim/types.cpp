@@ -100,26 +100,38 @@ const std::vector<Type>& types() {
 }
 
 const Type* find_torch_type(const std::string& name) {
-  static const Field amsgrad{"amsgrad", &G::amsgrad};
+  static const Field amsgrad{"amsgrad", &G::amsgrad}, decoupled{"decoupled_weight_decay", &G::decoupled};
   static const std::vector<Type> all{
       {"Adam", Rule::External, {.decoupled = false}, {kRate, kBetas, kEps, kDecay, amsgrad}},
       {"AdamW", Rule::External, {.weight_decay = 0.01}, {kRate, kBetas, kEps, kDecay, amsgrad}},
       {"RMSprop",
        Rule::External,
        {.lr = 1e-2},
-       {kRate, {"alpha", &G::alpha, 0}, kEps, kDecay, {"momentum", &G::momentum, 0}, {"centered", &G::centered}}}};
+       {kRate, {"alpha", &G::alpha, 0}, kEps, kDecay, {"momentum", &G::momentum, 0}, {"centered", &G::centered}}},
+      {"NAdam",
+       Rule::External,
+       {.lr = 2e-3, .decoupled = false, .lr_decay = 4e-3},
+       {kRate, kBetas, kEps, kDecay, {"momentum_decay", &G::lr_decay, 0}, decoupled, kMaximize}},
+      {"RAdam", Rule::External, {.decoupled = false}, {kRate, kBetas, kEps, kDecay, decoupled, kMaximize}},
+      {"Adamax", Rule::External, {.lr = 2e-3, .decoupled = false}, {kRate, kBetas, kEps, kDecay, kMaximize}},
+      {"Adadelta",
+       Rule::External,
+       {.lr = 1, .eps = 1e-6, .decoupled = false, .alpha = 0.9},
+       {kRate, {"rho", &G::alpha, 0, 1}, kEps, kDecay, kMaximize}}};
   const auto found = std::ranges::find_if(all, [&](const Type& one) { return one.name == name; });
   return found == all.end() ? nullptr : &*found;
 }
 
 std::string cpp_types() {
-  return names_of(/*with_kernels_only=*/false) + ", and of torch::optim RMSprop, and Adam and AdamW with amsgrad";
+  return names_of(/*with_kernels_only=*/false) +
+         ", NAdam, RAdam, Adamax, Adadelta, and of torch::optim RMSprop, and Adam and AdamW with amsgrad";
 }
 
 int state_count(const OptimizerOptions& options) {
   const GroupOptions& group = options.others ? *options.others : options.defaults;
   if (options.rule != Rule::External) return state_names(options.rule, {group}).count;
-  const bool has_moments = options.type == nullptr || std::string_view(options.type->name).starts_with("Adam");
+  const std::string_view name = options.type == nullptr ? "Adam" : options.type->name;
+  const bool has_moments = name != "RMSprop";  // or two of another kind
   if (has_moments) return 2 + (group.amsgrad ? 1 : 0);
   return 1 + (group.momentum > 0 ? 1 : 0) + (group.centered ? 1 : 0);
 }

@@ -43,8 +43,8 @@ const Type* find_type(const std::string& name);
 // The first type of the rule.
 const Type& type_of(Rule rule);
 
-// Types of torch::optim that no rule is for, by their exact names: RMSprop, and Adam and AdamW for amsgrad. C++ programs have
-// them by Rule::External; Python takes torch.optim's.
+// Types that no rule is for, by exact names: of torch::optim RMSprop, and Adam and AdamW for amsgrad; NAdam (momentum_decay in lr_decay),
+// RAdam, Adamax, Adadelta (rho in alpha). C++ programs have them by Rule::External; Python takes torch.optim's.
 const Type* find_torch_type(const std::string& name);
 // All that a configuration can name in C++, for messages.
 std::string cpp_types();

@@ -104,10 +104,11 @@ void check_optimizers(const Ranks& ranks, const std::optional<OptimizerForm>& ow
   }
   for (int rank = 1; rank < static_cast<int>(forms.size()); ++rank) {
     const bool has = forms[rank].has_value();
-    TESSERA_CHECK_VALUE(has == forms[0].has_value(), "pipeline", ranks.name(has ? 0 : rank), " has no optimizer, ",
-                        ranks.name(has ? rank : 0),
-                        " has one; configure it, or pass a callable (optimizer=torch.optim.AdamW), which serves a "
-                        "stage with nothing to train, too");
+    TESSERA_CHECK_VALUE(
+        has == forms[0].has_value(), "pipeline", ranks.name(has ? 0 : rank), " has no optimizer, ",
+        ranks.name(has ? rank : 0),
+        " has one; configure it, or give a function that makes one of a stage's parameters, which serves a "
+        "stage with nothing to train, too");
     if (has) check_optimizer(ranks, *forms[0], rank, *forms[rank]);
   }
 }

@@ -123,7 +123,10 @@ TEST(Params, ReadsTorchsOptimizersOfCpp) {
     EXPECT_TRUE(adam->defaults.amsgrad);
   }
   EXPECT_FALSE(read("rmsprop", {})) << "exact, as in Python";
-  EXPECT_FALSE(read("NAdam", {}));
+  EXPECT_FALSE(read("Rprop", {}));
+  const auto nadam = read("NAdam", {{"momentum_decay", 0.01}, {"decoupled_weight_decay", true}, {"maximize", true}});
+  EXPECT_TRUE(nadam->defaults.lr_decay == 0.01 && nadam->defaults.decoupled && nadam->defaults.maximize);
+  EXPECT_EQ(read("Adadelta", {})->defaults.alpha, 0.9);
   const auto error = [&](const Params& params) { return error_of([&] { read("RMSprop", params); }); };
   EXPECT_HAS(error({{"alpa", 0.9}}), "did you mean \"alpha\"?");
   EXPECT_HAS(error({{"momentum", -1}}), "momentum: must be a number >= 0");

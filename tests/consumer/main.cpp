@@ -1,11 +1,12 @@
-// Trains a small Sequential on the ranks of the environment; exit status 0 when the loss fell on every rank.
+// Trains a small Sequential on the ranks of the environment; exit status 0 when the loss fell on every rank. A program, and a
+// plugin, whose train() a program calls that knows nothing of it (plugin_host.cpp).
 #include <torch/nn.h>
 
 #include <cstdio>
 
 #include "tessera/engine.h"
 
-int main() {
+extern "C" int train() {
   try {
     torch::manual_seed(0);
     torch::nn::Sequential net(torch::nn::Linear(4, 16), torch::nn::Tanh(), torch::nn::Linear(16, 1));
@@ -30,4 +31,8 @@ int main() {
     std::fprintf(stderr, "%s\n", error.what());
     return 2;
   }
+}
+
+int main() {
+  return train();
 }

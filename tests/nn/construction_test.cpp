@@ -1,5 +1,7 @@
 #include "tessera/nn/construction.h"
 
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 
@@ -91,10 +93,168 @@ TEST(Construction, RegionsReadAndWriteBeforeThereIsAnEngine) {
       throw std::runtime_error("half way");
     };
     EXPECT_THROW(write_and_throw(), std::runtime_error);
-    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { GatheredParameters(building, {linear->bias}, 2); }),
-               "modifier_rank 2 is no rank of a group of 2");
+    EXPECT_HAS(
+        testing::error_of<c10::ValueError>([&] { const GatheredParameters region(building, {linear->bias}, 2); }),
+        "modifier_rank 2 is no rank of a group of 2");
     const GatheredParameters region(building, {linear->bias});
     EXPECT_TRUE(linear->bias.equal(at::full({6}, 5)));
+  });
+}
+
+// All that constructors do: layers of torch, parameters and buffers of one's own, tensors that nothing registers, values
+// that are written again by the parent.
+struct ManyImpl : torch::nn::Module {
+  explicit ManyImpl(bool again) {
+    namespace nn = torch::nn;
+    tokens = register_module("tokens", nn::Embedding(nn::EmbeddingOptions(11, 6).padding_idx(3)));
+    position = register_parameter("position", torch::randn({5, 6}) * 0.02);
+    const at::Tensor angles = torch::outer(torch::arange(5), torch::pow(10, -torch::arange(3) / 3.0));
+    register_buffer("rotary", torch::stack({angles.sin(), angles.cos()}));
+    register_buffer("scale", torch::tensor({{0.5, 2.0}, {1.0, 4.0}}));
+    kept = torch::rand({4}).cumsum(0);
+    kept_part = kept[1];
+    rest->push_back(nn::Linear(6, 6));
+    rest->push_back(nn::Conv1d(6, 4, 3));
+    rest->push_back(nn::BatchNorm1d(6));
+    rest->push_back(nn::LSTM(nn::LSTMOptions(6, 4).num_layers(2)));
+    rest->push_back(nn::MultiheadAttention(6, 2));
+    rest->push_back(nn::LayerNorm(nn::LayerNormOptions({6})));
+    register_module("rest", rest);
+    const torch::NoGradGuard no_grad;
+    std::vector<float> list{1, 2, 3, 4, 5, 6};
+    rest->ptr(0)->as<nn::Linear>()->bias.copy_(torch::from_blob(list.data(), {6}));
+    list.assign(6, 0);
+    rest->ptr(5)->as<nn::LayerNorm>()->weight.set_data(torch::full({6}, 1.5));
+    if (!again) return;
+    apply([](nn::Module& module) {
+      if (auto* linear = module.as<nn::Linear>()) nn::init::normal_(linear->weight, 0, 0.02);
+      if (auto* table = module.as<nn::Embedding>()) nn::init::uniform_(table->weight, -0.02, 0.02);
+    });
+    nn::init::orthogonal_(rest->ptr(0)->as<nn::Linear>()->weight);
+  }
+  torch::nn::Embedding tokens{nullptr};
+  at::Tensor position, kept, kept_part;
+  torch::nn::ModuleList rest;
+};
+TORCH_MODULE(Many);
+
+TEST(Construction, BuildGivesTheValuesOfAPlainConstruction) {
+  for (const auto& [again, on_disk] : {std::pair{false, true}, {true, true}, {true, false}}) {
+    const io::TempFolder disk;
+    testing::run_ranks(1, [&, again = again, on_disk = on_disk](int /*rank*/, const comm::GroupPtr& group) {
+      torch::manual_seed(7);
+      const Many plain(again);
+      const at::Tensor after = torch::rand({3});
+      torch::manual_seed(7);
+      Construction building(config(1, 3, on_disk ? disk.path() : ""), comm::Mesh(group));
+      const auto built = building.build([&] { return Many(again); });
+      EXPECT_TRUE(torch::rand({3}).equal(after));
+      EXPECT_EQ(building.bytes() == 0, on_disk);
+      for (const at::Tensor& t : {built->kept, built->kept_part})
+        ASSERT_FALSE(t.is_meta());
+      for (const auto& t : built->named_buffers())
+        ASSERT_FALSE(t.value().is_meta()) << t.key();
+      for (const auto& t : built->named_parameters())
+        ASSERT_FALSE(t.value().is_meta()) << t.key();
+      EXPECT_TRUE(built->kept.equal(plain->kept) && built->kept_part.equal(plain->kept_part));
+      EXPECT_TRUE(built->kept_part.is_alias_of(built->kept));
+      const auto buffers = built->named_buffers();
+      for (const auto& want : plain->named_buffers())
+        EXPECT_TRUE(buffers[want.key()].equal(want.value())) << want.key();
+      const GatheredParameters region(building, built->parameters());
+      const auto got = built->named_parameters();
+      for (const auto& want : plain->named_parameters()) {
+        EXPECT_TRUE(got[want.key()].equal(want.value())) << want.key();
+        EXPECT_TRUE(got[want.key()].requires_grad()) << want.key();
+      }
+    });
+  }
+}
+
+// Counts what torch's allocator gives this thread.
+struct Allocations : c10::MemoryReportingInfoBase {
+  int64_t now = 0, most = 0;
+  void reportMemoryUsage(void* /*ptr*/, int64_t bytes, size_t /*allocated*/, size_t /*reserved*/,
+                         c10::Device /*device*/) override {
+    most = std::max(most, now += bytes);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+};
+
+TEST(Construction, BuildHoldsOneWholePieceAtATime) {
+  for (const bool again : {false, true}) {
+    testing::run_ranks(4, [&](int rank, const comm::GroupPtr& group) {
+      constexpr int64_t kWidth = 256, kLayers = 160, kPiece = kWidth * kWidth * 4, kAll = kLayers * kPiece;
+      Construction building(config(4, 3), comm::Mesh(group));
+      const auto make = [&] {
+        torch::nn::Sequential model;
+        for (int i = 0; i < kLayers; ++i)
+          model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(false)));
+        const torch::NoGradGuard no_grad;
+        for (size_t i = 0; again && i < kLayers; ++i)
+          model->ptr(i)->as<torch::nn::Linear>()->weight.fill_(static_cast<double>(10 * rank) + static_cast<double>(i));
+        return model;
+      };
+      const auto counted = std::make_shared<Allocations>();
+      torch::nn::Sequential model;
+      {
+        const c10::DebugInfoGuard counting(c10::DebugInfoKind::PROFILER_STATE, counted);
+        model = building.build(make);
+      }
+      EXPECT_EQ(building.bytes(), kAll / 4);
+      EXPECT_GE(counted->most, kAll / 4);
+      // What waits to be written again is whole up to 8 MiB, and what is used within 32 operators.
+      EXPECT_LT(counted->most, kAll / 4 + (again ? 64 : 4) * kPiece);
+      if (!again) return;
+      const GatheredParameters region(building, model->parameters());
+      for (size_t i = 0; i < kLayers; ++i)
+        EXPECT_EQ(model->ptr(i)->as<torch::nn::Linear>()->weight.min().item<double>(), static_cast<double>(i));
+    });
+  }
+}
+
+TEST(Construction, BuiltModelsTrainAsPlainOnes) {
+  for (const auto& [ranks, stage] : {std::pair{3, 3}, {2, 1}}) {
+    testing::run_ranks(ranks, [ranks = ranks, stage = stage](int rank, const auto& group) {
+      const auto model = [](int of) {
+        torch::nn::Sequential layers;
+        for (int i = 0; i < 4; ++i)
+          layers->push_back(layer(of, i));
+        return layers;
+      };
+      Construction building(config(ranks, stage), comm::Mesh(group));
+      const auto early = building.build([&] { return model(rank); }, at::kCPU);
+      const auto got = train(initialize(early, config(ranks, stage), building));
+      const auto want = train(initialize(model(0), config(ranks, stage), comm::Mesh(group)));
+      for (size_t i = 0; i < want.size(); ++i)
+        EXPECT_TRUE(got[i].equal(want[i])) << i;
+    });
+  }
+}
+
+TEST(Construction, WhatNeedsValuesIsRefusedInsideBuild) {
+  testing::run_ranks(1, [](int /*rank*/, const comm::GroupPtr& group) {
+    Construction building(config(1, 3), comm::Mesh(group));
+    const auto linear = [] { return torch::nn::Linear(2, 2); };
+    const at::Tensor outside = at::ones({2, 2});
+    const auto error = [&](const std::function<void(torch::nn::Linear&)>& then) {
+      return testing::error_of([&] {
+        building.build([&] {
+          auto module = linear();
+          then(module);
+          return module;
+        });
+      });
+    };
+    EXPECT_HAS(error([](auto& module) { (void)module->weight.sum().template item<float>(); }),
+               "inside build() tensors have no");
+    EXPECT_HAS(error([](auto& module) { (void)module->weight.template data_ptr<float>(); }),
+               "inside build() tensors have no");
+    EXPECT_HAS(error([&](auto& module) { outside.copy_(module->weight.detach()); }),
+               "to a tensor that has values already");
+    EXPECT_HAS(error([&](auto&) { building.build(linear); }), "is running on this thread already");
+    EXPECT_HAS(error([](auto&) { throw std::runtime_error("mine"); }), "mine");
+    EXPECT_FALSE(building.build(linear)->weight.is_meta());
   });
 }
 

@@ -516,6 +516,15 @@ TEST(CutModel, ListsOfModules) {
   const auto net = built({});
   EXPECT_EQ(model_facts(*net).model_type, "gpt");
   EXPECT_EQ(model_facts(*net).parts.at("layers.1.self_attn").heads, kHeads);
+  // Recipe::facts over what classes say, and where they say nothing.
+  const parallel::ModelFacts said{.model_type = "mine", .heads = 8, .parts = {{"layers.1.self_attn", {.heads = 2}}}};
+  EXPECT_EQ(model_facts(*net, said).model_type, "mine");
+  EXPECT_EQ(model_facts(*net, said).heads, 8);
+  EXPECT_EQ(model_facts(*net, said).vocabulary, kWords);
+  EXPECT_EQ(model_facts(*net, said).of("layers.1.self_attn.q_proj").heads, 2);
+  EXPECT_EQ(model_facts(*net, said).of("layers.0.self_attn.q_proj").heads, kHeads);
+  EXPECT_HAS(error_of<c10::ValueError>([&] { model_facts(*net, {.parts = {{"nowhere", {.heads = 2}}}}); }),
+             "Recipe::facts has a part 'nowhere', and the model has no such module");
 }
 
 // What an estimate counts is what each rank has once the model is cut.

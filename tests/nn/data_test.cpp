@@ -156,6 +156,22 @@ TEST(Loader, FollowsTheMeshOfAnEngineAndItsCheckpoints) {
     }
 }
 
+TEST(Loader, RepeatsForAsLongAsItIsAsked) {
+  Loader<Numbers> loader(Numbers(4), 0, 1, 2), again(Numbers(4), 0, 1, 2);
+  RepeatingLoader<Numbers> endless(loader);
+  for (int pass = 0; pass < 3; ++pass) {
+    std::vector<int64_t> given;
+    for (int batch = 0; batch < 2; ++batch) {
+      const std::vector<int64_t> next = endless.next();
+      given.insert(given.end(), next.begin(), next.end());
+    }
+    EXPECT_EQ(given, take(again, 100)) << pass;
+    EXPECT_EQ(loader.epoch(), pass);
+  }
+  Loader<Numbers> none(Numbers(1), 0, 1, 2, {.drop_last = true});
+  EXPECT_HAS(testing::error_of([&] { RepeatingLoader<Numbers>(none).next(); }), "a pass gives no batch");
+}
+
 TEST(Loader, StatesThatAreNoneAreRefused) {
   Loader<Numbers> loader(Numbers(4), 0, 1, 2);
   EXPECT_HAS(testing::error_of<IoError>([&] { loader.load_state(c10::IValue("x")); }), "has no 'epoch' that can be");

@@ -455,6 +455,54 @@ TEST(Engine, EngineBackwardIsBackward) {
 }
 
 }  // namespace
+// LibTorch keeps the tensor that was registered: `head->weight = token->weight` ties nothing in named_parameters().
+TEST(Engine, AWeightThatNothingUsesAnyMoreIsNamedOnce) {
+  struct TiedImpl : torch::nn::Module {
+    TiedImpl() { head->weight = token->weight; }
+    at::Tensor forward(const at::Tensor& ids) { return head(token(ids)); }
+    torch::nn::Embedding token = register_module("token", torch::nn::Embedding(5, 3));
+    torch::nn::Linear head = register_module("head", torch::nn::Linear(torch::nn::LinearOptions(3, 5).bias(false)));
+  };
+  for (int stage = 0; stage < 4; ++stage) {
+    testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      const testing::KeptWarnings kept;
+      const auto config = Config::from_json(c10::str(
+          R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": )",
+          stage, "}}"));
+      auto engine = initialize(std::make_shared<TiedImpl>(), config, comm::Mesh(group));
+      for (int step = 0; step < 3; ++step) {
+        engine.forward(at::arange(2)).sum().backward();
+        engine.step();
+      }
+      ASSERT_EQ(kept.lines.size(), rank == 0 ? 1U : 0U) << ::testing::PrintToString(kept.lines);
+      if (rank == 0) {
+        EXPECT_HAS(kept.lines[0], "'head.weight': trained, and without a gradient in the first step");
+      }
+    });
+  }
+}
+
+TEST(Engine, HasWhatProgramsReadOfTheCore) {
+  ::testing::internal::CaptureStderr();
+  auto engine = initialize(torch::nn::Linear(2, 1), Config::from_json(R"({"train_micro_batch_size_per_gpu": 3,
+      "gradient_accumulation_steps": 2, "dump_state": true, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})"));
+  const std::string shown = ::testing::internal::GetCapturedStderr();
+  EXPECT_HAS(shown, "[tessera] configuration\n");
+  EXPECT_HAS(shown, "gradient_accumulation_steps");
+  EXPECT_HAS(shown, "[tessera] param group 0: 2 parameters, lr 0.5, momentum 0");
+  for (int pass = 0; pass < 2; ++pass) {
+    engine.backward(engine.forward(at::ones({3, 2})).sum());
+    engine.step();
+  }
+  engine.finish_update();
+  EXPECT_EQ(engine.micro_steps(), 2);
+  EXPECT_EQ(engine.global_samples(), 6);
+  const auto& seen = engine;
+  EXPECT_EQ(seen.groups().front().lr, 0.5);
+  EXPECT_EQ(seen.states().full_param("bias").sizes(), at::IntArrayRef({1}));
+  EXPECT_FALSE(engine.offload_plan().text().empty());
+}
+
 // A rank that leaves by an error waits for none, and the other never comes to its own end before; nothing is lost.
 TEST(Engine, AnErrorLeavesACoalescedReductionWithoutWaiting) {
   testing::run_ranks(2, [](int rank, const comm::GroupPtr& group) {

@@ -131,5 +131,25 @@ TEST(Layers, TiedOnesAreOneModuleOfAStage) {
   EXPECT_HAS(error_of([&] { whole(layers); }), "tied layers 'key' are modules of two classes, one of them Linear");
 }
 
+TEST(Layers, SayWhereTheyAreAndWhichAreComputedAgain) {
+  Layers layers;
+  int calls = 0;
+  layers.add(torch::nn::Linear(2, 2)).add([&calls](const at::Tensor& x) { return ++calls, x; });
+  layers.add(torch::nn::Tanh()).add(torch::nn::Linear(2, 2));
+  const StageLayers stage(layers, {0, 1, 2, 3, 4}, 2, 1, std::nullopt);
+  EXPECT_EQ(stage.describe(),
+            "stage 0 chunk 0: 0\nstage 1 chunk 0: 1: function\nstage 0 chunk 1: 2\nstage 1 chunk 1: 3: Linear");
+  StageLayers all = whole(layers);
+  EXPECT_EQ(all.describe(), "stage 0: 0: Linear, 1: function, 2: Tanh, 3: Linear");
+  using Classes = std::vector<std::string>;
+  const std::vector<std::pair<std::optional<Classes>, int>> rows{
+      {std::nullopt, 2}, {Classes{"Linear"}, 1}, {Classes{"Linear", "function"}, 2}, {Classes{}, 1}};
+  for (const auto& [classes, expected] : rows) {
+    calls = 0;
+    all.run(0, {at::ones({1, 2}, at::requires_grad())}, 2, {}, classes)[0].sum().backward();
+    EXPECT_EQ(calls, expected);
+  }
+}
+
 }  // namespace
 }  // namespace tessera::nn

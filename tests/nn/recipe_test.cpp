@@ -485,12 +485,12 @@ TEST(Recipe, TypesThatCppHasNotAreNamed) {
   const auto build = [](const std::string& type) {
     initialize(net(), config_of_stage(0, optimizer_of(type)), comm::Mesh());
   };
-  for (const char* type : {"NAdam", "RAdam", "Adadelta"})
+  for (const char* type : {"ASGD", "Rprop", "Adafactor"})
     EXPECT_HAS(
         testing::error_of<c10::ValueError>([&] { build(type); }),
         std::string(type) +
-            " does in Python only); set optimizer.type to one of Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, and "
-            "of torch::optim RMSprop, and Adam and AdamW with amsgrad");
+            " does in Python only); set optimizer.type to one of Adam, AdamW, SGD, Lion, Adagrad, Lamb, Muon, NAdam, "
+            "RAdam, Adamax, Adadelta, and of torch::optim RMSprop, and Adam and AdamW with amsgrad");
   for (const auto& [type, near] : {std::pair("rmsprop", "RMSprop"), {"Adamm", "Adam"}, {"Loin", "Lion"}})
     EXPECT_HAS(testing::error_of<c10::ValueError>([&] { build(type); }),
                c10::str("('", type, "' is none: did you mean \"", near, "\"?); set optimizer.type to one of"));

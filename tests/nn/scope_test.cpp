@@ -383,7 +383,7 @@ TEST(Scope, WhatWasWrittenBeforeAnExceptionLeftARegionHolds) {
 TEST(Scope, AWriterThatIsNoRankOpensNothing) {
   in_every_stage([](Engine<BlockNet>& engine, BlockNet& net, int, int ranks, int) {
     for (const int wrong : {-2, ranks, 100})
-      EXPECT_HAS(error_of<c10::ValueError>([&] { GatheredParameters(engine, net.parameters(), wrong); }),
+      EXPECT_HAS(error_of<c10::ValueError>([&] { const GatheredParameters region(engine, net.parameters(), wrong); }),
                  c10::str("modifier_rank ", wrong, " is no rank of a group of ", ranks));
     engine.forward(torch::ones({4, 6}).to(net.head->weight.scalar_type())).backward();
     EXPECT_TRUE(engine.step());

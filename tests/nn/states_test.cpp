@@ -104,6 +104,8 @@ TEST(States, OfOptimizersThatRunThemselves) {
   const std::vector<Row> rows{
       {R"("RMSprop", "params": {"momentum": 0.5, "centered": true})", {"square_avg", "momentum_buffer", "grad_avg"}},
       {R"("Adam", "params": {"torch_adam": true, "amsgrad": true})", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}},
+      {R"("NAdam", "params": {"lr": 0.01})", {"exp_avg", "exp_avg_sq"}},
+      {R"("Adadelta")", {"square_avg", "acc_delta"}},
       {R"("Lamb")", {"exp_avg", "exp_avg_sq"}},
       {"", {"exp_avg", "exp_avg_sq"}}};
   const auto check = [](const Row& row, int stage, const comm::GroupPtr& group) {
@@ -149,6 +151,44 @@ TEST(States, OfOptimizersThatRunThemselves) {
     for (const int ranks : {1, 3})
       for (int stage = 0; stage < 4; ++stage)
         testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) { check(row, stage, group); });
+}
+
+// Values of torch.optim's classes of Python after the same seven updates.
+TEST(States, WhatLibTorchHasNotUpdatesAsInPython) {
+  struct Row {
+    const char *type, *params;
+    std::vector<float> values;
+  };
+  const std::vector<Row> rows{
+      {"NAdam", R"("lr": 0.05, "momentum_decay": 0.01)", {-0.7547375F, -0.3460176F, 0.15246715F, 0.65997988F}},
+      {"NAdam",
+       R"("lr": 0.05, "decoupled_weight_decay": true, "maximize": true)",
+       {-0.74724585F, -0.23636812F, 0.23488487F, 0.69821042F}},
+      {"RAdam", R"("lr": 0.05, "betas": [0.9, 0.99])", {-0.86302459F, -0.41339743F, 0.1478346F, 0.75208145F}},
+      {"RAdam", R"("lr": 0.05, "decoupled_weight_decay": true)", {-0.85597849F, -0.40934628F, 0.1473631F, 0.74609017F}},
+      {"Adamax", R"("lr": 0.05)", {-0.81983232F, -0.42654812F, 0.13920687F, 0.71283472F}},
+      {"Adadelta", R"("lr": 0.5, "rho": 0.8)", {-0.79788274F, -0.30046389F, 0.19889534F, 0.69807613F}}};
+  struct Line : torch::nn::Module {
+    at::Tensor line = register_parameter("line", at::arange(4, at::kFloat) * 0.5 - 0.8);
+    at::Tensor forward(const at::Tensor& x) { return (line * x).sum(); }
+  };
+  for (const Row& row : rows)
+    for (const int stage : {0, 2}) {
+      testing::run_ranks(stage == 0 ? 1 : 2, [&](int rank, const comm::GroupPtr& group) {
+        const auto config = Config::from_json(c10::str(
+            R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_allow_untested_optimizer": true,
+                "zero_optimization": {"stage": )",
+            stage, R"(}, "optimizer": {"type": ")", row.type, R"(", "params": {"weight_decay": 0.1, )", row.params,
+            "}}}"));
+        auto engine = initialize(std::make_shared<Line>(), config, comm::Mesh(group));
+        for (int64_t step = 0; step < 7; ++step) {
+          engine.forward((at::arange(4, at::kFloat) + static_cast<double>(step)).sin()).backward();
+          engine.step();
+        }
+        EXPECT_TRUE(at::allclose(engine.states().full_param("line"), at::tensor(row.values), 1e-5, 1e-6))
+            << row.type << ", " << row.params << ", rank " << rank;
+      });
+    }
 }
 
 // While the object lives; also where an exception ends it.

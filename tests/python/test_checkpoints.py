@@ -129,3 +129,9 @@ def test_sizes(size: Any, expected: int) -> None:
 def test_sizes_that_are_none(size: str) -> None:
     with pytest.raises(tessera.errors.ConfigError, match="max_shard_size"):
         checkpoints.shard_bytes(size)
+
+
+def test_tags_of_a_folder(saved: tuple[Path, dict[str, torch.Tensor], nn.Module]) -> None:
+    folder = saved[0]
+    assert checkpoints.tags(folder) == [(folder / "latest").read_text()]
+    assert checkpoints.tags(folder / "nothing") == []

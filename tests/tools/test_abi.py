@@ -31,3 +31,11 @@ def test_a_name_that_is_gone_is_found(tmp_path: Path, capsys: pytest.CaptureFixt
     assert abi.main([library("namespace tessera { void step(long) {} void own(double) {} }")], lists) == 1
     said = capsys.readouterr()
     assert "gone since the last release" in said.err and "tessera::step(int)" in said.err
+    # A release keeps what the last one had, and what it adds stays from there on.
+    assert abi.main([str(tmp_path / "liba.so"), "--write"], lists) == 1
+    assert (
+        abi.main([library("namespace tessera { void step(int) {} void own(double) {} int more; }"), "--write"], lists)
+        == 0
+    )
+    assert abi.main([library("namespace tessera { void step(int) {} void own(double) {} }")], lists) == 1
+    assert "tessera::more" in capsys.readouterr().err

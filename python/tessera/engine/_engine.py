@@ -449,6 +449,9 @@ class Engine(nn.Module):
     load_masters = method_of("_updates", Updates.load_masters)
     optimizer_states = method_of("_updates", Updates.optimizer_states)
 
+    sum = method_of("_norms", Norms.sum)
+    mean = method_of("_norms", Norms.mean)
+    token_mean = method_of("_norms", Norms.token_mean)
     grad_norm = method_of("_norms", Norms.grad_norm)
     norm_contribution = method_of("_norms", Norms.norm_contribution)
     clip_grad_norm_ = method_of("_norms", Norms.clip_grad_norm_)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from tessera import _core
 from tessera.engine._joining import Joining
 from tessera.engine._look import Look, fault_text, own_error_first
 from tessera.engine._updates import Updates
@@ -19,6 +20,20 @@ class Norms:
     def __init__(self, updates: Updates, joining: Joining, look: Look, device: torch.device) -> None:
         self._updates, self._joining, self._look, self._device = updates, joining, look, device
         self._core = updates.core
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum of `value` over the ranks that gradients are averaged over, without autograd. Collective."""
+        return _core.sum_over_batch(self._core.mesh(), value)
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of `value` over the ranks that gradients are averaged over, without autograd. Collective."""
+        return _core.mean_over_batch(self._core.mesh(), value)
+
+    def token_mean(self, sum: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        """A loss of masked tokens: `sum` of this rank's losses (a scalar) and `count` of its tokens become the loss
+        whose gradient, averaged over ranks as every step averages, is that of the mean over all tokens of all ranks;
+        mean() of it is that mean. ConfigError where no rank has a token. Collective."""
+        return _core.token_mean(self._core.mesh(), sum, count)
 
     def grad_norm(self) -> float:
         """Global L2 norm of the gradients as they are now, before a step. Collective."""

@@ -16,31 +16,20 @@ from tessera.optim._whole import WholeOptimizer
 Group = dict[str, Any]
 
 
-def _adam(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
-    options.lr = group["lr"]
-    options.beta1, options.beta2 = group["betas"]
-    options.eps = group["eps"]
-    options.weight_decay = group["weight_decay"]
-    options.maximize = group["maximize"]
-    options.decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
+def _of_table(rule: _core.Rule) -> Callable[[torch.optim.Optimizer, Group, _core.GroupOptions], None]:
+    """Reads what the core's table of optimizers has of a rule, by the names that torch has in param groups too."""
+    names = list(_core.group_values(rule, _core.GroupOptions()))
 
+    def read(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
+        for name in names:
+            if name == "betas":
+                options.beta1, options.beta2 = group["betas"]
+            elif name in group:
+                setattr(options, name, group[name])
+        if rule == _core.Rule.Adam:
+            options.decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
 
-def _sgd(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
-    options.lr = group["lr"]
-    options.momentum = group["momentum"]
-    options.dampening = group["dampening"]
-    options.weight_decay = group["weight_decay"]
-    options.nesterov = group["nesterov"]
-    options.maximize = group["maximize"]
-
-
-def _adagrad(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
-    options.lr = group["lr"]
-    options.lr_decay = group["lr_decay"]
-    options.weight_decay = group["weight_decay"]
-    options.initial_accumulator_value = group["initial_accumulator_value"]
-    options.eps = group["eps"]
-    options.maximize = group["maximize"]
+    return read
 
 
 def _own(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
@@ -59,10 +48,10 @@ class NativeRule:
 
 
 _RULES: dict[type, NativeRule] = {
-    torch.optim.Adam: NativeRule(_core.Rule.Adam, _adam, True),
-    torch.optim.AdamW: NativeRule(_core.Rule.Adam, _adam, True),
-    torch.optim.SGD: NativeRule(_core.Rule.Sgd, _sgd, False),
-    torch.optim.Adagrad: NativeRule(_core.Rule.Adagrad, _adagrad, True, True),
+    torch.optim.Adam: NativeRule(_core.Rule.Adam, _of_table(_core.Rule.Adam), True),
+    torch.optim.AdamW: NativeRule(_core.Rule.Adam, _of_table(_core.Rule.Adam), True),
+    torch.optim.SGD: NativeRule(_core.Rule.Sgd, _of_table(_core.Rule.Sgd), False),
+    torch.optim.Adagrad: NativeRule(_core.Rule.Adagrad, _of_table(_core.Rule.Adagrad), True, True),
     **{cls: NativeRule(_core.Rule.Adam, _own, True) for cls in (Adam, AdamW, FusedAdam)},
     Lion: NativeRule(_core.Rule.Lion, _own, True),
     Adagrad: NativeRule(_core.Rule.Adagrad, _own, True, True),

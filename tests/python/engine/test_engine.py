@@ -467,3 +467,20 @@ def test_progress_line(caplog: pytest.LogCaptureFixture) -> None:
     lines = [r.message for r in caplog.records if r.message.startswith("step=")]
     assert len(lines) == 2 and lines[1].startswith("step=4, skipped=0, lr=[0.1]")
     engine.destroy()
+
+
+def test_sums_and_means_over_the_ranks_of_the_batch() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        value = torch.tensor([1.0 + rank, 3.0], requires_grad=True)
+        assert engine.sum(value).tolist() == [3.0, 6.0]
+        assert engine.mean(value).tolist() == [1.5, 3.0]
+        assert engine.mean(torch.tensor(rank)).item() == 0.5
+        # Losses of 4 and 5, of 1 and 3 tokens.
+        loss = engine.token_mean(value.sum(), torch.tensor(1 + 2 * rank))
+        loss.backward()
+        assert value.grad is not None and value.grad.tolist() == [0.5, 0.5]
+        assert engine.mean(loss).item() == 9 / 4
+        with pytest.raises(tessera.ConfigError, match="no rank has a token"):
+            engine.token_mean(value.sum(), torch.tensor(0))
+
+    engines(make(), 2, config(), body)
