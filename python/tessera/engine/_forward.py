@@ -45,7 +45,7 @@ def cast_inputs(engine: Any, *values: Any) -> Any:
 
 
 class Forward:
-    """`warn`: tells the user; None on ranks that do not. `checks_attention`: ranks share sequences."""
+    """`warn`: warns the user; None on ranks that do not. `checks_attention`: ranks share sequences."""
 
     def __init__(
         self,
