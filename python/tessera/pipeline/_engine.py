@@ -250,21 +250,25 @@ class PipelineEngine(Engine):
             _of_all_stages("step")(self)
         super().step(lr_kwargs, global_norm=global_norm)
 
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "[engine.save_16bit_model] is not served by this version; save_checkpoint() and `tessera export` write the "
-            "weights of all stages"
-        )
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
+        self._checked("save_16bit_model")
+        self._check_one_stage("save_16bit_model")
+        return super().save_16bit_model(*args, **kwargs)
+
+    def _check_one_stage(self, call: str) -> None:
+        """What writes the whole model's weights into files of others."""
+        if self._grid.stages > 1:
+            raise NotImplementedError(
+                f"[engine.{call}] is not served over several stages, each of which has the weights of its own layers "
+                'alone; save_checkpoint() in the format "tessera" has all, for `tessera export` and `tessera deepspeed`'
+            )
 
     # ---------------------------------------------------------------- the rest
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
         self._checked("save_checkpoint")
         if self.config.checkpoint.format == "deepspeed":
-            raise NotImplementedError(
-                '[engine.save_checkpoint with checkpoint.format "deepspeed"] is not served by this version; use the '
-                'format "tessera"'
-            )
+            self._check_one_stage('save_checkpoint with checkpoint.format "deepspeed"')
         return super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
