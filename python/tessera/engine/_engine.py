@@ -430,7 +430,7 @@ class Engine(nn.Module):
         # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.
         if "core" in self.__dict__ and not sys.is_finalizing():
             self.open_regions = []  # this rank alone
-            self.destroy()
+            end(self, waits=False)
 
     # ---------------------------------------------------------------- what parts do: bodies and docstrings are theirs
 
