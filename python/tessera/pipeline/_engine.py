@@ -111,14 +111,11 @@ class PipelineEngine(Engine):
         beside = [self.core.mesh().group(axes) for axes in self._grid.axes]
         chunks = self.module.num_chunks
         self._runner = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
-        self._copies = self._grid.copies(self.module)
         batch = Batch(self, self._shape(1))
         self._stages.agree()
         self._ties.attach(self.core, batch)
         if self._everyone.size > 1:
-            copies = [self.param_number(param) for param in self._copies]
-            held = [number for number in copies if number is not None]
-            _core.span_checkpoints(self.core, self._everyone.group, held)
+            _core.span_checkpoints(self.core, self._everyone.group, self._ties.copies(self.core, batch))
 
     # ---------------------------------------------------------------- what and where
 
@@ -224,8 +221,9 @@ class PipelineEngine(Engine):
     def _backward_of_loss(self, loss: torch.Tensor) -> None:
         super().backward(loss)
 
-    def _step_of_all(self) -> None:
-        step_together(self, self._everyone.processes, copies=self._copies)
+    def _step_of_all(self, copies: list[int]) -> None:
+        held = [self.core.param(number).tensor for number in copies]
+        step_together(self, self._everyone.processes, copies=held)
 
     # ---------------------------------------------------------------- calls at the wrong moment
 

@@ -74,6 +74,7 @@ def refused_together(rank: int) -> None:
         ),
         ("is a torch.optim.sgd.SGD on .* and a ", {"optimizer": torch.optim.AdamW if rank else torch.optim.SGD}),
         ("has 1 param groups on stage 0 .* and 2 on stage 1", {"model_parameters": listed + [{"params": []}] * rank}),
+        ("param group 1 takes no parameter of any stage", {"model_parameters": [*listed, {"params": []}]}),
         (
             r"group 0 has lr 0\.01 on stage 0 .* and 0\.5 on",
             {"model_parameters": [listed[0] | {"lr": [0.01, 0.5][rank]}]},
