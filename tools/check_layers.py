@@ -81,9 +81,12 @@ PRIVATE = re.compile(r"_(?!_|core)")  # names of this form; _core, the compiled 
 # What tests name of the package's private modules, the alias's too. Nothing is added: a test goes through what users
 # call, or is one of the C++ that is bound.
 PRIVATE_IN_TESTS = {
+    # Links of threads over Ray's object store: users reach it by a group of actors only, each of which is a process.
     "tests/python/hybrid/conftest.py": {"tessera.hybrid._object_store"},
-    "tests/python/parallel/test_classes.py": {"tessera.parallel._classes"},  # its names
-    "tests/python/test_device.py": {"tessera._device"},  # of cards that no machine of the tests has
+    # The tables of Transformers' classes are compared with the sources of all its models, most of which no test builds.
+    "tests/python/parallel/test_classes.py": {"tessera.parallel._classes"},
+    # What is said of bf16 on cards that no machine of the tests has.
+    "tests/python/test_device.py": {"tessera._device"},
 }
 
 # What a door is -> (pattern, prefixes of the files that may match it).

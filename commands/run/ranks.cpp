@@ -133,7 +133,7 @@ void Ranks::become(int local, int number, const int (&out)[2], const int (&err)[
   sigprocmask(SIG_SETMASK, &before_, nullptr);
   execvp(argv[0], argv.data());
   const int reason = errno;
-  [[maybe_unused]] const ssize_t told = write(failed, &reason, sizeof(reason));
+  [[maybe_unused]] const ssize_t sent = write(failed, &reason, sizeof(reason));
   _exit(kNotStarted);
 }
 
@@ -171,15 +171,15 @@ void Ranks::start(int local) {
 
 // ---- while they run
 
-void Ranks::tell(int signal) {
+void Ranks::signal_all(int signal) {
   for (const Rank& rank : ranks_)
     if (rank.pid > 0) kill(-rank.pid, signal);
 }
 
 // A second signal is passed on, too; the grace goes on.
 void Ranks::end_all(int signal) {
-  tell(signal);
-  tell(SIGCONT);
+  signal_all(signal);
+  signal_all(SIGCONT);
   if (!kill_at_) kill_at_ = Clock::now() + std::chrono::seconds(options_.grace_seconds);
 }
 
@@ -202,7 +202,7 @@ void Ranks::reap() {
     rank.running = false;
     // Where several ranks end at a time, one that a signal ended is the cause.
     const bool first = failed_ == nullptr || (!kill_at_ && WIFEXITED(status_) && WIFSIGNALED(status));
-    if (status == 0 || told_ != 0 || !first || kill_at_) continue;
+    if (status == 0 || ended_by_ != 0 || !first || kill_at_) continue;
     failed_ = &rank;
     status_ = status;
   }
@@ -215,10 +215,10 @@ void Ranks::read_signals() {
     const int signal = static_cast<int>(info.ssi_signo);
     if (signal == SIGCHLD) continue;
     if (std::find(std::begin(kEnding), std::end(kEnding), signal) == std::end(kEnding)) {
-      tell(signal);
+      signal_all(signal);
       continue;
     }
-    if (failed_ == nullptr && told_ == 0) told_ = signal;
+    if (failed_ == nullptr && ended_by_ == 0) ended_by_ = signal;
     end_all(signal);
   }
   reap();
@@ -244,7 +244,7 @@ void Ranks::end_rest() {
   const auto end = Clock::now() + kLeftBehind;
   while (any_left() && Clock::now() < end)
     wait_and_pass(kLook);
-  tell(SIGKILL);
+  signal_all(SIGKILL);
   while (any_left() && Clock::now() < end + kLeftBehind)
     wait_and_pass(kLook);
   for (const Rank& rank : ranks_)
@@ -258,9 +258,9 @@ void Ranks::end_rest() {
 }
 
 int Ranks::report() const {
-  if (told_ != 0) {
-    write_all(STDERR_FILENO, "[launch] interrupted by " + name_of(told_) + "; all ranks have ended\n");
-    return 128 + told_;
+  if (ended_by_ != 0) {
+    write_all(STDERR_FILENO, "[launch] interrupted by " + name_of(ended_by_) + "; all ranks have ended\n");
+    return 128 + ended_by_;
   }
   if (failed_ == nullptr) return 0;
   const bool killed = WIFSIGNALED(status_);
@@ -278,7 +278,7 @@ int Ranks::run() {
     for (int local = 0; local < options_.ranks; ++local)
       start(local);
   } catch (...) {
-    tell(SIGKILL);
+    signal_all(SIGKILL);
     for (const Rank& rank : ranks_)
       if (rank.pid > 0) waitpid(rank.pid, nullptr, 0);
     throw;
@@ -288,7 +288,7 @@ int Ranks::run() {
     if (kill_at_) {
       longest = std::max(milliseconds(0), std::chrono::ceil<milliseconds>(*kill_at_ - Clock::now()));
       if (longest == milliseconds(0)) {
-        tell(SIGKILL);
+        signal_all(SIGKILL);
         longest = kLook;
       }
     }

@@ -16,8 +16,8 @@
 namespace tessera::run {
 
 // Note [Ends of ranks]
-// Each rank leads a process group. When one fails, or the launcher is told to end, all groups are told (SIGTERM, or the signal
-// that came) and after the grace killed; so is what processes of a group the ranks have left behind. The system kills ranks
+// Each rank leads a process group. When one fails, or a signal ends the launcher, all groups get that signal (SIGTERM for a rank
+// that fails) and are killed after the grace; so are processes of a group that its rank has left behind. The system kills ranks
 // whose launcher has died. Signals are read from a file: nothing here runs inside a handler.
 class Ranks {
  public:
@@ -44,7 +44,7 @@ class Ranks {
   void wait_and_pass(std::chrono::milliseconds longest);
   void read_signals();
   void reap();
-  void tell(int signal);
+  void signal_all(int signal);
   void end_all(int signal);
   bool any_running() const;
   bool any_left() const;
@@ -58,7 +58,7 @@ class Ranks {
   int signals_ = -1;
   std::vector<Rank> ranks_;
   std::optional<Clock::time_point> kill_at_;
-  int told_ = 0;                  // the signal that ended the launcher
+  int ended_by_ = 0;              // the signal that ended the launcher
   const Rank* failed_ = nullptr;  // the first rank that failed
   int status_ = 0;                // its status
   int code_of_start_ = 1;

@@ -153,10 +153,12 @@ void bind_checkpoint(py::module_& m) {
       py::arg("reader"), py::arg("folder"), py::arg("name"), py::arg("dtype"), py::arg("max_shard_bytes"),
       py::arg("frozen"), NoGil());
   using checkpoint::ExportTensor;
-  py::class_<ExportTensor>(m, "ExportTensor")
-      .def_readonly("names", &ExportTensor::names)
-      .def_readonly("dtype", &ExportTensor::dtype)
-      .def_readonly("shape", &ExportTensor::shape);
+  using checkpoint::WeightTensor;
+  py::class_<WeightTensor>(m, "WeightTensor")
+      .def_readonly("names", &WeightTensor::names)
+      .def_readonly("dtype", &WeightTensor::dtype)
+      .def_readonly("shape", &WeightTensor::shape);
+  py::class_<ExportTensor, WeightTensor>(m, "ExportTensor");
   m.def(
       "list_export",
       [](const py::object& reader, std::optional<at::ScalarType> dtype, bool frozen) {
@@ -206,11 +208,6 @@ void bind_checkpoint(py::module_& m) {
   m.def("tags", &checkpoint::tags, py::arg("dir"), NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   using checkpoint::WeightReader;
-  using checkpoint::WeightTensor;
-  py::class_<WeightTensor>(m, "WeightTensor")
-      .def_readonly("names", &WeightTensor::names)
-      .def_readonly("dtype", &WeightTensor::dtype)
-      .def_readonly("shape", &WeightTensor::shape);
   m.def(
       "write_weights",
       [](const std::string& folder, const std::string& name,

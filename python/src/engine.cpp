@@ -392,7 +392,7 @@ void bind_state(EngineClass& c) {
           },
           py::arg("measure") = false, NoGil())
       .def("states_are_away", &Engine::states_are_away)
-      .def("destroy", &Engine::destroy, NoGil())
+      .def("destroy", &Engine::destroy, py::arg("waits") = true, NoGil())
       .def("destroyed", &Engine::destroyed);
 }
 

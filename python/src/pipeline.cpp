@@ -72,7 +72,7 @@ class Batch final : public pipeline::EngineStage<engine::Engine> {
     return batch_.attr("read")(wanted).cast<int64_t>();
   }
   void end_of_data() override { call("end_of_data"); }
-  void step(const std::vector<int>&) override { call("step"); }  // _together.py knows the copies as parameters
+  void step(const std::vector<int>& copies) override { call("step", copies); }
   void forget_gradients() override { call("forget_gradients"); }
 
   pipeline::Failure explain(const std::exception_ptr& error) const override {
@@ -207,13 +207,20 @@ void bind_runner(py::module_& m) {
         check_optimizers(ranks, own ? std::optional(OptimizerForm{own->first, own->second}) : std::nullopt);
       },
       py::arg("ranks"), py::arg("own"));
+  m.def("check_groups_take", &check_groups_take, py::arg("ranks"), py::arg("taken"), NoGil());
   m.def("texts_of", &texts_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
 
   m.def("step_together", &python::step_together, py::arg("members"), py::arg("everyone"), py::arg("device"));
 
   py::class_<Ties, std::shared_ptr<Ties>>(m, "Ties")
       .def(py::init(&make_ties), py::arg("ranks"), py::arg("tied"), py::arg("building"))
-      .def("attach", of_batch(&Ties::attach), py::arg("engine"), py::arg("batch"));
+      .def("attach", of_batch(&Ties::attach), py::arg("engine"), py::arg("batch"))
+      .def(
+          "copies",
+          [](const Ties& ties, engine::Engine& engine, const py::object& batch) {
+            return ties.copies(Batch(engine, batch));
+          },
+          py::arg("engine"), py::arg("batch"));
 
   py::class_<Runner, std::shared_ptr<Runner>>(m, "PipelineRunner")
       .def(py::init([](const Ranks& ranks, std::shared_ptr<Ties> ties, int chunks, c10::Device device,

@@ -29,10 +29,12 @@ def export_checkpoint(
     reader: CheckpointReader, folder: str, name: str, dtype: torch.dtype | None, max_shard_bytes: int, frozen: bool
 ) -> list[str]: ...
 
-class ExportTensor:
+class WeightTensor:
     names: Final[list[str]]
     dtype: Final[torch.dtype]
     shape: Final[list[int]]
+
+class ExportTensor(WeightTensor): ...
 
 def list_export(reader: CheckpointReader, dtype: torch.dtype | None, frozen: bool) -> list[ExportTensor]: ...
 def read_export(reader: CheckpointReader, tensor: ExportTensor) -> torch.Tensor: ...
@@ -47,12 +49,6 @@ def to_deepspeed(dir: str, out: str, tag: str, stage: int, ranks: int, objects: 
 def to_universal(dir: str, out: str, tag: str, objects: Objects) -> str: ...
 def is_deepspeeds_key(key: str) -> bool: ...
 def put_script(dir: str, part: str) -> None: ...
-
-class WeightTensor:
-    names: Final[list[str]]
-    dtype: Final[torch.dtype]
-    shape: Final[list[int]]
-
 def write_weights(
     folder: str, name: str, tensors: list[tuple[str, torch.Tensor]], max_shard_bytes: int, metadata: dict[str, str]
 ) -> list[str]: ...

@@ -1,4 +1,4 @@
-"""torch_autocast of the configuration: which parameters travel in the autocast dtype, and what engines tell about it.
+"""torch_autocast of the configuration: which parameters travel in the autocast dtype, and what engines log of it.
 
 The state is each parameter's own (an attribute, `comm_dtype`, read when an engine is built) and each engine's; nothing
 is process-wide.

@@ -1,4 +1,4 @@
-"""The default process group of torch.distributed, and the environment that tells its ranks."""
+"""The default process group of torch.distributed, and the environment that names its ranks."""
 
 from __future__ import annotations
 

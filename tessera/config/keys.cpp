@@ -32,12 +32,12 @@ Limits one_is_list() {
 Limits null_only() {
   return {.null_only = true};
 }
-// Numbers that refuse bool; their range holds only while they are used.
+// Numbers that refuse bool. Their range is checked only while they are used.
 Limits by_rule() {
   return {.no_bool = true, .checked_by_rule = true};
 }
 
-// A key that nothing reads: what it stands for when it is not given, in place of a member.
+// A key that nothing reads. It has no member, but a value that it stands for when it is not given.
 Key unread_key(const std::string& path, UnreadValue usual, std::string meaning, Limits limits = {},
                std::vector<std::string> aliases = {}) {
   const auto field = [path](Config& c) {

@@ -6,9 +6,11 @@
 #include <cmath>
 #include <filesystem>
 #include <map>
+#include <mutex>
 #include <nlohmann/json.hpp>
 
 #include "tessera/base/error.h"
+#include "tessera/base/outlive.h"
 #include "tessera/checkpoint/numbering.h"
 #include "tessera/engine/accumulation.h"
 #include "tessera/engine/group_fields.h"
@@ -168,8 +170,52 @@ void Checkpointer::Job::run(const zero::Ranks& ranks) {
   mark.reset();
 }
 
+// What the thread of a save and its owner have in common: the owner may be gone first.
+struct Checkpointer::Background {
+  explicit Background(std::string of) : folder(std::move(of)) {}
+
+  const std::string folder;
+  std::mutex mutex;
+  bool over = false, alone = false;  // alone: nobody will wait
+  std::string error;
+
+  void end(std::string why) {
+    const std::lock_guard lock(mutex);
+    over = true;
+    error = std::move(why);
+    if (alone) warn_of_error();
+  }
+  // Returns whether the thread is through.
+  bool leave() {
+    const std::lock_guard lock(mutex);
+    alone = true;
+    if (over) {
+      warn_of_error();
+    } else {
+      TORCH_WARN("[checkpoint] an engine is gone while its save in the background of '", folder,
+                 "' is not complete: the save goes on, and the process waits for it when it ends; call "
+                 "wait_for_checkpoint() or destroy() first, which raise its error");
+    }
+    return over;
+  }
+  void warn_of_error() const {
+    if (!error.empty()) TORCH_WARN("[checkpoint] the save in the background of '", folder, "' failed: ", error);
+  }
+};
+
 Checkpointer::~Checkpointer() {
-  if (thread_.joinable()) thread_.join();
+  if (!thread_.joinable()) return;
+  bool over = false;
+  try {
+    over = background_->leave();
+  } catch (const std::exception&) {
+    // Whoever takes warnings refuses this one.
+  }
+  if (over) {
+    thread_.join();
+  } else {
+    outlive(std::move(thread_));
+  }
 }
 
 void Checkpointer::span(comm::GroupPtr group, std::vector<int> copies) {
@@ -191,7 +237,8 @@ bool Checkpointer::is_copy(int param) const {
 
 void Checkpointer::wait() {
   finish();
-  const std::string error = std::exchange(error_, "");
+  const auto over = std::exchange(background_, nullptr);
+  const std::string error = over ? over->error : "";
   TESSERA_CHECK_IO(error.empty(), "checkpoint", "the save in the background failed: ", error);
 }
 
@@ -391,15 +438,18 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
     return job->tag;
   }
   together(ranks_, "copies for a checkpoint", [&] { return stage(job->items), std::string(); });
-  thread_ = std::thread([this, job] {
+  background_ = std::make_shared<Background>(job->folder());
+  thread_ = std::thread([job, ranks = ranks_, background = background_] {
     const c10::AutoGradMode no_grad(false);
+    std::string error;
     try {
-      job->run(ranks_);
+      job->run(ranks);
     } catch (const c10::Error& e) {
-      error_ = e.what_without_backtrace();
+      error = e.what_without_backtrace();
     } catch (const std::exception& e) {
-      error_ = e.what();
+      error = e.what();
     }
+    background->end(std::move(error));
   });
   return job->tag;
 }

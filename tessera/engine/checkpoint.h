@@ -63,8 +63,8 @@ struct Foreign {
 checkpoint::DeepSpeedHints::Groups names_by_group(Engine& engine);
 
 // Note [Checkpoints of several engines]
-//   Engines that are parts of one program, each on other ranks, save into one folder: span() tells the Checkpointer of each
-//   about the ranks of all of them, which from then on make every call together. Names of parameters and buffers tell the
+//   Engines that are parts of one program, each on other ranks, save into one folder: span() gives the Checkpointer of each
+//   the ranks of all of them, which from then on make every call together. Names of parameters and buffers tell the
 //   engines apart, and nothing in the folder says which engine had which: it loads into one engine, or into other parts. A
 //   tensor that several engines hold (tied weights) is written by one. Counters, loss scale and hyper-parameters are those of
 //   the first rank's engine; they have stepped together.
@@ -76,6 +76,8 @@ class Checkpointer {
   // `ranks`: those of the engine, in groups that nobody else uses. They are made where the engine is built, so that other ranks
   // see a rank that waits in its first save.
   Checkpointer(Engine& engine, zero::Ranks ranks) : engine_(engine), ranks_(std::move(ranks)) {}
+  // Waits for nobody: a save in the background that is not complete goes on by itself, with a warning, and the process waits for
+  // it when it ends. Call wait() first to have its error.
   ~Checkpointer();
 
   // See Note [Checkpoints of several engines]. `group`: all ranks of all engines, in the order of the parts. `copies`:
@@ -98,6 +100,7 @@ class Checkpointer {
 
  private:
   struct Job;
+  struct Background;
   std::string save_as_deepspeed(const std::string& dir, const SaveOptions& options, ClientPart client);
   std::vector<ClientTensor> own_buffers(const ClientPart& client);
   std::vector<checkpoint::Item> items(const SaveOptions& options, const ClientPart& client);
@@ -113,8 +116,8 @@ class Checkpointer {
   bool spans_ = false;
   std::vector<int> copies_;
   std::vector<at::Tensor> staging_;  // host memory that asynchronous saves keep
+  std::shared_ptr<Background> background_;
   std::thread thread_;
-  std::string error_;
 };
 
 }  // namespace tessera::engine

@@ -553,7 +553,7 @@ const Phases& Engine::phases() const {
   return impl_->live("phases").units.phases();
 }
 
-void Engine::destroy() {
+void Engine::destroy(bool waits) {
   if (!impl_->model) return;
   const OneThread::Call call(impl_->thread, "destroy");
   const transforms::Unobserved apart;
@@ -566,7 +566,7 @@ void Engine::destroy() {
     }
   };
   attempt([&] {
-    if (impl_->checkpointer) impl_->checkpointer->wait();
+    if (impl_->checkpointer && waits) impl_->checkpointer->wait();
   });
   if (impl_->model->units.lane().stop())
     TORCH_WARN(

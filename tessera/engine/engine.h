@@ -254,9 +254,9 @@ class Engine {
   void set_loss(double loss);
 
   // Removes hooks and frees buffers; parameters keep their values, and partitioned ones that are whole now, as in a region, stay so
-  // (else nobody has them). Safe to call twice; later calls throw. Waits for a
-  // checkpoint in the background, and throws its error at the end.
-  void destroy();
+  // (else nobody has them). Safe to call twice; later calls throw. Waits for a checkpoint in the background, and throws its error at
+  // the end; not where nobody would have the error (`waits` false, as for the destructor): see ~Checkpointer.
+  void destroy(bool waits = true);
   bool destroyed() const;
 
  private:

@@ -4,6 +4,7 @@
 
 #include "tessera/shard/storage.h"
 #include "tessera/zero/memory_for.h"
+#include "tessera/zero/planner.h"
 
 namespace tessera::engine {
 
@@ -11,7 +12,7 @@ void broadcast_unmanaged(const comm::Mesh& mesh, const zero::Options& options, c
   const c10::AutoGradMode no_grad(false);
   const at::ScalarType dtype = options.precision.param;
   for (const ParamSpec& spec : params) {
-    if (zero::Units::holds(options, spec)) continue;
+    if (zero::Planner::holds(options, spec)) continue;
     if (spec.restore) spec.restore();
     at::Tensor tensor = spec.tensor;
     const at::Tensor value = tensor.detach();

@@ -14,6 +14,7 @@
 #include "tessera/engine/impl.h"
 #include "tessera/shard/placement.h"
 #include "tessera/zero/memory_for.h"
+#include "tessera/zero/planner.h"
 #include "tessera/zero/rank_guard.h"
 #include "tessera/zero/tile.h"
 #include "tessera/zero/update_lane.h"
@@ -43,7 +44,7 @@ Counts counts_of(const zero::Options& options, const std::vector<zero::ParamSpec
   Counts counts;
   std::map<std::string, double> units;
   for (const zero::ParamSpec& p : params) {
-    if (!zero::Units::holds(options, p)) continue;
+    if (!zero::Planner::holds(options, p)) continue;
     const auto numel = static_cast<double>(p.tensor.numel());
     counts.held += numel;
     counts.trained += p.group >= 0 ? numel : 0;

@@ -28,7 +28,8 @@ pipeline::Building building_of(const comm::Parts& parts) {
   return {parts.everyone, c10::str("stage ", parts.part, " (rank ", parts.everyone->rank(), ")")};
 }
 
-// In a handler of the construction, whose error it throws: one of all ranks. Collective, but where a connection broke.
+// Makes the error of a construction, in whose handler it is called, one of all ranks, and throws it. Collective, but where a
+// connection broke.
 [[noreturn]] void end_building(const comm::Parts& parts) {
   building_of(parts).fail(pipeline::failure_of(std::current_exception()));
   throw;
@@ -62,7 +63,7 @@ struct Pipeline::Built {
   std::shared_ptr<pipeline::Ties> ties;
 };
 
-// Up to an exchange a rank's errors are its own: all ranks agree on them before it.
+// Before an exchange a rank's errors are its own: all ranks agree on them first.
 Pipeline::Built Pipeline::build(const Layers& layers, const Config& config, const comm::Parts& parts,
                                 const PipelineOptions& options) try {
   const int stages = static_cast<int>(parts.shapes.size()), chunks = options.chunks;
@@ -194,7 +195,7 @@ void Pipeline::connect(std::shared_ptr<pipeline::Ties> ties) {
   if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, runner_->ties().copies(none));
 }
 
-// What all stages must have alike of an optimizer: its hyper-parameters by group, and what a client's class says of itself.
+// Describes an optimizer by what all stages must have alike: its hyper-parameters by group, and the description of a client's class.
 pipeline::OptimizerForm Pipeline::optimizer_form() {
   const engine::Options& options = core().options();
   const bool is_own = options.rule == optim::Rule::External;
@@ -208,13 +209,13 @@ pipeline::OptimizerForm Pipeline::optimizer_form() {
   return form;
 }
 
-// By group of the options: how many parameters of this stage it has, trained or frozen.
+// Counts, for each group of the options, the parameters of this stage that it has, trained or frozen.
 std::vector<int64_t> Pipeline::taken() {
   std::vector<int64_t> taken(options_.groups.size() + 1);
   const size_t of_each = core().groups().size() / taken.size();  // two with Muon
   for (const zero::ParamSpec& param : core().params())
     if (const int group = std::max(param.group, param.joins); group >= 0) ++taken[group / of_each];
-  taken.pop_back();  // what no group takes
+  taken.pop_back();  // of parameters that no group takes
   return taken;
 }
 
@@ -232,7 +233,7 @@ double Pipeline::train_batch(const BatchSource& data) {
 
 namespace {
 
-// While it lives all parts of a module evaluate; then each does what it did before.
+// While an object lives all parts of a module evaluate; then each part does what it did before.
 class EvalMode {
  public:
   explicit EvalMode(torch::nn::Module& module)

@@ -128,7 +128,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     add_writer(std::move(writer));
 }
 
-// Groups, and who updates them by which rates.
+// Settles the param groups, and who updates them by which rates.
 void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool whole,
                                 std::vector<engine::ParamSpec>& specs) {
   own_schedule_ = recipe.schedule;
@@ -248,7 +248,7 @@ void Session::register_external_parameter(const torch::nn::Module& reader, const
   const int number = states().number(param);
   const ScopeHandle* scope = nullptr;
   bool found = false;
-  // Parents come before their children: the last one around the reader that says when it runs.
+  // Parents come before their children, so the last one found is the nearest module around the reader that a forward passes.
   std::string path;
   const auto parts = module_->named_modules();
   for (const auto& item : parts)
@@ -330,7 +330,7 @@ void Session::warn_of_step() {
   warn(live().take_notices());
   if (checks_sequence_ == SequenceCheck::Off || !live().was_step_applied()) return;
   const std::string fault = sequence_fault();
-  // An update in the backward came before it could be seen: the next one is refused.
+  // An update in the backward came before the fault could be seen: the next update is refused.
   if (checks_sequence_ == SequenceCheck::Error && !fault.empty()) return;
   if (live().mesh().rank(comm::Axis::Sp) == 0 && !fault.empty()) warn({"[engine.step] " + fault});
   checks_sequence_ = SequenceCheck::Off;
@@ -388,7 +388,7 @@ void Session::report_step() {
   write_metrics(report.metrics);
 }
 
-// Names of a tied parameter besides the one that the engine has for it, by that one.
+// The other names of tied parameters, by the name that the engine has for each.
 std::map<std::string, std::vector<std::string>> Session::aliases() const {
   std::map<const void*, std::string> own;
   for (const auto& spec : live().params())
@@ -432,7 +432,7 @@ std::string Session::fault() {
   return looks ? sequence_fault() : report.fault;
 }
 
-// On all ranks alike.
+// Throws on all ranks alike.
 void Session::check_contents(const char* call) {
   const std::string wrong = fault();
   live().checkpoints().on_all([&] {
@@ -459,7 +459,7 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
   return noting([&] { return live().checkpoints().save(dir, chosen, std::move(part)); });
 }
 
-// By group of the optimizer.
+// The names of parameters by group of the optimizer.
 std::vector<std::vector<std::string>> Session::trained_names() const {
   const auto groups = client_ != nullptr ? client_->names(*core_) : engine::names_by_group(*core_);
   std::vector<std::vector<std::string>> names(groups.size());
@@ -490,7 +490,7 @@ engine::ClientPart Session::client_part(const ClientValues& client) const {
   return part;
 }
 
-// Each with the value that it shall have.
+// Pairs each buffer with the value that it shall have.
 std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine::Restore& found, bool strict) const {
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
   std::string problems;
@@ -522,7 +522,7 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
   nlohmann::json run;
   std::string states, present;
-  // All that can be refused is looked at before anything changes, on any rank.
+  // Every check that can refuse the checkpoint comes before anything changes, on any rank.
   live().checkpoints().on_all([&] {
     buffers = buffers_of(*found, options.strict);
     run = nlohmann::json::parse(found->client_run());
@@ -562,7 +562,7 @@ std::vector<double> Session::lr() const {
 }
 
 void Session::put_rates(const std::vector<double>& rates) {
-  for (size_t i = 0; i < rates.size(); ++i) {  // one that was added later keeps its rate
+  for (size_t i = 0; i < rates.size(); ++i) {  // a group that was added later keeps its rate
     live().groups()[i].lr = rates[i];
     if (client_ != nullptr) client_->set_rate(i, rates[i]);
   }

@@ -118,7 +118,7 @@ void check_groups_take(const Ranks& ranks, const std::vector<int64_t>& taken) {
   for (size_t i = 0; i < taken.size(); ++i)
     TESSERA_CHECK_VALUE(std::ranges::any_of(rows, [&](const auto& row) { return row[i] != 0; }), "pipeline",
                         "param group ", i,
-                        " takes no parameter of any stage; those before it may have taken what it is for");
+                        " takes no parameter of any stage; leave it out, or give it what a group before it has taken");
 }
 
 }  // namespace tessera::pipeline

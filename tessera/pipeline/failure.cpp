@@ -40,31 +40,40 @@ Failure failure_of(const std::exception_ptr& error) {
   }
 }
 
-std::vector<std::vector<double>> agreed_rows(const Ranks& ranks, const std::string& could_not, const Explain& explain,
-                                             size_t count, const std::function<std::vector<double>()>& own,
-                                             comm::Label label) {
-  std::exception_ptr problem;
-  Failure failure;
-  std::vector<double> row;
+Attempt attempt(const Explain& explain, const std::function<std::vector<double>()>& own) {
+  Attempt mine;
   try {
-    row = own();
+    mine.numbers = own();
   } catch (...) {
-    problem = std::current_exception();
-    failure = explain(problem);
-    if (failure.lost) throw;
+    mine.problem = std::current_exception();
+    mine.failure = explain(mine.problem);
   }
+  return mine;
+}
+
+std::vector<std::vector<double>> rows_of_all(const Ranks& ranks, const Attempt& mine, size_t count, comm::Label label,
+                                             const std::function<void()>& end) {
+  std::vector<double> row = mine.numbers;
   row.resize(count);
-  row.push_back(problem ? 1 : 0);
+  row.push_back(mine.problem ? 1 : 0);
   auto rows = ranks.rows(row, label);
-  if (std::ranges::any_of(rows, [](const auto& each) { return each.back() != 0; })) {
-    agree(*ranks.everyone,
-          problem ? c10::str("[pipeline] ", ranks.name(), " could not ", could_not, ": ", failure.text) : "",
-          ranks.device);
-    std::rethrow_exception(problem);
-  }
+  if (std::ranges::any_of(rows, [](const auto& each) { return each.back() != 0; })) end();
   for (auto& each : rows)
     each.pop_back();
   return rows;
+}
+
+std::vector<std::vector<double>> agreed_rows(const Ranks& ranks, const std::string& could_not, const Explain& explain,
+                                             size_t count, const std::function<std::vector<double>()>& own,
+                                             comm::Label label) {
+  const Attempt mine = attempt(explain, own);
+  if (mine.failure.lost) std::rethrow_exception(mine.problem);
+  return rows_of_all(ranks, mine, count, label, [&] {
+    agree(*ranks.everyone,
+          mine.problem ? c10::str("[pipeline] ", ranks.name(), " could not ", could_not, ": ", mine.failure.text) : "",
+          ranks.device);
+    std::rethrow_exception(mine.problem);
+  });
 }
 
 std::string Building::text_of(const Failure& failure) const {

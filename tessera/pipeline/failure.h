@@ -27,6 +27,18 @@ std::string first_line(const std::string& text);
 Failure failure_of(const std::exception_ptr& error);
 using Explain = std::function<Failure(const std::exception_ptr& error)>;
 
+// A rank's part of what all ranks make: its numbers, or its error.
+struct Attempt {
+  std::vector<double> numbers = {};
+  std::exception_ptr problem = {};
+  Failure failure = {};
+};
+Attempt attempt(const Explain& explain, const std::function<std::vector<double>()>& own);
+// The numbers of all ranks, `count` each, a row for each rank. Where any rank has an error `end` is called on all, and throws.
+// Collective.
+std::vector<std::vector<double>> rows_of_all(const Ranks& ranks, const Attempt& mine, size_t count, comm::Label label,
+                                             const std::function<void()>& end);
+
 // What each rank makes by itself, as many numbers on all of them, a row for each rank. An error of one rank is one of all, which it
 // leaves at one place: there it is thrown as it is, elsewhere as StageFailed, "[pipeline] stage 1 (rank 2) could not DO: " and its
 // text. A lost connection is thrown at once. Collective.

@@ -54,7 +54,7 @@ std::optional<double> Runner::eval_batch(Stage& stage, const Table& table, const
   });
 }
 
-// Once all ranks have theirs.
+// Returns once all ranks have their data.
 void Runner::read(Stage& stage, int64_t micro_batches) const {
   const auto wanted = static_cast<double>(micro_batches);
   const auto rows = agreed_rows(
@@ -79,33 +79,24 @@ void Runner::read(Stage& stage, int64_t micro_batches) const {
   stage.end_of_data();
 }
 
-template <class F>
 std::vector<std::vector<double>> Runner::amid_messages(const Stage& stage, size_t count, comm::Label label,
-                                                       const F& work) {
+                                                       const std::function<std::vector<double>()>& work) {
   under_way_ = true;
-  std::exception_ptr problem;
-  Failure failure;
-  std::vector<double> own;
-  try {
-    own = work();
-  } catch (...) {
-    problem = std::current_exception();
-    failure = stage.explain(problem);
+  Attempt mine = attempt([&](const std::exception_ptr& error) { return stage.explain(error); }, work);
+  Failure& failure = mine.failure;
+  if (mine.problem) {
     if (!failure.announced && !failure.lost)
       failure.text = c10::str("[pipeline] ", ranks_.name(), kFailed, failure.text);
     announce(failure);
-    if (failure.lost) throw;
+    if (failure.lost) std::rethrow_exception(mine.problem);
   }
-  own.resize(count);
-  own.push_back(problem ? 1 : 0);
   std::vector<std::vector<double>> rows;
   try {
-    rows = ranks_.rows(own, label);
-    if (std::ranges::any_of(rows, [](const auto& row) { return row.back() != 0; })) end_failed(problem, failure);
+    rows = rows_of_all(ranks_, mine, count, label, [&] { end_failed(mine.problem, failure); });
   } catch (const StageFailed&) {
     throw;
   } catch (const c10::DistBackendError&) {
-    if (problem) std::rethrow_exception(problem);
+    if (mine.problem) std::rethrow_exception(mine.problem);
     throw;
   }
   ranks_.flush();
@@ -139,7 +130,7 @@ void Runner::sum_gradients(Stage& stage) {
   });
 }
 
-// Over micro-batches, added up in fp32.
+// The mean over micro-batches, added up in fp32.
 double Runner::mean_of(const Tensors& losses) const {
   if (losses.empty()) return 0;
   at::Tensor total = at::zeros({}, losses[0].options());
@@ -148,7 +139,7 @@ double Runner::mean_of(const Tensors& losses) const {
   return (total / static_cast<double>(losses.size())).item<double>();
 }
 
-// Some rank could not go on: its error there, and what it announces on all others.
+// Some rank could not go on: throws its error there, and on all others what it announces.
 void Runner::end_failed(const std::exception_ptr& problem, const Failure& failure) const {
   const bool own = problem && !failure.announced;
   const auto texts = ranks_.texts(own ? failure.text : "", "why a batch has failed");

@@ -2,11 +2,12 @@
 //
 // Note [A call that failed]
 //   An engine of a pipeline has one call at a time: a batch, with what all stages do before and behind it. An error of one stage is
-//   one of all. Where no messages are under way it leaves all stages at one place, and the next call may come: the data has
-//   ended, ranks cannot step. Amid a batch messages may be on their way still, and stages have other gradients; where a rank is
-//   lost, others may be anywhere. After that every call is refused.
+//   an error of all. Where no messages are under way the error leaves all stages at one place, and the next call may come: the
+//   data has ended, ranks cannot step. Amid a batch messages may still be on their way, and gradients of stages differ; where a
+//   rank is lost, the others may be anywhere. After such an error every call is refused.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,10 +24,10 @@ class Runner {
   Runner(Ranks ranks, std::shared_ptr<Ties> ties, int chunks, at::Device device, std::vector<comm::GroupPtr> beside);
 
   // One optimizer step: what was thawed joins, all ranks have their data, the batch, gradients of tied weights, and the step of all
-  // stages. The mean loss. Errors as of run(); UsageError where ranks have other numbers of micro-batches, or only some have any
+  // stages. Returns the mean loss. Errors as of run(); UsageError where ranks have other numbers of micro-batches, or only some have any
   // left. Collective over all ranks of all stages.
   std::optional<double> train_batch(Stage& stage, const Table& table, const Shape& shape);
-  // The same without gradients and step; no loss where the last stage computes none.
+  // Does the same without gradients and step; returns no loss where the last stage computes none.
   std::optional<double> eval_batch(Stage& stage, const Table& table, const Shape& shape);
 
   struct Result {
@@ -35,19 +36,19 @@ class Runner {
     int most_live = 0;  // see Run
     int64_t most_under_way = 0;
   };
-  // What this stage does of a batch. An error of one rank is one of all: there it is thrown as it is, elsewhere as StageFailed
+  // Runs this stage's part of a batch. An error of one rank is one of all: there it is thrown as it is, elsewhere as StageFailed
   // with its text, or as DistBackendError where ranks were lost. Collective over all ranks of all stages.
   Result run(Stage& stage, const Table& table, const Shape& shape, bool trains);
-  // Behind run(), and before the step: every copy of a tied weight gets the gradients of all. Errors as of run(), but that one from
+  // Behind run(), and before the step: every copy of a tied weight gets the gradients of all. Errors as of run(); an error from
   // before anything is sent leaves all stages at one place. Collective.
   void sum_gradients(Stage& stage);
 
   // ---- Note [A call that failed]
-  // UsageError within another call, and where one has failed so that none may come. Local, as all of these.
+  // UsageError within another call, and where an earlier one has failed so that none may come. Local, as all of these calls are.
   void check(const std::string& call) const;
   void begin(const std::string& call);
   void end() { call_.clear(); }
-  // In place of end(). Where ranks are lost it announces that to all.
+  // Takes the place of end() after a failure. Where ranks are lost it announces that to all.
   void fail(const Failure& failure);
   template <class F>
   auto in_call(const std::string& call, const Stage& stage, const F& body) {
@@ -61,20 +62,20 @@ class Runner {
       throw;
     }
   }
-  // That which is under way; empty: none.
+  // The call that is under way; empty: none.
   const std::string& call() const { return call_; }
-  // Of all batches so far.
+  // The most micro-batches that were live at a time (see Run), of all batches so far.
   int most_live() const { return most_live_; }
 
   const Ranks& ranks() const { return ranks_; }
   Ties& ties() { return *ties_; }
 
  private:
-  // What work() returns, `count` numbers, of all ranks, as rows; an error of one rank is one of all, also of those that wait for its
-  // messages or beside it. Collective.
-  template <class F>
-  std::vector<std::vector<double>> amid_messages(const Stage& stage, size_t count, comm::Label label, const F& work);
-  // Everybody who may wait for this rank, now or later, gets this in place of what they wait for. Local.
+  // Returns what work() makes, `count` numbers, of all ranks, as rows; an error of one rank is one of all, also of those that wait
+  // for its messages or beside it. Collective.
+  std::vector<std::vector<double>> amid_messages(const Stage& stage, size_t count, comm::Label label,
+                                                 const std::function<std::vector<double>()>& work);
+  // Ranks that wait for this one, now or later, get the failure in place of what they wait for. Local.
   void announce(const Failure& failure);
   void read(Stage& stage, int64_t micro_batches) const;
   double mean_of(const Tensors& losses) const;
@@ -84,8 +85,8 @@ class Runner {
   const std::shared_ptr<Ties> ties_;
   Wires wires_;
   const std::vector<comm::GroupPtr> beside_;
-  std::string call_;        // that is under way
-  bool under_way_ = false;  // messages
+  std::string call_;        // the call that is under way; empty: none
+  bool under_way_ = false;  // messages are on their way
   std::string refused_;     // why no call may come
   int most_live_ = 0;
 };

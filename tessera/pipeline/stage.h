@@ -1,4 +1,4 @@
-// What the interpreter of schedules and the order of a batch ask of a stage, whichever front end it belongs to.
+// Stage: the calls by which the interpreter of schedules and the order of a batch use a stage, of either front end.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace tessera::pipeline {
 
-// One batch of a stage: its computations, and its engine. All calls are of the thread that runs the batch.
+// One batch of a stage: its computations, and its engine. The thread that runs the batch makes all calls.
 class Stage {
  public:
   virtual ~Stage() = default;
@@ -22,18 +22,18 @@ class Stage {
     Message message;       // for the next part of the model
     at::Tensor loss = {};  // of the last part: one element; undefined where an evaluation has none
   };
-  // The layers of a chunk. `inputs`: what the part before has sent; nothing for the first part of the model, which takes the
+  // Runs the layers of a chunk. `inputs`: the message of the part before; nothing for the first part of the model, which takes the
   // micro-batch's own.
   virtual Made forward(int chunk, int micro, Message inputs) = 0;
-  // loss.backward(), with the loss scale where the engine has one.
+  // Calls loss.backward(), with the loss scale where the engine has one.
   virtual void backward(const at::Tensor& loss) = 0;
-  // torch::autograd::backward(outputs, gradients).
+  // Calls torch::autograd::backward(outputs, gradients).
   virtual void backward(const Tensors& outputs, const Tensors& gradients) = 0;
-  // A micro-batch has gone forward and back, and is not the last one of its step.
+  // Counts a micro-batch that has gone forward and back, and is not the last one of its step.
   virtual void count_micro_batch() = 0;
-  // What was thawed is trained from here on. Collective in the stage.
+  // Trains what was thawed, from here on. Collective in the stage.
   virtual void join() = 0;
-  // What others are to know of this error.
+  // Returns what this rank announces of the error.
   virtual Failure explain(const std::exception_ptr& error) const { return failure_of(error); }
 
   // ---- of the engine
@@ -44,15 +44,15 @@ class Stage {
   virtual zero::StateAccess& states() = 0;
 
   // ---- of the batch, around what the interpreter does: Runner::train_batch(), eval_batch()
-  // The micro-batches that this stage needs: how many it has of those, -1 where it needs none. Local.
+  // Reads the micro-batches that this stage needs. Returns how many of them it has, -1 where it needs none. Local.
   virtual int64_t read(int64_t wanted) = 0;
   // Throws that the data has ended, as it has on all ranks that read.
   virtual void end_of_data() = 0;
-  // For logs: the mean of all micro-batches and ranks.
+  // Takes the mean loss of all micro-batches and ranks, for logs.
   virtual void set_loss(double loss) = 0;
-  // The step of all stages. `copies`: numbers of the parameters that an earlier stage has, too. Collective.
+  // Makes the step of all stages. `copies`: numbers of the parameters that an earlier stage has, too. Collective.
   virtual void step(const std::vector<int>& copies) = 0;
-  // There is no step: the next batch is not added to this one.
+  // Drops the gradients of a batch that is not stepped: the next batch is not added to them.
   virtual void forget_gradients() = 0;
 };
 

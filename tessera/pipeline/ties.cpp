@@ -16,7 +16,7 @@ using Json = nlohmann::ordered_json;
 
 constexpr int kFirstTag = 1 << 15;  // clear of those of activations and of links
 
-// What two copies must have alike.
+// Describes a copy by what all copies must have alike.
 std::string form_of(const Tied& tied) {
   std::string form;
   for (const auto& [name, param] : tied.params)
@@ -25,10 +25,10 @@ std::string form_of(const Tied& tied) {
   return form.empty() ? "no parameters" : form;
 }
 
-// Of a trained parameter: the range of its elements that a rank has.
+// The range of a trained parameter's elements that a rank has.
 using Ranges = std::map<std::string, std::vector<int64_t>>;
 
-// Which parameter is in one of them only.
+// Names a parameter that is in one of them only.
 std::string other_of(const Ranges& a, const Ranges& b) {
   std::set<std::string> names;
   for (const auto& [from, without] : {std::pair(&a, &b), std::pair(&b, &a)})
@@ -70,7 +70,7 @@ Ties::Ties(const Ranks& ranks, const std::vector<Tied>& tied, const Building& bu
     const Failure failure = failure_of(std::current_exception());
     for (Wire* wire : failure.announced ? std::vector<Wire*>() : outgoing())
       wire->try_to_send_failure(building.text_of(failure));
-    if (failure.announced) building.agree();  // to what the rank that failed says there
+    if (failure.announced) building.agree();  // the rank that failed announces its error there
     throw;
   }
   building.agree();
@@ -232,7 +232,7 @@ void Ties::sum_gradients(Stage& stage, const Used& used) {
   const at::NoGradGuard no_grad;
   for (Tie& tie : ties_) {
     Key& key = key_of(tie);
-    std::vector<int> numbers;  // of those that any place used; the others have no gradient, as in the whole model
+    std::vector<int> numbers;  // of parameters that any place used; the others have no gradient, as in the whole model
     for (size_t i = 0; i < tie.trained.size(); ++i)
       if (used[&key - keys_.data()][i]) numbers.push_back(tie.trained[i]);
     Tensors views, own;

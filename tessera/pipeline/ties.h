@@ -28,7 +28,7 @@ class Ties {
  public:
   // The first stage's values become those of all copies. Value error, on all ranks and before anything is sent, where copies
   // differ in number, names, shapes or dtypes of their parameters. An error of one rank amid messages ends the construction on all:
-  // there it is thrown, to be told by Building::fail(), elsewhere as StageFailed. Collective over all stages, which pass the same
+  // there it is thrown, for Building::fail() to announce, elsewhere as StageFailed. Collective over all stages, which pass the same
   // keys.
   Ties(const Ranks& ranks, const std::vector<Tied>& tied, const Building& building);
 

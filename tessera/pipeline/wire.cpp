@@ -9,11 +9,11 @@ namespace tessera::pipeline {
 namespace {
 
 enum What : int64_t { kTensors, kFailure, kTaken };
-// Of a header: What; number of the message; length of the form, and length of the note + 1, that follow (0: those of the message
-// before); messages that came the other way so far.
+// A header has: What; number of the message; length of the form, and length of the note + 1, that follow (0: those of the message
+// before); how many messages came the other way so far.
 enum Field : size_t { kWhat, kNumber, kForm, kNote, kSoFar, kFields };
 
-// For each tensor: dims (-1: undefined), dtype, whether it requires a gradient, sizes.
+// A form has, for each tensor: dims (-1: undefined), dtype, whether it requires a gradient, sizes.
 std::vector<int64_t> form_of(const Tensors& tensors) {
   std::vector<int64_t> form{static_cast<int64_t>(tensors.size())};
   for (const at::Tensor& t : tensors) {
@@ -26,7 +26,7 @@ std::vector<int64_t> form_of(const Tensors& tensors) {
   return form;
 }
 
-// What make(sizes, dtype) returns for each tensor of that form, in order; those that require a gradient do.
+// Returns what make(sizes, dtype) gives for each tensor of that form, in order; those that require a gradient there do here.
 template <class F>
 Tensors tensors_of(const std::vector<int64_t>& form, const F& make) {
   Tensors made;
@@ -142,7 +142,7 @@ std::string Wire::take_bytes(int64_t count) {
   return {static_cast<const char*>(tensor.const_data_ptr()), static_cast<size_t>(count)};
 }
 
-// Of the next message; what the other side says to have taken is let go of.
+// Reads the header of the next message, and lets go of the tensors that it acknowledges.
 Wire::Header Wire::take_header() {
   Header header = take_numbers(kFields);
   ++taken_;

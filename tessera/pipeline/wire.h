@@ -1,13 +1,13 @@
-// What stages send each other: lists of tensors, in messages that say of themselves what they are.
+// Wire: messages between stages, lists of tensors whose form goes with them.
 //
 // A message is a header, the form of the tensors and the note where they are others than those of the message before, and the
 // tensors. So their number, shapes and dtypes may change from one message to the next, and cost nothing where they do not.
 //
 // Note [What is under way]
-//   A tensor that was sent is kept until it has been taken, and not every back end says when that is: Gloo does once it is asked
+//   A tensor that was sent is kept until the other side has taken it, and not every back end says when: Gloo does once it is asked
 //   to wait. So a sender asks only for what the receiver has acknowledged. Every header acknowledges the messages that came the
-//   other way: a gradient that comes back does so for activations, the next activation for gradients, and what is under
-//   way is bounded by what the schedule holds. Where nothing comes back (an evaluation) the receiver sends an acknowledgement of each
+//   other way: a gradient that comes back acknowledges activations, the next activation acknowledges gradients, and the schedule
+//   bounds what is under way. Where nothing comes back (an evaluation) the receiver sends an acknowledgement of each
 //   message, and the sender reads that before it runs too far ahead. All waits are for messages, so each of them ends with a failure
 //   of the other side. The ends of a link acknowledge every message: how many are sent before something comes back is their user's.
 #pragma once
@@ -56,18 +56,18 @@ class Wire {
   // Messages are received on `device`. Both lines have the peer's rank.
   Wire(Peer peer, Line outgoing, Line incoming, at::Device device);
 
-  // Tensors of any dtype and layout; undefined ones arrive as such. `number` tells messages apart. Waits for nobody.
+  // Sends tensors of any dtype and layout; undefined ones arrive as such. `number` is that of the message. Waits for nobody.
   void send(const Message& message, int64_t number);
   // Sends a failure in place of the next message: this side cannot go on.
   void send_failure(const std::string& text);
-  // Nothing where the other side is lost: nobody waits there.
+  // Does so, and nothing where the other side is lost: nobody waits there.
   void try_to_send_failure(const std::string& text);
 
   // Returns the next message: leaves that require a gradient where the sender's do. UsageError when it has another number;
   // StageFailed when the other side could not go on; DistBackendError, which names the other side, when it is lost.
   Message receive(int64_t number);
 
-  // Acknowledges what has been taken, where nothing else goes this way.
+  // Acknowledges the messages that were taken, where no other message goes this way.
   void acknowledge();
   // Waits, where nothing else comes this way, until at most so many messages are under way. Errors as of receive().
   void await_taken(int64_t most);
@@ -79,7 +79,7 @@ class Wire {
 
   // Messages that the other side has not acknowledged.
   int64_t under_way() const { return static_cast<int64_t>(under_way_.size()); }
-  int64_t forms() const { return forms_; }  // messages that had to say their form
+  int64_t forms() const { return forms_; }  // messages that had their form with them
 
  private:
   using Header = std::vector<int64_t>;

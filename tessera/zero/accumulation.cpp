@@ -52,8 +52,7 @@ void Accumulation::begin(const State& state) {
   for (const GradientCounts& counts : state.counts) {
     Unit& unit = *units_[counts.param].unit;
     if (!counts.has_sum || unit.has_sum()) continue;
-    unit.make_sums();
-    unit.progress().put_sums();
+    unit.put_sums();
   }
 }
 
@@ -61,7 +60,7 @@ void Accumulation::put(const HeldGradient& gradient) {
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_[gradient.param];
   Unit& unit = *place.unit;
-  Param& p = *place.param;
+  const Param& p = *place.param;
   TESSERA_ASSERT(gradient.range == range_of(gradient.param, gradient.reduced));
   if (!gradient.reduced) return driver_.reducer().put(unit, p, gradient.values);
   const shard::Range owned = unit.owned_slice(p);
@@ -74,10 +73,10 @@ void Accumulation::put(const HeldGradient& gradient) {
 void Accumulation::end(const State& state) {
   for (const GradientCounts& counts : state.counts) {
     Unit& unit = *units_[counts.param].unit;
-    Param& p = *units_[counts.param].param;
-    p.grad.restore(counts.has_grad, counts.filled, counts.additions);
+    const Param& p = *units_[counts.param].param;
+    unit.restore_grad(p, counts.has_grad, counts.filled, counts.additions);
     if (p.grad.has() && unit.in_pieces()) unit.make_run(p);
-    unit.progress().restore_sums(counts.sums);
+    unit.restore_sums(counts.sums);
   }
   driver_.resume(state.unreduced, state.flushed, state.scaled, state.replicas_agree);
 }

@@ -14,22 +14,23 @@ bool is_bound(const Param& param, const Unit& unit) {
 
 void adopt_param(const Place& place, bool compare) {
   const c10::AutoGradMode no_grad(false);
-  Param& p = *place.param;
+  const Param& p = *place.param;
   Unit& unit = *place.unit;
   // Sharded parameters are written to in regions only, which take the values along; sent ones have no data.
   if (unit.flat().sharded() || unit.flat().has_private_copy(place.item) || unit.flat().is_sent()) return;
   if (is_bound(p, unit)) {
     const bool written = p.writes.any(p.tensor);
+    bool followed = false;
     if (written && unit.residual().defined()) {
       unit.adopt_beside_residual(p);
     } else if (written && unit.master().defined() &&
                !unit.adopts(p)) {  // the master was set before: the later write holds
       unit.set_master_from(p, p.tensor.detach());
-      p.ahead = false;
+      followed = true;
     } else if (compare) {
       unit.adopt_written(p);
     }
-    p.writes.forget(p.tensor);  // last: who has no memory for the above tries again
+    unit.know_writes(p, followed);  // last: who has no memory for the above tries again
     return;
   }
   TESSERA_CHECK(p.tensor.sizes() == p.form.sizes && p.tensor.scalar_type() == unit.flat().dtype(), "engine",
@@ -41,7 +42,7 @@ void adopt_param(const Place& place, bool compare) {
   shard::check_device(p.tensor.device());
   if (!unit.master_is_weight()) unit.adopt_replaced(p, unit.owned_values(place.item));
   unit.flat().take_replaced(place.item);
-  p.writes.forget(p.tensor);
+  unit.know_writes(p);
 }
 
 void adopt_params(const Units& units, bool compare) {

@@ -86,7 +86,7 @@ void BackwardDriver::check_all_watched() {
         "' was converted (module.to(...)) after a first register_hook() and got gradients past the engine: call the "
         "engine, not its module, for the first forward after that; engine.zero_grad() drops them");
     TESSERA_CHECK(
-        sink_ == nullptr, "engine.step", "parameter '", p.name,
+        !sink_->uses_up(), "engine.step", "parameter '", p.name,
         "' has a gradient that was put into p.grad by hand, and tessera.update_in_backward has updated it in the "
         "backward: reset p.grad, or switch update_in_backward off");
   }
@@ -106,8 +106,8 @@ bool BackwardDriver::may_reduce(const StepState& step) const {
   return units_.placements().reduce_at == shard::ReduceAt::EveryBackward || step.boundary;
 }
 
-void BackwardDriver::send_sums_to(SumSink* sink) {
-  sink_ = sink;
+void BackwardDriver::send_sums_to(SumSink& sink) {
+  sink_ = &sink;
   reducer_->send_sums_to(sink);
 }
 
@@ -115,7 +115,7 @@ void BackwardDriver::backward_begun(const std::vector<ScopeCall*>& calls) try {
   units_.check_here("backward");
   units_.lane().gather_rest();
   units_.check_not_captured("backward");
-  if (sink_ != nullptr) sink_->backward_begun();
+  sink_->backward_begun();
   reducer_->begin_backward();
   if (units_.placements().grads == shard::Placement::Replicate) part_visible_grads();
   units_.unsharder().begin_backward(calls);
@@ -164,10 +164,8 @@ void BackwardDriver::gradient_ready(ParamId id, at::Tensor& grad, const Backward
   const Place& place = units_[id];
   const StepState step = step_();
   at::Tensor arrived = std::exchange(grad, at::Tensor());  // what stays there after an error would be the user's
-  if (sink_ != nullptr) {
-    check_once(backward);
-    if (!backward.in_forward) sink_->compare();
-  }
+  if (sink_->uses_up()) check_once(backward);
+  if (!backward.in_forward) sink_->compare();
   if (!place.trained()) {
     grad = waiting_sum(id, arrived, backward);
     if (place.held()) units_.unsharder().gradient_arrived(place.number, place.item);
@@ -239,7 +237,7 @@ bool BackwardDriver::flush_round(int round, const StepState& step) {
   const bool visible = units_.placements().grads == shard::Placement::Replicate;
   switch (round) {
     case 0:
-      if (sink_ != nullptr) sink_->compare();
+      sink_->compare();
       reducer_->launch_rest(visible);
       return true;
     case 1:
@@ -248,13 +246,13 @@ bool BackwardDriver::flush_round(int round, const StepState& step) {
     case 2:
       reducer_->finish();
       if (step.boundary) reducer_->launch_replicas();
-      if (sink_ != nullptr) sink_->launch_end();
+      sink_->launch_end();
       return true;
     case 3:
       reducer_->finish_replicas();
-      if (sink_ != nullptr) sink_->finish_end();
+      sink_->finish_end();
       unreduced_ = false;
-      flushed_ = sink_ == nullptr || !sink_->refuses();
+      flushed_ = !sink_->refuses();
       if (visible && units_.ranks().size() > 1) show_remote_grads();
       return !flushed_;
     default:  // the other engines of this backward are through
@@ -281,11 +279,11 @@ void BackwardDriver::reduce_replicas() {
 void BackwardDriver::show_remote_grads() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
-    Param& p = *place.param;
+    const Param& p = *place.param;
     if (p.grad.has() || !p.tensor.requires_grad()) continue;
     const at::Tensor sum = place.unit->visible(p);
     if (!sum.any().item<bool>()) continue;
-    p.grad.show(true);
+    place.unit->show_grad(p, true);
     p.tensor.mutable_grad() = sum;
   }
 }
@@ -325,7 +323,7 @@ void BackwardDriver::adopt_grads() {
     if (const Param& p = *units_[id].param; p.tensor.grad().defined()) check_shape(p, p.tensor.grad());
   if (units_.placements().grads == shard::Placement::Replicate) {
     adopt_visible_grads();
-  } else if (sink_ == nullptr) {  // with one refused: check_all_watched()
+  } else if (!sink_->uses_up()) {  // there they are refused: check_all_watched()
     adopt_given_grads();
   }
 }
@@ -340,7 +338,7 @@ void BackwardDriver::adopt_grad(const Place& place) {
 void BackwardDriver::adopt_given_grads() {
   for (const ParamId id : units_.trained_ids()) {
     const Place& place = units_[id];
-    Param& p = *place.param;
+    const Param& p = *place.param;
     at::Tensor& grad = p.tensor.mutable_grad();
     if (!grad.defined() || (p.tensor.requires_grad() && !hooks_.watches(p.tensor))) continue;
     const at::Tensor given = std::exchange(grad, at::Tensor());
@@ -370,7 +368,7 @@ void BackwardDriver::warn_of_zeros(const Param& param) {
 
 void BackwardDriver::put_gradient(const Place& place, const at::Tensor& flat) {
   Unit& unit = *place.unit;
-  Param& p = *place.param;
+  const Param& p = *place.param;
   have_gradient(place);
   const shard::Range mine = units_.local_range(place);
   const auto [buffer, there] = unit.gradient(p, unit.owned_slice(p));
@@ -380,10 +378,10 @@ void BackwardDriver::put_gradient(const Place& place, const at::Tensor& flat) {
 
 // Where no backward ran the whole unit becomes zeros, else its gradients stay what they are.
 void BackwardDriver::have_gradient(const Place& place) {
-  Param& p = *place.param;
+  const Param& p = *place.param;
   if (place.unit->progress().state() == GradState::Empty) settle_empty_units();
   if (place.unit->in_pieces()) place.unit->make_run(p);
-  p.grad.come();
+  place.unit->grad_came(p);
   if (place.unit->grads_are_visible()) p.tensor.mutable_grad() = place.unit->visible(p);
 }
 
@@ -407,15 +405,15 @@ void BackwardDriver::adopt_visible_grads() {
 
 void BackwardDriver::adopt_visible(const Place& place) {
   Unit& unit = *place.unit;
-  Param& p = *place.param;
+  const Param& p = *place.param;
   at::Tensor& grad = p.tensor.mutable_grad();
   if (!grad.defined()) {  // the user dropped it
     if (!p.grad.has()) return;
     if (unreduced_) return reducer_->clear(unit, p);
     unit.visible(p).zero_();
-    p.grad.show(false);
+    unit.show_grad(p, false);
   } else if (is_visible_view(place, grad) && (p.grad.has() || !unreduced_)) {
-    p.grad.show(true);
+    unit.show_grad(p, true);
   } else if (unreduced_) {
     const at::Tensor given = std::exchange(grad, at::Tensor());
     reducer_->clear(unit, p);
@@ -424,7 +422,7 @@ void BackwardDriver::adopt_visible(const Place& place) {
   } else {
     if (unit.in_pieces()) unit.make_run(p);
     unit.visible(p).copy_(grad.is_sparse() ? grad.to_dense() : grad);
-    p.grad.show(true);
+    unit.show_grad(p, true);
   }
 }
 
@@ -446,14 +444,14 @@ void BackwardDriver::take_joined(const std::vector<ParamId>& ids) try {
     if (std::ranges::any_of(ids, [&](ParamId id) { return units_[id].unit == unit.get(); }))
       joined.push_back(unit.get());
   }
-  if (sink_ != nullptr && flushed_) sink_->prepare();
+  if (flushed_) sink_->prepare();
   for (const ParamId id : ids) {
     const Place& place = units_[id];
     const at::Tensor grad = std::exchange(place.param->tensor.mutable_grad(), at::Tensor());
     if (grad.defined()) reducer_->accumulate(*place.unit, *place.param, grad.is_sparse() ? grad.to_dense() : grad, 1.0);
   }
   reducer_->join(std::move(all), joined, /*with_others=*/!flushed_);
-  if (sink_ != nullptr && flushed_) {
+  if (flushed_) {
     sink_->launch_end();
     sink_->finish_end();
   }
@@ -488,7 +486,7 @@ void BackwardDriver::drop_gradients() {
 void BackwardDriver::used_up(Unit& unit) {
   const std::lock_guard lock(hooks_.mutex());
   reducer_->forget(unit);
-  for (Param& p : unit.params())
+  for (const Param& p : unit.params())
     p.tensor.mutable_grad().reset();
 }
 
@@ -529,8 +527,7 @@ bool BackwardDriver::reads_local_gradient(const Place& place) {
 void BackwardDriver::settle_empty_units() {
   for (const auto& unit : units_.all()) {
     if (unit->progress().state() != GradState::Empty) continue;
-    unit->make_sums();
-    unit->progress().put_sums();
+    unit->put_sums();
   }
   flushed_ = true;
 }
@@ -550,7 +547,7 @@ void BackwardDriver::resume(bool unreduced, bool flushed, bool scaled, bool repl
 void BackwardDriver::remove() {
   hooks_.remove();
   try {
-    if (sink_ != nullptr) sink_->drop();
+    sink_->drop();
   } catch (const std::exception&) {
     // A device that fails: its next use throws.
   }

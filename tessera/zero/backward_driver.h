@@ -94,7 +94,7 @@ class BackwardDriver final : private HookSink {
   int64_t unstepped() const { return forwards_count_ ? of_forwards_.unstepped : of_backwards_.unstepped; }
 
   // From here on `sink` takes the sums over ranks, and no buffer keeps them. It must outlive the driver.
-  void send_sums_to(SumSink* sink);
+  void send_sums_to(SumSink& sink);
 
   // Removes the hooks: no gradient comes any more. Local, never waits.
   void remove();
@@ -131,7 +131,8 @@ class BackwardDriver final : private HookSink {
   Units& units_;
   std::function<StepState()> step_;
   std::unique_ptr<Reducer> reducer_;
-  SumSink* sink_ = nullptr;
+  SumSink no_sink_;
+  SumSink* sink_ = &no_sink_;
   std::map<ParamId, at::Tensor> so_far_;  // of gradients that wait, while autograd makes the next one
   std::map<ParamId, int64_t> given_;      // checksums of gradients put by hand
   bool scaled_ = false;

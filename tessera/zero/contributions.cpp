@@ -6,6 +6,7 @@
 #include "tessera/shard/part.h"
 #include "tessera/shard/storage.h"
 #include "tessera/zero/memory_for.h"
+#include "tessera/zero/sum_destination.h"
 
 namespace tessera::zero {
 
@@ -15,9 +16,11 @@ constexpr unsigned kStepShift = 16;  // additions of one step are numbered from 
 constexpr uint64_t kSums = 1 << 15;  // sums are numbered from here on
 }  // namespace
 
-Contributions::Contributions(const Options& options, const Averaging& averaging, GradBuckets& buckets)
+Contributions::Contributions(const Options& options, const Averaging& averaging, GradBuckets& buckets,
+                             DestinationOf destination_of)
     : averaging_(averaging),
       buckets_(buckets),
+      destination_of_(std::move(destination_of)),
       stochastic_(options.precision.grad_rounding == kernels::Rounding::Stochastic &&
                   at::elementSize(options.precision.grad) == 2),
       seed_(options.seed) {}
@@ -27,11 +30,7 @@ void Contributions::begin(Unit& unit) {
   if (unit.in_pieces()) return unit.accumulate_in({}, /*pooled=*/false);
   const bool goes_on = one_rank(unit) && unit.has_sum();
   acquire(unit);
-  if (goes_on) {
-    if (HostGrads* const host = unit.host_grads())
-      shard::come_after(*buckets_.copies.come_back(*host, unit.partial()), unit.partial().device());
-    return;
-  }
+  if (goes_on) return destination_of_(unit).bring_to(unit, unit.partial());
   for (const shard::Range& gap : unit.layout().padding())
     shard::fill_zero(shard::part_of(unit.partial(), gap));
 }
@@ -70,7 +69,7 @@ shard::Memory Contributions::slot(Unit& unit, const Param& param, const at::Tens
   return shard::memory_of(run.grad.tensor(), param.range.begin - run.range.begin);
 }
 
-void Contributions::add(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours) {
+void Contributions::add(Unit& unit, const Param& param, const at::Tensor& grad, double scale, bool ours) {
   unit.on_this_stream();
   begin(unit);
   // Forms are dense, so equal strides mean equal order in memory.
@@ -87,8 +86,7 @@ void Contributions::add(Unit& unit, Param& param, const at::Tensor& grad, double
   if (!param.grad.filled()) {
     if (to.data != from.data || scale != 1) shard::scaled_copy(to, from, scale, n);
   } else if (stochastic_) {
-    const uint64_t rank = static_cast<uint64_t>(unit.ranks().rank()) << kRankShift,
-                   number = param.grad.count_addition();
+    const uint64_t rank = static_cast<uint64_t>(unit.ranks().rank()) << kRankShift, number = unit.count_addition(param);
     shard::for_stretches(param.cut, {0, n}, [&](shard::Range r, int64_t first) {
       const at::Tensor sum = unit.contribution(param);
       shard::scaled_add(shard::memory_of(sum, r.begin), shard::memory_of(source, r.begin), scale, r.size(),
@@ -97,15 +95,15 @@ void Contributions::add(Unit& unit, Param& param, const at::Tensor& grad, double
   } else {
     shard::scaled_add(to, from, scale, n);
   }
-  param.grad.come();
+  unit.grad_came(param);
 }
 
-void Contributions::put(Unit& unit, Param& param, const at::Tensor& values) {
+void Contributions::put(Unit& unit, const Param& param, const at::Tensor& values) {
   unit.on_this_stream();
   begin(unit);
   if (unit.in_pieces()) unit.make_run(param);
   unit.contribution(param).copy_(values);
-  param.grad.fill();
+  unit.fill_grad(param);
 }
 
 // Random bits for addition `number` of this step to `param`, from element `first` of the whole on.
@@ -118,7 +116,7 @@ void Contributions::add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& 
     shard::scaled_add(to, from);
     return;
   }
-  const uint64_t number = kSums + unit.progress().count_sum();  // ranks' additions differ in number: they do not count
+  const uint64_t number = kSums + unit.count_sum();  // ranks' additions differ in number: they do not count
   for (const Param& p : unit.params()) {
     const shard::Range r = unit.owned_slice(p);
     if (r.empty()) continue;
@@ -131,14 +129,14 @@ void Contributions::add_sum(Unit& unit, const at::Tensor& to, const at::Tensor& 
   }
 }
 
-void Contributions::clear(Unit& unit, Param& param) {
+void Contributions::clear(Unit& unit, const Param& param) {
   if (unit.has_sum() && !one_rank(unit)) {
     unit.on_this_stream();
     const shard::Range r = unit.owned_slice(param);
     unit.gradients().fill(r, 0);
   }
   if (unit.in_pieces() && unit.run_of(param).alone) unit.drop_run(unit.run_of(param));
-  param.grad.drop();
+  unit.drop_grad(param);
 }
 
 void Contributions::zero_unfilled(Unit& unit) {

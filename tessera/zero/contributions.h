@@ -18,23 +18,28 @@
 //   any world.
 #pragma once
 
+#include <functional>
+
 #include "tessera/shard/dtype.h"
 #include "tessera/zero/reduction.h"
 
 namespace tessera::zero {
 
+class SumDestination;
+using DestinationOf = std::function<SumDestination&(const Unit&)>;
+
 class Contributions {
  public:
-  Contributions(const Options& options, const Averaging& averaging, GradBuckets& buckets);
+  Contributions(const Options& options, const Averaging& averaging, GradBuckets& buckets, DestinationOf destination_of);
 
   // Contributions to `unit` have memory, if they had none.
   void begin(Unit& unit);
   // Adds scale * grad (dense, shape of the parameter) to the parameter's slot. `ours`: nobody else has it or its memory.
-  void add(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours);
+  void add(Unit& unit, const Param& param, const at::Tensor& grad, double scale, bool ours);
   // This rank's contribution to `param` is `values` (1-D), as add() had left it.
-  void put(Unit& unit, Param& param, const at::Tensor& values);
+  void put(Unit& unit, const Param& param, const at::Tensor& values);
   // Forgets the contribution to `param` since the last step.
-  void clear(Unit& unit, Param& param);
+  void clear(Unit& unit, const Param& param);
   // Frees the contributions to `unit`.
   void release(Unit& unit);
   // Slots of `unit` without a contribution become zero.
@@ -51,6 +56,7 @@ class Contributions {
 
   const Averaging& averaging_;
   GradBuckets& buckets_;
+  const DestinationOf destination_of_;
   bool stochastic_;  // Note [Accumulation in 16 bits]
   uint64_t seed_;
 };

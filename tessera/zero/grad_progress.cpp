@@ -27,6 +27,11 @@ bool may_move(GradState from, GradState to) {
   return false;
 }
 
+GradAt place_of(bool has, bool filled) {
+  if (filled) return has ? GradAt::Slot : GradAt::Unseen;
+  return has ? GradAt::Elsewhere : GradAt::Nowhere;
+}
+
 }  // namespace
 
 const char* grad_state_name(GradState state) {
@@ -77,6 +82,37 @@ void GradProgress::end_calls() {
   if (turn_ == Turn::Waiting) move_to(Turn::Over);
 }
 
+void GradProgress::come(ParamGrad& param) const {
+  TORCH_INTERNAL_ASSERT(state_ != GradState::Empty, "a gradient of a unit that has none");
+  param.at_ = GradAt::Slot;
+}
+
+void GradProgress::fill(ParamGrad& param) const {
+  TORCH_INTERNAL_ASSERT(accumulates(), "contributions without memory");
+  param.at_ = place_of(param.has(), /*filled=*/true);
+}
+
+void GradProgress::empty(ParamGrad& param) const {
+  TORCH_INTERNAL_ASSERT(accumulates(), "contributions without memory");
+  param.at_ = place_of(param.has(), /*filled=*/false);
+}
+
+void GradProgress::show(ParamGrad& param, bool has) const {
+  TORCH_INTERNAL_ASSERT(!has || state_ != GradState::Empty, "a gradient of a unit that has none");
+  param.at_ = place_of(has, param.filled());
+}
+
+uint64_t GradProgress::count_addition(ParamGrad& param) const {
+  TORCH_INTERNAL_ASSERT(param.filled() && accumulates(), "an addition to contributions that are not there");
+  return param.additions_++;
+}
+
+void GradProgress::restore(ParamGrad& param, bool has, bool filled, uint64_t additions) const {
+  TORCH_INTERNAL_ASSERT(!(has || filled) || state_ != GradState::Empty, "a gradient of a unit that has none");
+  param.at_ = place_of(has, filled);
+  param.additions_ = additions;
+}
+
 void GradProgress::accumulate(bool pooled) {
   move_to(GradState::Accumulating);
   pooled_ = pooled;
@@ -121,6 +157,12 @@ void GradProgress::put_sums() {
   move_to(GradState::Reduced);
   has_sum_ = true;
   check();
+}
+
+void GradProgress::end(ParamGrad& param) const {
+  TORCH_INTERNAL_ASSERT(state_ == GradState::Empty, "a gradient is forgotten alone");
+  drop(param);
+  param.additions_ = 0;
 }
 
 void GradProgress::end() {

@@ -25,25 +25,26 @@ enum class Turn : uint8_t {
   Launched,  // on its way, or done
 };
 
-// The gradient of one parameter, on this rank.
+// Where the gradient of one parameter is since the last step, on this rank. Its slot is its memory among its unit's contributions.
+enum class GradAt : uint8_t {
+  Nowhere,    // there is none
+  Slot,       // in the slot
+  Elsewhere,  // in the sum over ranks, from an earlier backward, another rank or the user; the slot holds nothing
+  Unseen,     // in the slot, but the parameter counts as one without: zeros, or what a checkpoint is about to complete
+};
+
+// The gradient of one parameter, on this rank. Its unit's GradProgress changes it.
 class ParamGrad {
  public:
-  bool has() const { return has_; }                  // the parameter saw a gradient since the last step
-  bool filled() const { return filled_; }            // while its unit accumulates: the contributions hold a gradient
+  GradAt at() const { return at_; }
+  // Whether a gradient came since the last step; whether, while its unit accumulates, the slot's values are valid.
+  bool has() const { return at_ == GradAt::Slot || at_ == GradAt::Elsewhere; }
+  bool filled() const { return at_ == GradAt::Slot || at_ == GradAt::Unseen; }
   uint64_t additions() const { return additions_; }  // stochastically rounded additions to it since the last step
-
-  void come() { has_ = filled_ = true; }
-  void fill() { filled_ = true; }
-  void empty_slot() { filled_ = false; }
-  void show(bool has) { has_ = has; }  // some rank has a gradient, or the user says so
-  void drop() { has_ = filled_ = false; }
-  void end() { drop(), additions_ = 0; }
-  uint64_t count_addition() { return additions_++; }
-  void restore(bool has, bool filled, uint64_t additions) { has_ = has, filled_ = filled, additions_ = additions; }
 
  private:
   friend class GradProgress;
-  bool has_ = false, filled_ = false;
+  GradAt at_ = GradAt::Nowhere;
   uint64_t additions_ = 0, fired_in_ = 0;  // fired_in_: number of the last backward in which its hook ran
 };
 
@@ -67,6 +68,17 @@ class GradProgress {
   // All module calls that used the unit are through.
   void end_calls();
 
+  // The gradient of one of the unit's parameters. come(): it is in the slot; fill(): so are values that a checkpoint has, which
+  // restore() makes a gradient; empty(): the slot's values are no longer valid; show(): the parameter counts as one with a
+  // gradient, or without; drop(): there is none. Internal error where the unit has no gradients that this could be one of.
+  void come(ParamGrad& param) const;
+  void fill(ParamGrad& param) const;
+  void empty(ParamGrad& param) const;
+  void show(ParamGrad& param, bool has) const;
+  void restore(ParamGrad& param, bool has, bool filled, uint64_t additions) const;
+  uint64_t count_addition(ParamGrad& param) const;
+  static void drop(ParamGrad& param) { param.at_ = GradAt::Nowhere; }
+
   // Contributions have memory from here on.
   void accumulate(bool pooled);
   // The contributions are given away: launch() to a reduction on its way; launch_alone(), on one rank, makes them the sum.
@@ -79,8 +91,9 @@ class GradProgress {
   void restore_sums(uint64_t sums);  // nothing where there are no gradients
   // Sums are there without contributions: zeros, or what the user or a checkpoint has.
   void put_sums();
-  // Forgets all gradients.
+  // Forgets all gradients; of a parameter, once the unit has.
   void end();
+  void end(ParamGrad& param) const;
 
  private:
   void move_to(GradState next);

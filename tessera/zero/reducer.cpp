@@ -20,21 +20,25 @@ Reducer::Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& op
       phases_(phases),
       units_(std::move(units)),
       averaging_(options.gradient_factor.value_or(1.0 / ranks.size())),
-      overlap_(options.overlap &&
-               (options.update_in_backward ||
-                std::ranges::any_of(units_, [](const Unit* u) { return !one_rank(*u) || u->host_grads(); }))),
-      contributions_(options, averaging_, buckets_),
+      overlap_(options.overlap),
+      contributions_(options, averaging_, buckets_,
+                     [this](const Unit& unit) -> SumDestination& { return destination_of(unit); }),
       kept_(contributions_),
       host_(contributions_, buckets_),
       replicas_(
           ranks, averaging_, patience_, buckets_,
           [this](const Unit& unit) -> SumDestination& { return destination_of(unit); }, phases) {
+  see_what_goes_on();
   begin_backward();
 }
 
-void Reducer::send_sums_to(SumSink* sink) {
-  sink_ = sink;
-  sunk_ = sink == nullptr ? nullptr : std::make_unique<SunkSum>(*sink, buckets_);
+void Reducer::see_what_goes_on() {
+  any_goes_on_ = std::ranges::any_of(units_, [this](const Unit* unit) { return destination_of(*unit).goes_on(*unit); });
+}
+
+void Reducer::send_sums_to(SumSink& sink) {
+  sunk_ = std::make_unique<SunkSum>(sink, buckets_);
+  see_what_goes_on();
 }
 
 // Makes room for one more unit: waits for the oldest one, but not long.
@@ -43,11 +47,8 @@ void Reducer::make_room() {
     finish_oldest();
 }
 
-void Reducer::accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours) {
-  TESSERA_CHECK(sink_ == nullptr || unit.progress().turn() != Turn::Launched, "zero", "parameter '", param.name,
-                "' got a gradient after its unit was updated in this backward (tessera.update_in_backward): it is used "
-                "in several nested backwards, as with reentrant checkpointing of shared layers; "
-                "checkpoint without reentry, or switch update_in_backward off");
+void Reducer::accumulate(Unit& unit, const Param& param, const at::Tensor& grad, double scale, bool ours) {
+  destination_of(unit).check_open(unit, param);
   contributions_.add(unit, param, grad, scale, ours);
 }
 
@@ -57,14 +58,14 @@ void Reducer::begin_backward() {
   next_ = 0;
 }
 
-void Reducer::fired(Unit& unit, Param& param, bool may_launch) {
-  unit.progress().fire(param.grad);
-  if (may_launch && overlap_) launch_complete();
+void Reducer::fired(Unit& unit, const Param& param, bool may_launch) {
+  unit.fire(param);
+  if (may_launch && overlap_ && any_goes_on_) launch_complete();
 }
 
 void Reducer::over(Unit& unit, bool may_launch) {
-  unit.progress().end_calls();
-  if (may_launch && overlap_) launch_complete();
+  unit.end_calls();
+  if (may_launch && overlap_ && any_goes_on_) launch_complete();
 }
 
 void Reducer::launch_complete() {
@@ -86,8 +87,7 @@ SumDestination& Reducer::destination_of(const Unit& unit) {
 }
 
 void Reducer::launch_alone(Unit& unit) {
-  const at::Tensor bucket = unit.give_partial();
-  unit.progress().launch_alone();
+  const at::Tensor bucket = unit.launch_alone();
   destination_of(unit).take_alone(unit, bucket);
 }
 
@@ -108,8 +108,7 @@ void Reducer::launch(Unit& unit) {
   work.sum = source.narrow(0, unit.owned().begin, unit.owned().size());
   destination.launch(work, source, averaging_.mean_of(unit).op, "gradients of unit '" + unit.name() + "'");
   in_flight_.push_back(std::move(work));
-  unit.give_partial();
-  unit.progress().launch();
+  unit.launch();
   destination.launched(in_flight_.back());
 }
 
@@ -120,7 +119,7 @@ void Reducer::finish_oldest() {
   const PhaseScope scope(phases_, Phase::Reduce, unit.name());
   unit.on_this_stream();
   // Whatever comes of it, the reduction is over: after an error only zero_grad() and destroy() remain.
-  unit.progress().arrive();
+  unit.arrive();
   try {
     work.pending.wait();
     work.presence.wait();
@@ -176,7 +175,8 @@ void Reducer::finish() {
   drain();
   for (Unit* unit : units_)
     unit->on_this_stream();
-  if (std::ranges::none_of(units_, [](const Unit* unit) { return unit->host_grads() != nullptr; })) free_buckets();
+  if (std::ranges::none_of(units_, [this](const Unit* unit) { return destination_of(*unit).keeps_buckets(*unit); }))
+    free_buckets();
   begin_backward();
 }
 
@@ -231,7 +231,7 @@ void Reducer::reset() {
   dropping_ = true;
   drain();
   dropping_ = false;
-  if (sink_ != nullptr) sink_->drop();
+  if (sunk_ != nullptr) sunk_->drop();
   for (Unit* unit : units_)
     forget(*unit);
   free_buckets();

@@ -58,21 +58,21 @@ class Reducer {
   Reducer(const Ranks& ranks, std::vector<Unit*> units, const Options& options, Phases& phases);
 
   // From here on `sink` takes the sums. It must outlive the reducer.
-  void send_sums_to(SumSink* sink);
+  void send_sums_to(SumSink& sink);
 
   // Adds scale * grad (dense, shape of the parameter) to the parameter's slot. `ours`: nobody else has it or its memory.
-  void accumulate(Unit& unit, Param& param, const at::Tensor& grad, double scale, bool ours = false);
+  void accumulate(Unit& unit, const Param& param, const at::Tensor& grad, double scale, bool ours = false);
   // This rank's contribution to `param` is `values` (1-D), as accumulate() had left it.
-  void put(Unit& unit, Param& param, const at::Tensor& values) { contributions_.put(unit, param, values); }
+  void put(Unit& unit, const Param& param, const at::Tensor& values) { contributions_.put(unit, param, values); }
   // The sum over ranks is the mean of what they added, times this factor.
   double contributions(const Unit& unit) const { return averaging_.contributions(unit); }
   // Forgets this rank's contribution to `param` since the last step (the user dropped p.grad).
-  void clear(Unit& unit, Param& param) { contributions_.clear(unit, param); }
+  void clear(Unit& unit, const Param& param) { contributions_.clear(unit, param); }
 
   // Begins a new outermost backward, in which no parameter has fired yet.
   void begin_backward();
   // `param` fired; launches every unit that is complete and whose turn it is, when `launch` allows.
-  void fired(Unit& unit, Param& param, bool launch);
+  void fired(Unit& unit, const Param& param, bool launch);
   // All module calls that used `unit` are through; launches as fired() does.
   void over(Unit& unit, bool launch);
   // The end of a backward, in rounds (Note [Ends] in hooks.h); collective. The first two launch and wait only for what
@@ -118,6 +118,7 @@ class Reducer {
 
  private:
   SumDestination& destination_of(const Unit& unit);
+  void see_what_goes_on();
   void make_room();
   void launch(Unit& unit);
   void launch_complete();
@@ -130,7 +131,8 @@ class Reducer {
   Phases& phases_;
   std::vector<Unit*> units_;
   const Averaging averaging_;
-  const bool overlap_;     // units are launched while the backward goes on
+  const bool overlap_;  // units may be launched while the backward goes on
+  bool any_goes_on_ = false;
   bool dropping_ = false;  // what arrives is dropped
   size_t next_ = 0;        // units_[next_] is the next to launch
   comm::Pending agreement_;
@@ -140,8 +142,7 @@ class Reducer {
   Contributions contributions_;
   KeptSum kept_;
   HostSum host_;
-  SumSink* sink_ = nullptr;
-  std::unique_ptr<SumDestination> sunk_;  // with a sink: where sums of all units go
+  std::unique_ptr<SunkSum> sunk_;  // with a sink: where sums of all units go
   std::deque<Reduction> in_flight_;
   ReplicaSums replicas_;
 };

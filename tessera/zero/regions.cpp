@@ -112,7 +112,7 @@ void Regions::broadcast(const std::vector<ParamId>& params, int writer) const {
     const Place& place = units_[id];
     const at::Tensor& tensor = units_.params()[id].tensor;
     const at::Tensor values = place.held() ? place.flat->values(place.item) : tensor.detach();
-    broadcast_words(units_.ranks_of(id), {values}, units_.writer_of(id, writer),
+    broadcast_words(units_.ranks_of(id), {values}, units_.rank_sets().writer_of(units_.params()[id], writer),
                     "new values of '" + units_.params()[id].name + "'");
   }
 }
@@ -162,9 +162,8 @@ void Regions::take_write(ParamId id) {
   const at::Tensor before = masters && apart ? place.unit->owned_values(place.item).clone() : open_[id].before;
   place.flat->keep_write(place.item);
   if (!masters) return;
-  Param& param = place.unit->params()[place.item];
-  place.unit->adopt_changed(param, before);
-  param.writes.forget(param.tensor);
+  place.unit->adopt_changed(*place.param, before);
+  place.unit->know_writes(*place.param);
 }
 
 // Whether some values live elsewhere: the same on all ranks.

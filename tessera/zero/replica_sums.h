@@ -19,7 +19,6 @@ namespace tessera::zero {
 
 class ReplicaSums {
  public:
-  using DestinationOf = std::function<SumDestination&(const Unit&)>;
   ReplicaSums(const Ranks& ranks, const Averaging& averaging, Patience& patience, GradBuckets& buckets,
               DestinationOf destination_of, Phases& phases)
       : ranks_(ranks),

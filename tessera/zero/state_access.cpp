@@ -84,8 +84,8 @@ void StateAccess::write_owned(const Place& place, Quantity what, const at::Tenso
       units_.shared().readers_done("new masters");
       disks.run([&] {
         unit.write_master(r, values);
-        place.param->ahead = true;
-        if (place.param->known.defined()) unit.note_weights(*place.param);
+        unit.masters_lead(*place.param);
+        unit.note_weights(*place.param);
         unit.flush();
       });
       units_.shared().written("new masters");
@@ -211,7 +211,7 @@ void StateAccess::write(ParamId param, Quantity what, shard::Range range, const 
   unit.on_this_stream();
   const shard::Range there = in_owned(place, range);
   if (what == Quantity::Master) {
-    place.param->ahead = true;
+    unit.masters_lead(*place.param);
     return unit.write_master(there, values);
   }
   TESSERA_CHECK_VALUE(what == Quantity::State0 || what == Quantity::State1, "engine", "no such value can be written");
@@ -230,10 +230,10 @@ at::Tensor StateAccess::writable_view(ParamId param, Quantity what, shard::Range
   const Place& place = units_.at(param, "writable_view");
   if (!place.trained()) return {};
   place.unit->on_this_stream();
-  const Unit& unit = *place.unit;
+  Unit& unit = *place.unit;
   const shard::Range there = in_owned(place, range);
   const bool is_weight = what == Quantity::Master && unit.master_is_weight();
-  if (what == Quantity::Master && !is_weight) place.param->ahead = true;
+  if (what == Quantity::Master && !is_weight) unit.masters_lead(*place.param);
   const shard::Buffer buffer = is_weight                  ? unit.weights()
                                : what == Quantity::Master ? unit.master()
                                                           : state_of(unit, what);
@@ -270,7 +270,8 @@ int64_t StateAccess::param_step(ParamId param) const {
 }
 
 void StateAccess::set_param_step(ParamId param, int64_t step) {
-  units_.trained(param, "set_param_step").param->step = step;
+  const Place& place = units_.trained(param, "set_param_step");
+  place.unit->set_step(*place.param, step);
 }
 
 std::optional<int64_t> StateAccess::unwritten(ParamId param) const {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "tessera/base/error.h"
 #include "tessera/shard/dtype.h"
 #include "tessera/zero/memory_for.h"
 
@@ -58,13 +59,17 @@ void KeptSum::take(Reduction& work) {
   } else if (work.sum.data_ptr() != unit.owned_grads().data_ptr()) {
     shard::scaled_copy(unit.owned_grads(), work.sum);
   }
-  unit.progress().sum_arrived();
+  unit.sum_arrived();
 }
 
 // ---------------------------------------------------------------- on the host
 
 void HostSum::launched(Reduction& work) {
   if (work.unit->has_sum() && work.unit->progress().in_flight() == 1) bring_back(work);
+}
+
+void HostSum::bring_to(Unit& unit, const at::Tensor& memory) {
+  shard::come_after(*buckets_.copies.come_back(*unit.host_grads(), memory), memory.device());
 }
 
 // buckets_.returned gets the bucket back in leave().
@@ -99,7 +104,7 @@ void HostSum::take(Reduction& work) {
     work.pooled = false;
     leave(unit, values, buckets_.contributions, work.bucket);
   }
-  unit.progress().sum_arrived();
+  unit.sum_arrived();
 }
 
 void HostSum::take_alone(Unit& unit, const at::Tensor& bucket) {
@@ -125,7 +130,7 @@ void SunkSum::take(Reduction& work) {
   const at::Tensor values = work.bucket.narrow(0, unit.owned().begin, unit.owned().size());
   const at::Tensor present = work.has_all ? at::ones({work.present.numel()}, at::kInt) : work.present.cpu();
   if (work.sent.defined()) shard::scaled_copy(values, work.sum);
-  unit.progress().sum_arrived();
+  unit.sum_arrived();
   work.pooled = false;
   hand_over(unit, values, present,
             [this, bucket = work.bucket](const auto& used) { buckets_.contributions.release(bucket, used); });
@@ -136,6 +141,13 @@ void SunkSum::take_alone(Unit& unit, const at::Tensor& bucket) {
     if (bucket.defined()) buckets_.contributions.release(bucket, used);
     unit.drop_grads();
   });
+}
+
+void SunkSum::check_open(const Unit& unit, const Param& param) const {
+  TESSERA_CHECK(unit.progress().turn() != Turn::Launched, "zero", "parameter '", param.name,
+                "' got a gradient after its unit was updated in this backward (tessera.update_in_backward): it is used "
+                "in several nested backwards, as with reentrant checkpointing of shared layers; "
+                "checkpoint without reentry, or switch update_in_backward off");
 }
 
 void SunkSum::hand_over(Unit& unit, const at::Tensor& sum, const at::Tensor& present, Release release) {

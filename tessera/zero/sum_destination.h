@@ -20,25 +20,27 @@ struct ArrivedSum {
   std::function<void(const std::shared_ptr<c10::Event>&)> release;
 };
 
-// Who takes sums as they arrive, where no buffer keeps them (Options::update_in_backward). Called within a backward.
+// Who uses sums up as they arrive, where no buffer keeps them (Options::update_in_backward). Called within a backward. This class
+// itself is nobody: sums are kept for the step.
 class SumSink {
  public:
   virtual ~SumSink() = default;
-  virtual void backward_begun() = 0;
+  virtual bool uses_up() const { return false; }
+  virtual void backward_begun() {}
   // Says that sums will come.
-  virtual void prepare() = 0;
+  virtual void prepare() {}
   // Compares ranks before a backward's first sum is launched, at its first gradient or its end. Once a backward; collective.
-  virtual void compare() = 0;
-  virtual void take(ArrivedSum sum) = 0;
+  virtual void compare() {}
+  virtual void take(ArrivedSum /*sum*/) {}
   // The gradients are dropped: forgets what was taken and not used yet, of a backward that threw.
-  virtual void drop() = 0;
+  virtual void drop() {}
   // The last sums have come. Launches collectives, and waits for them.
-  virtual void launch_end() = 0;
-  virtual void finish_end() = 0;
+  virtual void launch_end() {}
+  virtual void finish_end() {}
   // Whether all ranks refuse this backward, whose sums were dropped. The same on all ranks once a sum has come.
-  virtual bool refuses() = 0;
+  virtual bool refuses() { return false; }
   // Throws why. Collective.
-  virtual void refuse() = 0;
+  virtual void refuse() {}
 };
 
 class SumDestination {
@@ -58,6 +60,15 @@ class SumDestination {
   // Makes work.sum what was taken so far, or begins to bring it there, to be summed over replicas; put_back() ends that.
   virtual void lend(Reduction& work);
   virtual void put_back(Reduction&) {}
+
+  // Whether it is worth launching the unit while the backward goes on: something is on its way then.
+  virtual bool goes_on(const Unit& unit) const { return !one_rank(unit); }
+  // Whether buckets of the unit are in use after the backward.
+  virtual bool keeps_buckets(const Unit&) const { return false; }
+  // State error where `param` gets a gradient that can no longer be added.
+  virtual void check_open(const Unit&, const Param& /*param*/) const {}
+  // Makes `memory`, where contributions of one rank go on, the sum so far, which lies elsewhere.
+  virtual void bring_to(Unit&, const at::Tensor& /*memory*/) {}
 };
 
 // The gradients of the owned range: a slice, or all of them in stage 0.
@@ -81,6 +92,9 @@ class HostSum final : public SumDestination {
   void take_alone(Unit& unit, const at::Tensor& bucket) override;
   void lend(Reduction& work) override;
   void put_back(Reduction& work) override { leave(*work.unit, work.sum); }
+  bool goes_on(const Unit&) const override { return true; }
+  bool keeps_buckets(const Unit&) const override { return true; }
+  void bring_to(Unit& unit, const at::Tensor& memory) override;
 
  private:
   // Begins to bring the sum so far back, into work.before.
@@ -101,6 +115,10 @@ class SunkSum final : public SumDestination {
   void launch(Reduction& work, const at::Tensor& source, comm::ReduceOp op, const std::string& label) override;
   void take(Reduction& work) override;
   void take_alone(Unit& unit, const at::Tensor& bucket) override;
+  bool goes_on(const Unit&) const override { return true; }
+  bool keeps_buckets(const Unit& unit) const override { return unit.host_grads() != nullptr; }
+  void check_open(const Unit& unit, const Param& param) const override;
+  void drop() { sink_.drop(); }
 
  private:
   using Release = decltype(ArrivedSum::release);

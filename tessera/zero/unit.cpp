@@ -2,8 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 
@@ -19,11 +17,6 @@ namespace {
 
 // Elements from which on a copy of a gradient costs more than a norm and an update of its own.
 constexpr int64_t kAlone = 1 << 15;
-
-// Memory on the device for new values of `range`, which are to be stored.
-at::Tensor place_for(const shard::Buffer& buffer, shard::Range range) {
-  return buffer.is_here() ? buffer.view(range) : at::empty({range.size()}, buffer.options());
-}
 
 }  // namespace
 
@@ -53,6 +46,7 @@ Unit::Unit(std::string name, std::vector<Param> params, const Options& options,
   std::vector<FlatParams::Item> items;
   for (int i = 0; i < layout_.count(); ++i) {
     Param& p = params_[i];
+    p.item = i;
     p.range = layout_.param(i);
     p.form = p.tensor;
     // Masters start from the cast weights: a step is that of a plain loop over the cast model.
@@ -86,13 +80,29 @@ void Unit::accumulate_in(at::Tensor memory, bool pooled) {
   progress_.accumulate(pooled);
   if (ranks_.size() == 1 && has_sum()) return;  // contributions go on in the sum
   for (Param& p : params_)
-    p.grad.empty_slot();
+    progress_.empty(p.grad);
+}
+
+at::Tensor Unit::launch() {
+  progress_.launch();
+  return give_partial();
+}
+
+at::Tensor Unit::launch_alone() {
+  progress_.launch_alone();
+  return give_partial();
 }
 
 void Unit::end_grads() {
   progress_.end();
   for (Param& p : params_)
-    p.grad.end();
+    progress_.end(p.grad);
+}
+
+// Of a parameter without elements there is no memory, and no backward that a unit of such ones would be in.
+void Unit::restore_grad(const Param& param, bool has, bool filled, uint64_t additions) {
+  if (param.range.empty() && progress_.state() == GradState::Empty) return;
+  progress_.restore(own(param).grad, has, filled, additions);
 }
 
 std::vector<shard::Buffer*> Unit::grad_buffers() {
@@ -134,10 +144,13 @@ void Unit::make_grads(int64_t numel) {
   memory_for([&] { grads_.make(); }, "the gradients of unit '", name_, "'");
 }
 
-void Unit::make_sums() {
-  if (in_pieces()) return;
-  make_grads(owned_.size());
-  grads_.fill({0, owned_.size()}, 0);
+// In pieces there is nothing to make.
+void Unit::put_sums() {
+  if (!in_pieces()) {
+    make_grads(owned_.size());
+    grads_.fill({0, owned_.size()}, 0);
+  }
+  progress_.put_sums();
 }
 
 void Unit::lie_in_pieces() {
@@ -233,125 +246,6 @@ void Unit::fill_state(int state, const Param& param, double value) {
   states_[state].fill(owned_slice(param), value);
 }
 
-bool Unit::adopts(const Param& param) const {
-  return master_.defined() && !flat_->sharded() && !param.ahead && master_version() == known_master_;
-}
-
-void Unit::adopt_written(const Param& param) {
-  if (!adopts(param)) return;
-  for (const shard::Range tile : shard::tiles_of(owned_slice(param))) {
-    const at::Tensor old = master_.read(tile), written = weights().read(tile).to(old.device());
-    adopt_tile(tile, old.to(written.scalar_type()) == written, written);
-  }
-}
-
-void Unit::adopt_changed(const Param& param, const at::Tensor& before) {
-  if (!master_is_weight()) adopt_changed(param, before, weights().read(owned_slice(param)));
-}
-
-void Unit::adopt_replaced(const Param& param, const at::Tensor& before) {
-  const shard::Range mine = shard::intersect(param.range, owned_);
-  if (mine.empty()) return;
-  const at::Tensor now = shard::flatten_like_param(param.tensor.detach(), param.form);
-  adopt_changed(param, before, now.narrow(0, mine.begin - param.range.begin, mine.size()));
-}
-
-void Unit::adopt_changed(const Param& param, const at::Tensor& before, const at::Tensor& now) {
-  const shard::Range range = owned_slice(param);
-  for (const shard::Range tile : shard::tiles_of(range)) {
-    const auto part = [&](const at::Tensor& all) { return all.narrow(0, tile.begin - range.begin, tile.size()); };
-    adopt_tile(tile, part(now) == part(before), part(now));
-  }
-}
-
-void Unit::adopt_beside_residual(Param& param) {
-  const bool first = !param.known.defined();
-  const at::Tensor known = first ? weights().read(owned_slice(param)).clone() : param.known;
-  if (first) {
-    set_master_from(param, param.tensor.detach());
-  } else {
-    adopt_changed(param, known);
-  }
-  param.known = known;
-  param.unwritten = 0;
-  note_weights(param);
-}
-
-void Unit::note_updated(const std::vector<bool>& present) {
-  for (Param& p : params_)
-    if (present[p.id]) note_updated(p);
-  if (std::ranges::all_of(params_, [&](const Param& p) { return present[p.id]; })) note_master();
-}
-
-void Unit::note_updated(Param& param) {
-  constexpr int64_t kFollowed = 100;
-  if (!param.known.defined()) return;
-  if (++param.unwritten > kFollowed) return param.known.reset();
-  note_weights(param);
-}
-
-void Unit::follow(Param& param, std::optional<int64_t> unwritten) {
-  if (!unwritten) return param.known.reset();
-  if (!residual_.defined() || flat_->sharded()) return;
-  if (!param.known.defined()) param.known = weights().read(owned_slice(param)).clone();
-  param.unwritten = *unwritten;
-}
-
-void Unit::note_weights(Param& param) {
-  param.known.copy_(weights().read(owned_slice(param)));
-}
-
-// On a device nothing is waited for, and all values are written; on the CPU nothing is written where all values stay.
-void Unit::adopt_tile(shard::Range tile, const at::Tensor& same, const at::Tensor& now) {
-  const shard::Buffer& kept = master_.defined() ? master_ : residual_;
-  const at::Tensor old = kept.read(tile), stays = same.to(old.device());
-  if (old.is_cpu() && stays.all().item<bool>()) return;
-  if (residual_.defined()) return residual_.write(tile, at::where(stays, old, at::zeros_like(old)));
-  write_master(tile, at::where(stays, old, now.to(old.device(), at::kFloat)));
-}
-
-void Unit::note_master() {
-  if (master_.defined()) known_master_ = master_version();
-}
-
-void Unit::set_master_from(const Param& param, const at::Tensor& values) {
-  const shard::Range mine = shard::intersect(param.range, owned_);
-  if (mine.empty()) return;
-  const shard::Range r{mine.begin - owned_.begin, mine.end - owned_.begin};
-  const at::Tensor flat_values = shard::flatten_like_param(values, param.form);
-  write_master(r, flat_values.narrow(0, mine.begin - param.range.begin, mine.size()));
-}
-
-at::Tensor Unit::read_master(shard::Range range) const {
-  if (master_.defined()) return master_.read(range);
-  at::Tensor values = weights().read(range);
-  if (!residual_.defined()) return values;
-  at::Tensor joined = at::empty({range.size()}, values.options().dtype(at::kFloat));
-  shard::join_master(joined, values, residual_.read(range));
-  return joined;
-}
-
-void Unit::write_master(shard::Range range, const at::Tensor& values) {
-  if (master_.defined()) {
-    const bool known = master_version() == known_master_;
-    master_.write(range, values);
-    if (known) note_master();
-    return;
-  }
-  if (!residual_.defined()) return weights_to_write().write(range, values);
-  // There are no flat parameters yet: their constructor makes the weights.
-  const shard::Buffer to = flat_ ? weights_to_write() : shard::Buffer();
-  for (const shard::Range tile : shard::tiles_of(range)) {
-    const at::Tensor rest = place_for(residual_, tile);
-    const at::Tensor weight =
-        flat_ ? place_for(to, tile) : at::empty({tile.size()}, residual_.options().dtype(at::kBFloat16));
-    const at::Tensor part = values.narrow(0, tile.begin - range.begin, tile.size());
-    shard::split_master(weight, rest, part.to(rest.device(), at::kFloat).contiguous());
-    residual_.store(tile, rest);
-    if (flat_) to.store(tile, weight);
-  }
-}
-
 void Unit::flush() const {
   for (const shard::Buffer* buffer : state_buffers())
     if (buffer->defined()) buffer->flush();
@@ -375,19 +269,6 @@ void Unit::let_go() noexcept {
   for (const Run& run : runs_)
     if (run.grad.has_memory() && run.grad.is_here()) order_.keep(run.grad.tensor());
   if (flat_->residence() == shard::Residence::Device) order_.keep(weights().tensor());
-}
-
-void Unit::refresh_weights() {
-  if (!master_.defined()) return;
-  const shard::Buffer to = weights_to_write();
-  for (const shard::Range tile : shard::tiles_of({0, owned_.size()})) {
-    const at::Tensor weight = place_for(to, tile);
-    shard::scaled_copy(weight, master_.read(tile));
-    to.store(tile, weight);
-  }
-  for (Param& p : params_)
-    p.ahead = false;
-  note_master();
 }
 
 }  // namespace tessera::zero

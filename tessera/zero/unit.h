@@ -32,10 +32,12 @@ enum class LaunchAt : uint8_t {
   Flush,     // not before
 };
 
+// A parameter of a unit. Only the unit changes it.
 struct Param {
   std::string name;
   at::Tensor tensor;  // the module's own leaf; bound to Unit::flat()
   ParamId id = -1;
+  int item = -1;  // number within the unit
   int group = 0;
   shard::Range range;     // in the flat space
   shard::Form form{};     // there
@@ -77,7 +79,6 @@ class Unit {
   bool is_root() const { return root_; }         // parameters of no repeated block: see kRootUnit
   void make_root(bool root) { root_ = root; }
   const std::vector<Param>& params() const { return params_; }
-  std::vector<Param>& params() { return params_; }
   const shard::Layout& layout() const { return layout_; }
   shard::Range owned() const { return owned_; }   // range of the flat space whose states this rank keeps
   FlatParams& flat() const { return *flat_; }     // compute parameters, param dtype
@@ -87,9 +88,8 @@ class Unit {
   }  // dtype of contributions and sums on their way; cast where it is not that of grads
   void travel_as(at::ScalarType dtype) { travel_ = dtype; }
 
-  // How far the unit's gradients are. A change of memory with the progress is a call of the unit, below.
+  // How far the unit's gradients are; the calls below change it, together with the memory that it is about.
   const GradProgress& progress() const { return progress_; }
-  GradProgress& progress() { return progress_; }
   bool accumulates() const { return progress_.accumulates(); }
   bool has_sum() const { return progress_.has_sum(); }
   // Begins a new outermost backward: no hook has run in it yet.
@@ -98,7 +98,25 @@ class Unit {
   // sum they go on there.
   void accumulate_in(at::Tensor memory, bool pooled);
   const at::Tensor& partial() const { return partial_; }  // their memory; undefined where the unit does not accumulate
-  // Gives that memory away: it is no longer the unit's, whose progress says why.
+  // Other changes of GradProgress, which says what each means. launch() and launch_alone() return the contributions' memory, which
+  // is no longer the unit's; put_sums() makes sums that are zero.
+  void fire(const Param& param) { progress_.fire(own(param).grad); }
+  void end_calls() { progress_.end_calls(); }
+  at::Tensor launch();
+  at::Tensor launch_alone();
+  void arrive() { progress_.arrive(); }
+  void sum_arrived() { progress_.sum_arrived(); }
+  void put_sums();
+  uint64_t count_sum() { return progress_.count_sum(); }
+  void restore_sums(uint64_t sums) { progress_.restore_sums(sums); }
+  // The same of one parameter's gradient.
+  void grad_came(const Param& param) { progress_.come(own(param).grad); }
+  void fill_grad(const Param& param) { progress_.fill(own(param).grad); }
+  void show_grad(const Param& param, bool has) { progress_.show(own(param).grad, has); }
+  void drop_grad(const Param& param) { GradProgress::drop(own(param).grad); }
+  uint64_t count_addition(const Param& param) { return progress_.count_addition(own(param).grad); }
+  void restore_grad(const Param& param, bool has, bool filled, uint64_t additions);
+  // Gives the contributions' memory away, as it moves or its values are dropped.
   at::Tensor give_partial() { return std::exchange(partial_, at::Tensor()); }
   void put_partial(at::Tensor memory) { partial_ = std::move(memory); }  // the same values, elsewhere
   // Ends all gradients; the memory of contributions was given away.
@@ -144,8 +162,6 @@ class Unit {
   // Makes memory of the device for `numel` gradients, the layout's or the owned range's; contents are undefined where there
   // was none of that size. Note [Gradients on demand]
   void make_grads(int64_t numel);
-  // Makes sums that are zero: in pieces there is nothing to make.
-  void make_sums();
   // Frees the gradients' memory, in the order of all streams.
   void drop_grads();
   // The gradients' dtype and device, whether or not a buffer is kept for them.
@@ -175,6 +191,16 @@ class Unit {
   // Whether gradients stay whole on every rank (stage 0), so that p.grad can be a view of them.
   bool grads_are_visible() const { return grads_visible_; }
 
+  // The number of the first element of `param` among all of the model.
+  void number_from(const Param& param, uint64_t first) { own(param).first = first; }
+  // Sets the updates that were applied to `param`; count_update(): one more was, after which the weights are those of the masters.
+  void set_step(const Param& param, int64_t step) { own(param).step = step; }
+  void count_update(const Param& param);
+  // Writes to the masters of `param` follow, and the weights are behind until refresh_weights().
+  void masters_lead(const Param& param) { own(param).ahead = true; }
+  // The weights of `param` are taken as they are now: writes so far are known, and where `followed` the masters are theirs.
+  void know_writes(const Param& param, bool followed = false);
+
   void allocate_states(int count, const std::vector<optim::GroupOptions>& groups, optim::Rule rule);
   // Sets the owned part of `param` in states()[state] to `value`.
   void fill_state(int state, const Param& param, double value);
@@ -190,14 +216,14 @@ class Unit {
   void adopt_replaced(const Param& param, const at::Tensor& before);
   // Beside a split master a write does not show in the weights: the first one makes all weights masters, and from
   // then on the weights are noted after each update, to tell later writes.
-  void adopt_beside_residual(Param& param);
-  // Notes the weights after our last write. Allocates nothing.
-  void note_weights(Param& param);
+  void adopt_beside_residual(const Param& param);
+  // Notes the weights of `param` after our last write, where they are noted. Allocates nothing.
+  void note_weights(const Param& param);
   // Notes masters and weights after an update of the parameters that are `present`, by number, once it is there: a user who has
   // written once only does not pay for ever.
   void note_updated(const std::vector<bool>& present);
   // Sets when the user last wrote: `unwritten` updates ago; empty: never.
-  void follow(Param& param, std::optional<int64_t> unwritten);
+  void follow(const Param& param, std::optional<int64_t> unwritten);
   // Notes the version of the master, whose buffer may be another tensor now.
   void note_master();
   // Sets masters of the owned range from `param`'s present values (any dtype), shape of the parameter.
@@ -220,6 +246,7 @@ class Unit {
   void refresh_weights();
 
  private:
+  Param& own(const Param& param) { return params_[param.item]; }
   shard::Buffer make(shard::Quantity what, const at::TensorOptions& options) const;
   void note_updated(Param& param);
   void adopt_changed(const Param& param, const at::Tensor& before, const at::Tensor& now);

@@ -17,8 +17,6 @@ namespace tessera::zero {
 
 namespace {
 
-// Kinds of parameters, see PlanItem.
-constexpr int kPartitioned = 0, kResident = 1, kFrozen = 2;
 constexpr const char* kHalfWritten =
     "the last update did not come to its end, weights and states do not belong together: load a checkpoint";
 
@@ -59,14 +57,6 @@ std::vector<FlatParams::Item> settle_values(const Ranks& ranks, const std::strin
 
 }  // namespace
 
-bool Units::holds(const Options& options, const ParamSpec& param) {
-  if (param.group >= 0) return true;
-  const at::ScalarType dtype = param.tensor.scalar_type();
-  const bool fits = options.cast ? at::isFloatingType(dtype) : dtype == options.precision.param;
-  return fits && shard::placements_of_stage(options.stage).params == shard::Placement::Shard &&
-         param.tensor.numel() > options.gather.persistence_threshold;
-}
-
 Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params, optim::Rule rule,
              const std::vector<optim::GroupOptions>& groups)
     : options_(options),
@@ -77,10 +67,11 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
       places_(params.size()) {
   const c10::AutoGradMode no_grad(false);
   check_params(params, groups_);
-  make_sets(mesh);
+  sets_.emplace(mesh, params, placements_.params == shard::Placement::Shard);
+  planner_.emplace(options_, placements_, *sets_);
   lane_ = std::make_unique<UpdateLane>(*this);
   unsharder_ = std::make_unique<Unsharder>(
-      options_.gather, phases_, [this](int informed, const std::string& why) { abort_groups(informed, why); });
+      options_.gather, phases_, [this](int informed, const std::string& why) { sets_->abort(informed, why); });
   unsharder_->follow_updates([this](int unit, bool waits) { return update_is_there(unit, waits); });
   for (size_t i = 0; i < params.size(); ++i)
     if (params[i].group >= 0) {
@@ -89,7 +80,7 @@ Units::Units(const Options& options, const comm::Mesh& mesh, const std::vector<P
       left_out_.push_back(static_cast<ParamId>(i));
     }
   params_changed();
-  const std::vector<PlannedUnit> planned_units = plan(params);
+  const std::vector<PlannedUnit> planned_units = planner_->plan(params, trained_ids_);
   shared_ = share(planned_units, params);
   try {
     build(planned_units, params);
@@ -115,7 +106,7 @@ void Units::build(const std::vector<PlannedUnit>& units, const std::vector<Param
     std::vector<const ParamSpec*> originals;
     for (const ParamId id : planned.items)
       originals.push_back(&params[id]);
-    std::vector<FlatParams::Item> items = settle_values(set_of(*originals.front()).ranks, planned.name, originals);
+    std::vector<FlatParams::Item> items = settle_values(sets_->of(*originals.front()).ranks, planned.name, originals);
     const auto build_one = [&] {
       if (planned.kind == kFrozen) {
         build_frozen(planned, originals, std::move(items));
@@ -168,64 +159,11 @@ void Units::take_host_memory(std::ptrdiff_t first) {
     grads->take_memory(slabs);
 }
 
-// Makes groups of the engine's own: engines under one loss reach their collectives in orders that differ by rank.
-void Units::make_sets(const comm::Mesh& mesh) {
-  for (const comm::Axis axis : comm::kAxes)
-    if (mesh.size(axis) > 1) several_ = several_.with(axis);
-  sets_.emplace(comm::Axes(), Set{Ranks(mesh), nullptr});
-  for (const ParamSpec& p : params_) {
-    const comm::Axes varies = p.varies.only(several_);
-    if (!sets_.contains(varies)) sets_.emplace(varies, Set{Ranks(mesh, varies), nullptr});
-  }
-  const bool partitions = placements_.params == shard::Placement::Shard;
-  for (auto& [varies, set] : sets_) {
-    for (const comm::GroupPtr& group : {set.ranks.shard, set.ranks.replicate, set.ranks.model})
-      if (group->size() > 1) mesh_groups_.push_back(group);
-    if (!params_.empty()) set.ranks.device = params_.front().tensor.device();
-    set.ranks = set.ranks.siblings();
-    const bool gathers = partitions && set.ranks.shard->size() > 1;
-    set.gathers = gathers ? set.ranks.shard->sibling(set.ranks.device) : set.ranks.shard;
-  }
-}
-
-// Ends groups: ranks that take no part in a gather make other collectives than those that do, and would wait there. Groups end
-// with the reason, and so does all that is made of them.
-void Units::abort_groups(int informed, const std::string& why) const {
-  if (informed == ranks().all()) return;
-  for (const comm::GroupPtr& group : mesh_groups_)
-    group->abort(why);
-}
-
-const Units::Set& Units::set_of(const ParamSpec& param) const {
-  return sets_.at(param.varies.only(several_));
-}
-
-// Ranks along dp_shard and sp are numbered together, sp fastest.
-int Units::writer_of(ParamId id, int rank) const {
-  const Ranks &all = ranks(), &own = ranks_of(id);
-  const int shard = rank % all.shard->size(), many = own.shard->size();
-  const bool along_sp = params_[id].varies.only(several_).has(comm::Axis::Sp);
-  const int place = along_sp ? shard / (all.shard->size() / many) : shard % many;
-  return (own.replicate->size() > 1 ? rank / all.shard->size() : 0) * many + place;
-}
-
-std::vector<const Ranks*> Units::rank_sets() const {
-  std::vector<const Ranks*> all;
-  for (const auto& [varies, set] : sets_)
-    all.push_back(&set.ranks);
-  return all;
-}
-
-bool Units::partitions(const ParamSpec& param) const {
-  return placements_.params == shard::Placement::Shard &&
-         (set_of(param).ranks.shard->size() > 1 || options_.weight_home);
-}
-
 void Units::number_elements() {
   uint64_t first = 0;
   for (const ParamId id : trained_ids_) {
-    Param& param = *places_[id].param;
-    param.first = first;
+    const Param& param = *places_[id].param;
+    places_[id].unit->number_from(param, first);
     first += static_cast<uint64_t>(param.cut ? param.cut->numel() : param.tensor.numel());
   }
 }
@@ -242,69 +180,8 @@ void Units::root_and_flush_last() {
   std::stable_partition(units_.begin(), units_.end(), [](const auto& u) { return u->launch_at() != LaunchAt::Flush; });
 }
 
-at::ScalarType Units::travel_of(const ParamSpec& param) const {
-  if (set_of(param).ranks.size() == 1) return options_.precision.grad;
-  return param.comm.value_or(options_.communication.value_or(options_.precision.grad));
-}
-
-// The dtype to gather in, never wider than the parameter's: there is nothing to gain.
-at::ScalarType Units::gather_dtype_of(const ParamSpec& param) const {
-  const at::ScalarType own = options_.precision.param;
-  if (set_of(param).ranks.size() == 1 || !param.comm) return own;
-  return c10::elementSize(*param.comm) < c10::elementSize(own) ? *param.comm : own;
-}
-
-// PlanItem::travels of a parameter.
-std::string Units::travels_of(int kind, const ParamSpec& param) const {
-  const at::ScalarType asked = param.comm.value_or(options_.communication.value_or(at::kFloat));
-  TESSERA_CHECK_VALUE(asked == at::kFloat || asked == at::kHalf || asked == at::kBFloat16, "zero", "parameter '",
-                      param.name, "' cannot travel in ", asked, "; choose Float, Half or BFloat16");
-  std::string text;
-  const at::ScalarType gathered = gather_dtype_of(param), travel = travel_of(param);
-  if (placements_.params == shard::Placement::Shard && kind != kResident && gathered != options_.precision.param) {
-    text += std::string(" (gathered in ") + c10::toString(gathered) + ")";
-  }
-  if (kind != kFrozen && travel != options_.precision.grad) {
-    text += std::string(" (reduced in ") + c10::toString(travel) + ")";
-  }
-  if (const comm::Axes varies = param.varies.only(several_); !varies.empty())
-    text += " (differs along " + varies.name() + ")";
-  return text;
-}
-
-std::vector<PlannedUnit> Units::plan(const std::vector<ParamSpec>& params) const {
-  int64_t resident = 0;
-  std::vector<PlanItem> items;
-  std::vector<ParamId> ids = trained_ids_;
-  for (const ParamId id : trained_ids_) {
-    const ParamSpec& p = params[id];
-    const int64_t n = p.tensor.numel();
-    const bool stays = partitions(p) && n <= options_.gather.persistence_threshold &&
-                       n <= options_.gather.model_persistence - resident;
-    if (stays) resident += n;
-    const int kind = stays ? kResident : kPartitioned;
-    items.push_back({p.unit, n, p.group, kind, travels_of(kind, p)});
-  }
-  for (size_t i = 0; i < params.size(); ++i) {
-    const ParamSpec& p = params[i];
-    if (p.group >= 0 || !holds(options_, p)) continue;
-    items.push_back({p.unit, p.tensor.numel(), 0, kFrozen, travels_of(kFrozen, p)});
-    ids.push_back(static_cast<ParamId>(i));
-  }
-  return plan_of(items, ids);
-}
-
-// `ids`: of the items.
-std::vector<PlannedUnit> Units::plan_of(const std::vector<PlanItem>& items, const std::vector<ParamId>& ids) const {
-  std::vector<PlannedUnit> units = plan_units(items, options_.min_unit_elements, options_.reduce_bucket_size);
-  for (PlannedUnit& unit : units)
-    for (int& item : unit.items)
-      item = ids[item];
-  return units;
-}
-
 SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) const {
-  const Set& set = sets_.begin()->second;
+  const RankSets::Set& set = sets_->all();
   if (!options_.share_params || !states_are_cut(set.ranks)) return {};
   int64_t bytes = 0;
   std::vector<int64_t> numels;
@@ -314,7 +191,7 @@ SharedParams Units::share(const std::vector<PlannedUnit>& units, const std::vect
       const ParamSpec& p = params[id];
       TESSERA_CHECK_VALUE(p.tensor.is_cpu(), "zero", "tessera.shared_parameters is for ranks on the CPU; parameter '",
                           p.name, "' is on ", p.tensor.device());
-      TESSERA_CHECK_VALUE(&set_of(p) == &set, "zero",
+      TESSERA_CHECK_VALUE(&sets_->of(p) == &set, "zero",
                           "tessera.shared_parameters is for parameters that all ranks share; '", p.name,
                           "' differs along ", p.varies.name());
       numels.push_back(p.tensor.numel());
@@ -365,7 +242,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
     member.cut = originals[i]->cut;
     members.push_back(std::move(member));
   }
-  const Set& set = set_of(*originals.front());
+  const RankSets::Set& set = sets_->of(*originals.front());
   auto made = std::make_unique<Unit>(planned.name, std::move(members), options_, placements_, planned.kind == kResident,
                                      set.ranks, space_of(originals), state_residence_of(originals));
   Unit* const unit = made.get();
@@ -373,7 +250,7 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
   const int number = unsharder_->add(&unit->flat(), set.gathers);
   unit_of_number_.push_back(unit);
   for (size_t i = 0; i < unit->params().size(); ++i) {
-    Param& p = unit->params()[i];
+    const Param& p = unit->params()[i];
     places_[p.id] = {&unit->flat(), static_cast<int>(i), number, unit, &p};
   }
   TESSERA_CHECK_VALUE(
@@ -383,8 +260,8 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
       "a client's own optimizer updates the parameters themselves here, so they cannot be offloaded: name one of ",
       optim::native_types(), " in the configuration, pass such an optimizer of torch, or leave offload_param out");
   unit->make_root(planned.root);
-  unit->travel_as(travel_of(*originals.front()));
-  unit->flat().gather_in(gather_dtype_of(*originals.front()));
+  unit->travel_as(planner_->travel_of(*originals.front()));
+  unit->flat().gather_in(planner_->gather_dtype_of(*originals.front()));
   const auto names = optim::state_names(rule_, groups_);
   if (rule_ != optim::Rule::External) unit->allocate_states(names.count, groups_, rule_);
   const bool away = !states_on_device(*unit) && !unit->flat().options().device().is_cpu();
@@ -395,12 +272,12 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
 
 void Units::build_frozen(const PlannedUnit& planned, const std::vector<const ParamSpec*>& originals,
                          std::vector<FlatParams::Item> items) {
-  const Set& set = set_of(*originals.front());
+  const RankSets::Set& set = sets_->of(*originals.front());
   const bool sharded = placements_.params == shard::Placement::Shard;
   auto flat =
       std::make_unique<FlatParams>(planned.name, std::move(items), options_.precision.param, set.ranks.shard->rank(),
                                    set.ranks.shard->size(), sharded, space_of(originals), options_.weight_home);
-  flat->gather_in(gather_dtype_of(*originals.front()));
+  flat->gather_in(planner_->gather_dtype_of(*originals.front()));
   const int number = unsharder_->add(flat.get(), set.gathers);
   unit_of_number_.push_back(nullptr);
   for (size_t i = 0; i < planned.items.size(); ++i)
@@ -456,7 +333,7 @@ void Units::check_came_to_end(const Failure& failure) {
 
 void Units::fail_alone(c10::OutOfMemoryError& error) const {
   if (ranks().all() == 1 || dynamic_cast<const AgreedOutOfMemory*>(&error) != nullptr) throw;
-  abort_groups(1, error.what_without_backtrace());
+  sets_->abort(1, error.what_without_backtrace());
   error.add_context("[zero] the other ranks cannot go on without this one: all that they have in common has ended");
   throw;
 }
@@ -509,22 +386,8 @@ void Units::check_joins(const ParamSpec& param) const {
   TESSERA_CHECK_VALUE(param.tensor.device().type() == device.type(), "engine", "parameter '", param.name,
                       "' begins to be trained on device '", param.tensor.device(), "', the engine trains on '", device,
                       "': move it there first");
-  TESSERA_CHECK_VALUE(sets_.contains(param.varies.only(several_)), "engine", "parameter '", param.name,
-                      "' differs along ", param.varies.name(),
+  TESSERA_CHECK_VALUE(sets_->has(param), "engine", "parameter '", param.name, "' differs along ", param.varies.name(),
                       ", as no parameter did when the engine was built; build a new one");
-}
-
-std::vector<PlanItem> Units::items_to_join(const std::vector<ParamId>& ids) const {
-  const bool partitions = placements_.params == shard::Placement::Shard;
-  std::vector<PlanItem> items;
-  for (const ParamId id : ids) {
-    const ParamSpec& p = params_[id];
-    check_joins(p);
-    const bool stays = partitions && !(places_[id].held() && places_[id].flat->sharded());
-    const int kind = stays ? kResident : kPartitioned;
-    items.push_back({p.unit, p.tensor.numel(), p.group, kind, travels_of(kind, p)});
-  }
-  return items;
 }
 
 // Takes partitioned parameters of `ids` from their units, whose other parameters are to be built anew. All are whole meanwhile.
@@ -560,7 +423,12 @@ std::vector<PlannedUnit> Units::leave_frozen(const std::vector<ParamId>& ids) {
 void Units::join(const std::vector<ParamId>& ids) {
   const c10::AutoGradMode no_grad(false);
   check_params(params_, groups_);
-  const std::vector<PlannedUnit> joined = plan_of(items_to_join(ids), ids);
+  std::vector<bool> whole;
+  for (const ParamId id : ids) {
+    check_joins(params_[id]);
+    whole.push_back(!places_[id].held() || !places_[id].flat->sharded());
+  }
+  const std::vector<PlannedUnit> joined = planner_->plan_joining(params_, ids, whole);
   unsharder_->settle_before_update();
   try {
     std::vector<PlannedUnit> all = leave_frozen(ids);

@@ -8,8 +8,8 @@
 //   gradients in memory of a graph, which the next replay writes, are copied (HookAccess::is_alone).
 #pragma once
 
-#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,8 +17,8 @@
 #include "tessera/optim/optimizer.h"
 #include "tessera/zero/options.h"
 #include "tessera/zero/param_spec.h"
-#include "tessera/zero/plan.h"
-#include "tessera/zero/ranks.h"
+#include "tessera/zero/planner.h"
+#include "tessera/zero/rank_sets.h"
 #include "tessera/zero/shared_params.h"
 #include "tessera/zero/unit.h"
 #include "tessera/zero/unsharder.h"
@@ -28,10 +28,10 @@ namespace tessera::zero {
 // Where a parameter lies. Parameters that are neither optimized nor partitioned lie nowhere: they are the module's alone.
 struct Place {
   FlatParams* flat = nullptr;
-  int item = -1;           // the parameter's number there
-  int number = -1;         // number of the unit, in the unsharder
-  Unit* unit = nullptr;    // null: frozen
-  Param* param = nullptr;  // there
+  int item = -1;                 // the parameter's number there
+  int number = -1;               // number of the unit, in the unsharder
+  Unit* unit = nullptr;          // null: frozen
+  const Param* param = nullptr;  // there
 
   bool held() const { return flat != nullptr; }
   bool trained() const { return unit != nullptr; }
@@ -47,8 +47,6 @@ class Units {
   Units(const Options& options, const comm::Mesh& mesh, const std::vector<ParamSpec>& params, optim::Rule rule,
         const std::vector<optim::GroupOptions>& groups);
   ~Units();
-  // Whether a parameter is held: it is optimized, or partitioned without that.
-  static bool holds(const Options& options, const ParamSpec& param);
 
   // The place of a parameter. Value error, which names `call`, for an unknown number; from trained(), also for one not optimized.
   const Place& at(ParamId id, const char* call) const;
@@ -67,12 +65,9 @@ class Units {
 
   const Options& options() const { return options_; }
   const shard::StagePlacements& placements() const { return placements_; }
-  const Ranks& ranks() const { return sets_.begin()->second.ranks; }  // of parameters that are the same everywhere
-  // The ranks of every unit, by the axes along which its parameters differ; ranks() first.
-  std::vector<const Ranks*> rank_sets() const;
-  const Ranks& ranks_of(ParamId id) const { return set_of(params_[id]).ranks; }
-  // The number among ranks_of() of the rank that has the place of `rank` (as Ranks::rank() of ranks() counts) along their axes.
-  int writer_of(ParamId id, int rank) const;
+  const RankSets& rank_sets() const { return *sets_; }
+  const Ranks& ranks() const { return sets_->all().ranks; }  // of parameters that are the same everywhere
+  const Ranks& ranks_of(ParamId id) const { return sets_->of(params_[id]).ranks; }
   const SharedParams& shared() const { return shared_; }
   optim::Rule rule() const { return rule_; }
   std::vector<optim::GroupOptions>& groups() { return groups_; }
@@ -130,21 +125,8 @@ class Units {
   void release(const std::string& message);
 
  private:
-  struct Set {
-    Ranks ranks;
-    comm::GroupPtr gathers;  // what is not ordered with reductions
-  };
-
   bool update_is_there(int number, bool waits) const;
-  void make_sets(const comm::Mesh& mesh);
-  void abort_groups(int informed, const std::string& why) const;
-  const Set& set_of(const ParamSpec& param) const;
-  bool partitions(const ParamSpec& param) const;
   bool has_homes() const { return options_.home || options_.weight_home; }
-  at::ScalarType travel_of(const ParamSpec& param) const;
-  at::ScalarType gather_dtype_of(const ParamSpec& param) const;
-  std::string travels_of(int kind, const ParamSpec& param) const;
-  std::vector<PlannedUnit> plan(const std::vector<ParamSpec>& params) const;
   SharedParams share(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params) const;
   at::Tensor space_of(const std::vector<const ParamSpec*>& members);
   void build(const std::vector<PlannedUnit>& units, const std::vector<ParamSpec>& params);
@@ -158,16 +140,13 @@ class Units {
   void number_elements();
   void order_launches();
   void root_and_flush_last();
-  std::vector<PlanItem> items_to_join(const std::vector<ParamId>& ids) const;
   std::vector<PlannedUnit> leave_frozen(const std::vector<ParamId>& ids);
-  std::vector<PlannedUnit> plan_of(const std::vector<PlanItem>& items, const std::vector<ParamId>& ids) const;
 
   Options options_;
   Phases phases_;
   shard::StagePlacements placements_;
-  std::map<comm::Axes, Set> sets_;           // by the axes of several ranks along which parameters vary
-  comm::Axes several_;                       // the axes that have several ranks
-  std::vector<comm::GroupPtr> mesh_groups_;  // groups of several ranks, along which they lie
+  std::optional<RankSets> sets_;  // there from the constructor on, as the planner is
+  std::optional<Planner> planner_;
   optim::Rule rule_;
   std::vector<optim::GroupOptions> groups_;
   const std::vector<ParamSpec>& params_;

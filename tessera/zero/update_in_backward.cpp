@@ -46,7 +46,7 @@ UpdateInBackward::UpdateInBackward(Units& units, BackwardDriver& driver, Updater
       disks_(updater.guard()) {
   if (!on()) return;
   ranks_ = ranks_.siblings();
-  driver.send_sums_to(this);
+  driver.send_sums_to(*this);
 }
 
 UpdateInBackward::~UpdateInBackward() {

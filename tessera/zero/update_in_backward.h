@@ -68,6 +68,7 @@ class UpdateInBackward final : private SumSink {
     comm::Pending pending;
   };
 
+  bool uses_up() const override { return true; }
   void backward_begun() override;
   void prepare() override;
   void compare() override;

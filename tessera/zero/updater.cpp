@@ -215,7 +215,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double announced,
   const std::vector<double> flags = presence_flags();
   mine.insert(mine.end(), flags.begin(), flags.end());
   std::vector<at::Tensor> squares;
-  const bool varies = units_.rank_sets().size() > 1;
+  const bool varies = units_.rank_sets().each().size() > 1;
   if (norm || !counts) {  // as many numbers as of a rank that has some
     const auto shared = [&](const auto& unit) { return &unit->ranks() == &ranks && unit->layout().size() > 0; };
     squares.assign(std::ranges::count_if(units_.all(), shared) + (varies ? 1 : 0), at::zeros({}, at::kDouble));
@@ -255,7 +255,7 @@ GradientSummary Updater::summarize(std::optional<double> norm, double announced,
   summary.finite = std::isfinite(summary.norm);
   summary.present = presence(rows);
   if (!missing_elsewhere) return summary;
-  for (const Ranks* others : units_.rank_sets())
+  for (const Ranks* others : units_.rank_sets().each())
     if (others != &ranks) agree_presence(*others, summary.present);
   return summary;
 }
@@ -478,16 +478,8 @@ void Updater::prepare_update() {
 }
 
 void Updater::count_updates(Unit& unit, const std::vector<bool>& present) {
-  for (Param& p : unit.params())
-    if (present[p.id]) count_update(p);
-}
-
-void Updater::count_update(Param& param) {
-  ++param.step;
-  param.ahead = false;
-  // torch's own in-place updates move the version too: a graph kept over the step cannot be used again silently.
-  param.tensor.unsafeGetTensorImpl()->bump_version();
-  param.writes.forget_own(param.tensor);
+  for (const Param& p : unit.params())
+    if (present[p.id]) unit.count_update(p);
 }
 
 // torch wants gradients in the dtype of what they update.
@@ -518,7 +510,7 @@ void Updater::update_external(const GradientSummary& summary, double scale, cons
     unit->lend_client_grads(grads);
   }
   for (const ParamId id : units_.trained_ids())
-    units_[id].param->grad.show(summary.present[id]);
+    units_[id].unit->show_grad(*units_[id].param, summary.present[id]);
   const auto forget = [&] {
     for (const auto& unit : units_.all())
       unit->lend_client_grads({});
@@ -546,7 +538,7 @@ void Updater::refresh_params() {
   units_.shared().readers_done("a refresh");
   for (const auto& unit : units_.all()) {
     disks.run([&] { unit->refresh_weights(); });
-    for (Param& p : unit->params())
+    for (const Param& p : unit->params())
       if (p.known.defined()) disks.run([&] { unit->note_weights(p); });
     gather_unit(*unit);
   }

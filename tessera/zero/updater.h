@@ -91,7 +91,6 @@ class Updater {
   void update_units(const std::vector<Unit*>& units, const GradientSummary& summary, double scale, RankGuard& disks);
   void run_on(const std::vector<Unit*>& units, const GradientSummary& summary, double scale, RankGuard disks);
   void complete_pieces(const std::vector<bool>& present);
-  static void count_update(Param& param);
   static void count_updates(Unit& unit, const std::vector<bool>& present);
   void agree_on_disks(RankGuard& disks);
   void make_room();

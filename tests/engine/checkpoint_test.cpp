@@ -3,12 +3,17 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <future>
+#include <latch>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <thread>
 
+#include "tessera/base/caught_warnings.h"
 #include "tessera/base/error.h"
 #include "tessera/comm/c10d/group.h"
 #include "tessera/io/file.h"
@@ -392,6 +397,79 @@ TEST(Checkpoint, BuffersOfEveryRankComeBack) {
       EXPECT_FALSE(found->buffer("other").defined());
     });
   }
+}
+
+namespace {
+
+// Passes everything on; collectives of a label wait until they may.
+class Gate final : public comm::Group {
+ public:
+  Gate(comm::GroupPtr inner, std::string label, std::shared_future<void> open)
+      : inner_(std::move(inner)), label_(std::move(label)), open_(std::move(open)) {}
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::string name() const override { return inner_->name(); }
+  void abort(const std::string& reason) override { inner_->abort(reason); }
+
+ protected:
+  comm::Pending do_all_gather(at::Tensor out, at::Tensor in, comm::Label label) override {
+    if (label == label_) open_.wait();
+    return inner_->all_gather(out, in, label);
+  }
+  comm::Pending do_reduce_scatter(at::Tensor out, at::Tensor in, comm::ReduceOp op, comm::Label label) override {
+    return inner_->reduce_scatter(out, in, op, label);
+  }
+  comm::Pending do_all_reduce(at::Tensor t, comm::ReduceOp op, comm::Label label) override {
+    return inner_->all_reduce(t, op, label);
+  }
+  comm::Pending do_broadcast(at::Tensor t, int root, comm::Label label) override {
+    return inner_->broadcast(t, root, label);
+  }
+  comm::Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> o, std::vector<int64_t> i,
+                              comm::Label label) override {
+    return inner_->all_to_all(out, in, std::move(o), std::move(i), label);
+  }
+  void do_barrier(comm::Label label) override { inner_->barrier(label); }
+  comm::GroupPtr do_sibling(c10::Device device) override {
+    return std::make_shared<Gate>(inner_->sibling(device), label_, open_);
+  }
+
+ private:
+  comm::GroupPtr inner_;
+  std::string label_;
+  std::shared_future<void> open_;
+};
+
+}  // namespace
+
+// An engine that goes amid a save in the background waits for nobody: rank 1's files are written only once both engines are gone.
+TEST(Checkpoint, AnEngineThatGoesDoesNotWaitForItsSave) {
+  const TempFolder folder;
+  std::promise<void> gone;
+  const std::shared_future<void> open = gone.get_future();
+  std::latch both(2);
+  run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const Toy toy;
+    CaughtWarnings warnings(/*shows=*/false);
+    {
+      auto engine = toy_engine({.stage = 1}, toy, std::make_shared<Gate>(group, "files of a checkpoint", open));
+      engine.checkpoints().save(folder.path(), {.tag = "x", .asynchronous = true});
+    }
+    const auto& texts = warnings.texts();
+    ASSERT_EQ(texts.size(), 1U);
+    EXPECT_HAS(texts[0], "wait_for_checkpoint()");
+    both.arrive_and_wait();
+    if (rank == 0) gone.set_value();
+  });
+  const std::string latest = (std::filesystem::path(folder.path()) / "latest").string();
+  for (int i = 0; i < 600 && !std::filesystem::exists(latest); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  EXPECT_EQ(io::read_text(latest, 100), "x");
+  run_ranks(1, [&](int, const comm::GroupPtr& group) {
+    const Toy toy(3);
+    auto engine = toy_engine({.stage = 1}, toy, group);
+    EXPECT_TRUE(engine.checkpoints().open(folder.path(), "", {}));
+  });
 }
 
 }  // namespace tessera::testing

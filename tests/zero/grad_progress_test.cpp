@@ -130,17 +130,62 @@ TEST(GradProgress, ReductionsOverlap) {
   EXPECT_EQ(p.turn(), Turn::Waiting);
 }
 
+// Where a parameter's gradient is after each change, from each place; and which units it cannot be in.
+TEST(GradProgress, AGradientIsInOnePlace) {
+  using enum GradAt;
+  using Of = std::function<void(const GradProgress&, ParamGrad&)>;
+  struct Row {
+    const char* name;
+    Of change;
+    std::vector<GradAt> to;          // from each of `all`
+    std::vector<GradState> refused;  // states of the unit
+  };
+  const std::vector<GradAt> all{Nowhere, Slot, Elsewhere, Unseen};
+  const auto put = [](const GradProgress& p, ParamGrad& g, GradAt at) {
+    p.restore(g, at == Slot || at == Elsewhere, at == Slot || at == Unseen, 0);
+  };
+  const std::vector<GradState> idle{GradState::Empty, GradState::Reducing, GradState::Reduced};
+  for (const Row& row : {
+           Row{"come", [](auto& p, auto& g) { p.come(g); }, {Slot, Slot, Slot, Slot}, {GradState::Empty}},
+           Row{"fill", [](auto& p, auto& g) { p.fill(g); }, {Unseen, Slot, Slot, Unseen}, idle},
+           Row{"empty", [](auto& p, auto& g) { p.empty(g); }, {Nowhere, Elsewhere, Elsewhere, Nowhere}, idle},
+           Row{"show",
+               [](auto& p, auto& g) { p.show(g, true); },
+               {Elsewhere, Slot, Elsewhere, Slot},
+               {GradState::Empty}},
+           Row{"hide", [](auto& p, auto& g) { p.show(g, false); }, {Nowhere, Unseen, Nowhere, Unseen}, {}},
+           Row{"drop", [](auto& p, auto& g) { p.drop(g); }, {Nowhere, Nowhere, Nowhere, Nowhere}, {}},
+       }) {
+    for (size_t i = 0; i < all.size(); ++i) {
+      ParamGrad grad;
+      const GradProgress p = in_state(GradState::Accumulating);
+      put(p, grad, all[i]);
+      ASSERT_EQ(grad.at(), all[i]);
+      row.change(p, grad);
+      EXPECT_EQ(grad.at(), row.to[i]) << row.name << " from place " << i;
+    }
+    for (const GradState state : row.refused) {
+      ParamGrad grad;
+      EXPECT_ANY_THROW(row.change(in_state(state), grad)) << row.name << " in " << grad_state_name(state);
+    }
+  }
+  ParamGrad grad;
+  EXPECT_ANY_THROW(in_state(GradState::Accumulating).count_addition(grad)) << "the first one overwrites";
+  EXPECT_ANY_THROW(in_state(GradState::Empty).restore(grad, true, false, 0));
+}
+
 TEST(GradProgress, NothingIsLeftAtTheEnd) {
   GradProgress p;
   ParamGrad param;
   p.accumulate(true);
-  param.come();
-  param.count_addition();
+  p.come(param);
+  p.count_addition(param);
   p.launch_alone();
   p.count_sum();
   EXPECT_TRUE(p.has_sum());
+  EXPECT_ANY_THROW(p.end(param)) << "before its unit's";
   p.end();
-  param.end();
+  p.end(param);
   EXPECT_FALSE(p.has_sum());
   EXPECT_EQ(p.sums(), 0U);
   EXPECT_FALSE(param.has() || param.filled());

@@ -1,4 +1,4 @@
-"""What old callers expect of partitioned parameters: `ds_*` attributes, and the shape (0,) while they are partitioned.
+"""DsParameter: partitioned parameters as old callers expect them, with `ds_*` attributes and the shape (0,) meanwhile.
 
 A parameter that an engine of stage 3 or zero.Init holds gets a class of its own for that time: DsParameter beside the
 class it had. Its real shape stays what it is, and so does all that runs in C++; Python sees (0,) while nobody may read:

@@ -2,7 +2,7 @@
 
 A piece is a copy, in ordinary memory, of which any code may write any part. What differs from what was read becomes
 the parameter's at the next call that all ranks make: a forward, step(), a save, a region, the next reading of a piece.
-Pieces of a partitioned parameter are read by all ranks, so all know which are out, and tell each other which were
+Pieces of a partitioned parameter are read by all ranks, so all know which are out, and exchange which were
 written to.
 """
 

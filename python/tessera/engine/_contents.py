@@ -19,8 +19,8 @@ _END = (object(),)  # behind all that is compared: a list that has grown does no
 
 
 class Contents:
-    """`core`, `base`: the engine's, and the optimizer that updates it. `warn`: tells the user; None on ranks that
-    do not."""
+    """`core`, `base`: the engine's, and the optimizer that updates it. `warn`: warns the user; None on ranks
+    that do not."""
 
     def __init__(
         self,

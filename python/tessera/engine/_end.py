@@ -28,8 +28,8 @@ class Ending(Protocol):
     def open_regions(self) -> list[frozenset[int]]: ...
 
 
-def end(engine: Ending) -> None:
-    """Whatever fails, the rest is given back. Safe to call twice."""
+def end(engine: Ending, waits: bool = True) -> None:
+    """Whatever fails, the rest is given back. Safe to call twice. `waits`: for a save in the background."""
     there = vars(engine)
     core, parallel, updates = (there.get(name) for name in ("core", "_parallel", "_updates"))
     if core is not None and core.destroyed():
@@ -44,7 +44,7 @@ def end(engine: Ending) -> None:
         if parallel is not None:
             steps.callback(parallel.undo)
         if core is not None:
-            steps.callback(core.destroy)
+            steps.callback(core.destroy, waits)
         steps.callback(engine._loans.give_back)
         if "_watch" in there:
             steps.callback(there["_watch"].close)

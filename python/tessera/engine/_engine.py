@@ -53,6 +53,7 @@ from tessera.optim.engines import (
     as_lists,
     build_optimizer,
     build_schedule,
+    given_sizes,
     keep_optimizer,
     mark_stepped,
     native_rule,
@@ -149,7 +150,7 @@ class Engine(nn.Module):
         self._info, self._weights = Info(this), Weights(this)
         self._checkpoints, self._loaders = Checkpoints(this), Loaders(this)
         device = checked_device(group, model.parameters())
-        self._said: list[tuple[str, int]] = []
+        self._warnings: list[tuple[str, int]] = []
         with caught_warnings(self._warn_user):
             self._ranks = Ranks(group, self._settings, device, sequence_parallel, tensor_parallel)
         self._warn(self._settings.warnings)
@@ -158,7 +159,7 @@ class Engine(nn.Module):
             batch = self._settings.resolve_batch(self._ranks.dp_world_size)
             partitions = self._settings.placements.shards_params and self._ranks.share_states() > 1
             check_modules(model, partitions, runs_on=bool(self._settings.tessera.update_runs_on))
-            self._watch = Watch(self._settings, self._logging_rank(), self._said)
+            self._watch = Watch(self._settings, self._logging_rank(), self._warnings)
             if self._watch.calls is not None:
                 self._ranks.mesh = _core.timed_mesh(self._ranks.mesh, self._watch.calls)
             self._parallel = TensorParallel(model, self._settings, self._ranks.mesh, cuts=self._ranks.cuts)
@@ -169,7 +170,7 @@ class Engine(nn.Module):
             base = self._build_optimizer(model_parameters)
             own = not isinstance(optimizer, torch.optim.Optimizer)
             joins = groups_of_frozen(model, base, model_parameters, own)
-            self._check_optimizer(base)
+            self._check_optimizer(base, given_sizes(model, self.client_optimizer, model_parameters))
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self._settings, optimizer, base, lr_scheduler)
             self.training_dataloader = (
@@ -209,7 +210,7 @@ class Engine(nn.Module):
     def _note(self, lines: list[str]) -> None:
         """Puts lines into the files of numbers."""
         samples = self.core.global_samples() if hasattr(self, "core") else 0
-        self._said += [(line, samples) for line in lines]
+        self._warnings += [(line, samples) for line in lines]
         if "_watch" in vars(self):
             self._watch.monitor.tell()
 
@@ -218,8 +219,8 @@ class Engine(nn.Module):
         base = build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
         return None if base is None else self._front.built(self._settings, self.client_optimizer, base)
 
-    def _check_optimizer(self, base: torch.optim.Optimizer | None) -> None:
-        self._program.optimizer_made(base)
+    def _check_optimizer(self, base: torch.optim.Optimizer | None, given: list[int]) -> None:
+        self._program.optimizer_made(base, given)
         configured = self.client_optimizer is not None or bool(self._settings.optimizer.type)
         nothing = nothing_trained(base, self.module) if configured and not self._program.of_several else ""
         self._warn(_build.check_optimizer(self._settings, configured, base, nothing))
@@ -434,7 +435,7 @@ class Engine(nn.Module):
         # At the interpreter's end nobody is left to give anything back to, and torch may be half gone.
         if "core" in self.__dict__ and not sys.is_finalizing():
             self.open_regions = []  # this rank alone
-            self.destroy()
+            end(self, waits=False)
 
     # ---------------------------------------------------------------- what parts do: bodies and docstrings are theirs
 

@@ -68,7 +68,7 @@ def cast_inputs(engine: Runs, /, *values: object) -> object:
 
 
 class Forward:
-    """`warn`: tells the user; None on ranks that do not. `checks_attention`: ranks share sequences."""
+    """`warn`: warns the user; None on ranks that do not. `checks_attention`: ranks share sequences."""
 
     def __init__(
         self,

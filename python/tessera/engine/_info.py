@@ -1,4 +1,4 @@
-"""What an engine tells about its configuration, its optimizer and its progress."""
+"""The getters of an engine: its configuration, its optimizer and its progress."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Parameters that begin to be trained after their engine was built: frozen ones that require gradients, and those that
-are added to the optimizer's param groups. The core lets them join (Note [Joining] in zero/joining.h); this module tells
-the core of them, and the client's optimizer of what has joined."""
+are added to the optimizer's param groups. The core lets them join (Note [Joining] in zero/joining.h); this module hands
+them to the core, and what has joined to the client's optimizer."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Look:
         self.looked: tuple[str, Exception | None] | None = None  # before step_together() steps
 
     def before_forward(self) -> None:
-        """An error of one rank here would leave the others waiting: the step that follows tells all."""
+        """An error of one rank here would leave the others waiting: the step that follows announces it to all."""
         if self._updates.runner is None or not torch.is_grad_enabled():
             self._joining.follow()
         elif self.in_backward:  # the backward refuses what step() would

@@ -1,5 +1,5 @@
-"""Watch: what an engine tells while it trains: progress lines, times of its phases, memory, collectives, events of
-monitors and the profile of a forward. One Watch belongs to one engine; rank 0 speaks."""
+"""Watch: what an engine logs while it trains: progress lines, times of its phases, memory, collectives, events of
+monitors and the profile of a forward. One Watch belongs to one engine; rank 0 logs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Watched(Protocol):
 
 
 class Watch:
-    def __init__(self, config: _core.Config, rank: int, said: list[tuple[str, int]]) -> None:
-        """Made before the engine has a core: all that can be wrong in the configuration is an error here. `said`:
+    def __init__(self, config: _core.Config, rank: int, warnings: list[tuple[str, int]]) -> None:
+        """Made before the engine has a core: all that can be wrong in the configuration is an error here. `warnings`:
         warnings so far, which grow."""
         self._config = config
         self._speaks = rank == 0
@@ -55,7 +55,7 @@ class Watch:
         self._counted_from = 0  # micro-steps before the first of them
         self._peak: float | None = None
         self.calls = self._numbers.calls
-        self.monitor = Monitor(config, rank, said)
+        self.monitor = Monitor(config, rank, warnings)
         if config.log_level:
             logger.setLevel(_LEVELS[config.log_level])
         lines = self._every or config.wall_clock_breakdown or self._memory or self.calls is not None

@@ -32,8 +32,9 @@ class Program:
         """Whether this engine logs warnings and progress."""
         return True
 
-    def optimizer_made(self, base: torch.optim.Optimizer | None) -> None:
-        """Errors refuse it: nothing of the module has changed. Collective."""
+    def optimizer_made(self, base: torch.optim.Optimizer | None, given: list[int]) -> None:
+        """Errors refuse it: nothing of the module has changed. `given`: how many parameters each param group was given.
+        Collective."""
 
     def buildable(self) -> None:
         """Called before what is collective inside an engine: errors of others end it here. Collective."""

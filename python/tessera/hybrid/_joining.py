@@ -106,7 +106,7 @@ class Joining:
             ) from None
 
     def abort(self, reason: str) -> None:
-        """Tells all others; waits for none."""
+        """Announces the reason to all others; waits for none."""
         with self._lock:
             self._failure, end = reason, self._end
         if self._came.is_set():

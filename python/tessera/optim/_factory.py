@@ -168,6 +168,18 @@ def trainable_groups(model: nn.Module, model_parameters: Any, keep_empty: bool =
     return [group for group in groups if group["params"] or keep_empty]
 
 
+def given_sizes(model: nn.Module, optimizer: Any, model_parameters: list[Any] | None) -> list[int]:
+    """How many parameters each param group was given, frozen ones too. `model_parameters`: of as_lists()."""
+    if isinstance(optimizer, Optimizer):
+        optimizer = optimizer.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [len(group["params"]) for group in optimizer.param_groups]
+    items = list(model.parameters()) if model_parameters is None else model_parameters
+    if items and isinstance(items[0], dict):
+        return [len(group["params"]) for group in items]
+    return [len(items)]
+
+
 def as_lists(model_parameters: Any) -> list[Any] | None:
     """Makes lists of all that can be read once only."""
     if model_parameters is None:

@@ -25,7 +25,7 @@ class StageEngine(Protocol):
     def _backward_of_loss(self, loss: torch.Tensor) -> None: ...
     def _count_micro_batch(self) -> None: ...
     def join_thawed(self) -> None: ...
-    def _step_of_all(self) -> None: ...
+    def _step_of_all(self, copies: list[int]) -> None: ...
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
@@ -58,8 +58,8 @@ class Batch:
     def end_of_data(self) -> None:
         raise StopIteration
 
-    def step(self) -> None:
-        self.engine._step_of_all()
+    def step(self, copies: list[int]) -> None:
+        self.engine._step_of_all(copies)
 
     def forget_gradients(self) -> None:
         self.engine.zero_grad()

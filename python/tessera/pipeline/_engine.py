@@ -143,14 +143,11 @@ class PipelineEngine(Engine):
         beside = [self.core.mesh().group(axes) for axes in self._grid.axes]
         chunks = self.module.num_chunks
         self._runner = _core.PipelineRunner(self._grid.ranks, self._ties, chunks, self.device, beside)
-        self._copies = self._grid.copies(self.module)
         batch = Batch(self, self._shape(1))
         self._stages.agree()
         self._ties.attach(self.core, batch)
         if self._everyone.size > 1:
-            copies = [self.param_number(param) for param in self._copies]
-            held = [number for number in copies if number is not None]
-            _core.span_checkpoints(self.core, self._everyone.group, held)
+            _core.span_checkpoints(self.core, self._everyone.group, self._ties.copies(self.core, batch))
 
     # ---------------------------------------------------------------- what and where
 
@@ -284,8 +281,9 @@ class PipelineEngine(Engine):
     def _backward_of_loss(self, loss: torch.Tensor) -> None:
         super().backward(loss)
 
-    def _step_of_all(self) -> None:
-        step_together(self, self._everyone.processes, copies=self._copies)
+    def _step_of_all(self, copies: list[int]) -> None:
+        held = [self.core.param(number).tensor for number in copies]
+        step_together(self, self._everyone.processes, copies=held)
 
     # ---------------------------------------------------------------- calls at the wrong moment
 
@@ -293,11 +291,10 @@ class PipelineEngine(Engine):
         """Note [A call that failed] in tessera/pipeline/runner.h."""
         runner = self._calls(call)
         runner.check(call)
+        if call == "save_16bit_model":
+            self._check_one_stage(call)
         if call == "save_checkpoint" and self.config.checkpoint.format == "deepspeed":
-            raise NotImplementedError(
-                '[engine.save_checkpoint with checkpoint.format "deepspeed"] is not served by this version; use the '
-                'format "tessera"'
-            )
+            self._check_one_stage('save_checkpoint with checkpoint.format "deepspeed"')
         return runner
 
     def _calls(self, call: str) -> _core.PipelineRunner:
@@ -315,14 +312,17 @@ class PipelineEngine(Engine):
             _of_all_stages("step")(self)
         super().step(lr_kwargs, global_norm=global_norm)
 
-    def save_16bit_model(self, *args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(
-            "[engine.save_16bit_model] is not served by this version; save_checkpoint() and `tessera export` write the "
-            "weights of all stages"
-        )
+    def _check_one_stage(self, call: str) -> None:
+        """What writes the whole model's weights into files of others."""
+        if self._grid.stages > 1:
+            raise NotImplementedError(
+                f"[engine.{call}] is not served over several stages, each of which has the weights of its own layers "
+                'alone; save_checkpoint() in the format "tessera" has all, for `tessera export` and `tessera deepspeed`'
+            )
 
     # ---------------------------------------------------------------- the rest
 
+    save_16bit_model = _while_stages_live(Engine.save_16bit_model)
     save_checkpoint = _while_stages_live(Engine.save_checkpoint)
     load_checkpoint = _while_stages_live(Engine.load_checkpoint)
 

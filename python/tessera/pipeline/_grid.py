@@ -116,9 +116,5 @@ class Grid:
             if len(stages) > 1
         ]
 
-    def copies(self, model: PipelineModule) -> list[nn.Parameter]:
-        """The parameters of this stage that an earlier one has, too."""
-        return [param for _, stages, params in self.tied(model) if stages[0] != self.stage for _, param in params]
-
     def _params(self, model: PipelineModule, key: str) -> list[tuple[str, nn.Parameter]]:
         return [(f"tied_modules.{key}.{name}", param) for name, param in model.tied_modules[key].named_parameters()]

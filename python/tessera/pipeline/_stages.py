@@ -51,11 +51,13 @@ class Stages(Program):
     def speaks(self) -> bool:
         return self._grid is not None and self._grid.stage == 0
 
-    def optimizer_made(self, base: torch.optim.Optimizer | None) -> None:
+    def optimizer_made(self, base: torch.optim.Optimizer | None, given: list[int]) -> None:
         assert self._grid is not None
         own = None if base is None else form_of(base)
         self.agree()
         _core.check_optimizers(self._grid.ranks, own)
+        if base is not None:
+            _core.check_groups_take(self._grid.ranks, given)
 
     def casts_inputs(self) -> bool:
         return self.own_inputs

@@ -1,4 +1,4 @@
-"""Partitioned parameters (stage 3) and the modules that use them: hooks that tell the core which module runs."""
+"""Partitioned parameters (stage 3) and the modules that use them: hooks that announce to the core which module runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// FaultBoard: what ranks of a group in trouble tell each other through the group's store: the first cause of a failure, who is
+// FaultBoard: what ranks of a group in trouble announce through the group's store: the first cause of a failure, who is
 // still there, which processes they are, and what they have called.
 // All calls are local, bounded in time while the store answers, and never throw; a store that cannot be reached (its
 // host may be the process that died) is part of the report.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import gc
 import json
 import os
@@ -360,7 +361,7 @@ def test_save_16bit_model_without_the_key_saves_nothing(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "weights.bin").keys() == engine.module.state_dict().keys()
 
 
-def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
+def test_checkpoints_and_fp32_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     engine, *_ = start(2)
@@ -382,12 +383,20 @@ def test_checkpoints_and_fp32_weights(tmp_path: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     engine.save_checkpoint(tmp_path, tag="global_step2")  # objects are not carried over
-    latest = tmp_path / "latest_universal"
+    latest, rename = tmp_path / "latest_universal", os.replace
     latest.write_text("former")
-    with latest.open() as former:  # who reads it meanwhile has it whole
+    with contextlib.ExitStack() as readers:  # who reads it meanwhile has it whole
+        opened = [readers.enter_context(latest.open())]
+
+        def open_again(*names: Any) -> None:
+            opened.append(readers.enter_context(latest.open()))
+            rename(*names)
+
+        monkeypatch.setattr(os, "replace", open_again)
         ds_to_universal.main(["--input_folder", f"{tmp_path}/global_step2", "--output_folder", f"{tmp_path}/new"])
-        assert former.read() == "former"
-    assert (tmp_path / "latest_universal").read_text() == "new" and (tmp_path / "new" / "zero" / "gain").is_dir()
+        monkeypatch.undo()
+        assert [reader.read() for reader in opened] == ["former", "global_step2_universal"]
+    assert latest.read_text() == "new" and (tmp_path / "new" / "zero" / "gain").is_dir()
     with pytest.raises(ValueError, match="latest"):
         get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "global_step2"))
     with pytest.raises(FileNotFoundError):

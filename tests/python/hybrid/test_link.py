@@ -287,7 +287,7 @@ def test_a_side_that_fails_is_named_on_the_other(when, transport, store_for):
 
 
 def test_a_rank_that_gives_up_before_it_has_seen_another_that_connects():
-    """The one that came last sees all and connects; the first has told of its end and will not."""
+    """The one that came last sees all and connects; the first has announced its end and will not."""
     link = Link("x", timeout=20)
     both = dist.HashStore()
     receiver = link.receiver(both, 0)
@@ -354,6 +354,15 @@ def test_a_store_that_does_not_answer_ends_every_call():
     finally:
         store.stopped = False
         receiver.close()
+
+
+def test_who_waits_for_others_to_come_asks_the_store_seldom():
+    store = Watched()
+    receiver = Link("x", timeout=2).receiver(store, 0)
+    with pytest.raises(dist.DistBackendError, match="no word of it has come"):
+        receiver.receive(0)
+    assert 10 < store.calls.total() < 200, "two questions, at most ten times a second"
+    receiver.close()
 
 
 def test_who_waits_for_a_message_asks_the_store_for_nothing():

@@ -151,3 +151,18 @@ def own_data(rank: int, folder: Path) -> None:
 
 def test_data_of_the_engine_goes_back_with_it(tmp_path: Path) -> None:
     in_processes(2, own_data, tmp_path)
+
+
+def test_one_stage_writes_what_several_refuse(tmp_path: Path) -> None:
+    """Files that hold the whole model's weights."""
+    engine = pipeline(module(1), config(1, checkpoint={"format": "deepspeed"}))
+    go_on(engine, 1)
+    assert engine.save_16bit_model(tmp_path, "weights.bin")
+    state = torch.load(tmp_path / "weights.bin")
+    assert state.keys() == engine.module.state_dict().keys() and "layers.1.linear.weight" in state
+    engine.save_checkpoint(tmp_path / "run")
+    again = pipeline(module(1, base_seed=7), config(1))
+    assert again.load_checkpoint(tmp_path / "run")[0] is not None and again.global_steps == 1
+    for name, value in weights(again.module).items():
+        assert torch.equal(value, state[name]), name
+    assert go_on(again, 1) == go_on(engine, 1)
