@@ -87,7 +87,8 @@ TEST(Served, TheDocsListEveryRow) {
     for (const Refusal& row : rows)
       EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config_served.md";
   for (const Unread& row : unread()) {
-    EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.instead + " |\n") << "missing in docs/config_served.md";
+    EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.instead + " |\n")
+        << "missing in docs/config_served.md";
   }
 }
 
