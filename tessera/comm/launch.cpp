@@ -75,7 +75,7 @@ void check_not_alone(const Launch& own, const LaunchRequest& request) {
                       other ? other->size : "", " is ", tasks,
                       ": each of these tasks would be a world of its own. Have the program itself started by srun or "
                       "mpirun, without torchrun, or start one torchrun a host with --nnodes, --node-rank and "
-                      "--master-addr; init_distributed(other_launchers=False) where such worlds are meant");
+                      "--master-addr; unset TORCHELASTIC_RUN_ID where such worlds are meant");
 }
 
 int ranks_of_host(const Names& by) {

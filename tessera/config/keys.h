@@ -1,5 +1,5 @@
 // The key table: one row per key of the configuration. Parsing, range checks, describe() and the
-// reference table of docs/config.md all walk it, so a key is added by adding a member and a row;
+// reference table of docs/config_keys.md all walk it, so a key is added by adding a member and a row;
 // one that nothing reads is a row alone.
 #pragma once
 
@@ -42,7 +42,7 @@ struct Limits {
 struct Key {
   std::string path;  // "zero_optimization.stage"
   std::function<Field(Config&)> field;
-  std::string meaning;  // one line for docs/config.md
+  std::string meaning;  // one line for docs/config_keys.md
   Limits limits{};
   std::vector<std::string> aliases{};   // other spellings of the last part
   std::optional<UnreadValue> unread{};  // the usual value of a key without a member

@@ -37,7 +37,7 @@ std::string value_text(const Key& key, const Config& config);
 // Adds a line for every value of `config` outside the limits of its row.
 void check_limits(const Config& config, Report& report);
 
-// The reference table of docs/config.md in Markdown.
+// The reference table of docs/config_keys.md in Markdown.
 std::string reference_table();
 
 }  // namespace tessera::config

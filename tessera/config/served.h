@@ -16,7 +16,7 @@ void check_served(const Config& config);
 // configuration, also of one that was filled by hand, and of what C++ does not read.
 std::vector<std::string> check_cpp_serves(const Config& config);
 
-// The rows behind check_served, for docs/config.md.
+// The rows behind check_served, for docs/config_served.md.
 struct Refusal {
   const char* key;   // path in the configuration
   const char* when;  // the values that are refused
@@ -40,7 +40,7 @@ const Unread* unread_row(const std::string& path);  // null: none
 bool has_effect(const Key& key);
 void warn_of_unread(const Config& config, Report& report);
 
-// Every key by what this version does with it, as a table of docs/config.md.
+// Every key by what this version does with it, as a table of docs/config_served.md.
 std::string state_table();
 
 }  // namespace tessera::config

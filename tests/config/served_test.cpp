@@ -89,7 +89,8 @@ TEST(Served, TheDocsListEveryRow) {
     EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.when + " | " + row.instead + " |\n")
         << "missing in docs/config_served.md";
   for (const Unread& row : unread()) {
-    EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.instead + " |\n") << "missing in docs/config_served.md";
+    EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.instead + " |\n")
+        << "missing in docs/config_served.md";
   }
 }
 

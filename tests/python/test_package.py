@@ -147,7 +147,7 @@ def stubbed() -> Iterator[str]:
     """The same of the compiled classes that are public."""
     import ast
 
-    public = {name for name in tessera.__all__ if getattr(getattr(tessera, name), "__module__", "") == "tessera._core"}
+    public = {name for name in tessera.__all__ if getattr(getattr(tessera, name), "__module__", "").endswith("._core")}
     for path in sorted(Path(inspect.getfile(tessera)).parent.glob("_core*.pyi")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name in public:
