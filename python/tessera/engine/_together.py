@@ -19,7 +19,7 @@ from tessera.errors import ConfigError, UsageError
 
 
 def step_together(
-    engines: Engine | Iterable[Engine], group: _mesh.OneGroup | None = None, *, copies: Iterable[nn.Parameter] = ()
+    engines: Engine | Iterable[Engine], group: _mesh.OneGroup | None = None, *, copies: Iterable[torch.Tensor] = ()
 ) -> float | None:
     """Calls step() of every engine; at an accumulation boundary all clip by the norm of all their gradients, and a
     gradient that is not finite in one of them skips the step of all, so that loss scales move alike. Returns the norm,
@@ -69,7 +69,7 @@ class Member:
     """An engine as tessera/pipeline/together.h asks it."""
 
     engine: Engine
-    copies: list[nn.Parameter]
+    copies: list[torch.Tensor]
     found: Found
 
     def at_boundary(self) -> bool:

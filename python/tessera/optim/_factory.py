@@ -174,7 +174,7 @@ def given_sizes(model: nn.Module, optimizer: Any, model_parameters: list[Any] | 
         optimizer = optimizer.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         return [len(group["params"]) for group in optimizer.param_groups]
-    items = list(model.parameters()) if model_parameters is None else model_parameters
+    items: list[Any] = list(model.parameters()) if model_parameters is None else model_parameters
     if items and isinstance(items[0], dict):
         return [len(group["params"]) for group in items]
     return [len(items)]
