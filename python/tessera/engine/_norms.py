@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
 
 from tessera import _core
 from tessera.engine._joining import Joining
@@ -40,7 +39,7 @@ class Norms:
         self._updates.trained_by("grad_norm")
         return self._on_all(self._core.grad_norm)
 
-    def norm_contribution(self, without: Iterable[nn.Parameter] = ()) -> float:
+    def norm_contribution(self, without: Iterable[torch.Tensor] = ()) -> float:
         """This rank's part of the square of grad_norm(): the parts of all ranks add up to it, replicas counted once,
         without a loss scale. `without`: parameters that do not count, as copies of what another engine counts.
         ValueError, on all ranks, where step() would be one. Collective."""
