@@ -115,7 +115,8 @@ class Watch {
   std::unique_ptr<io::ProgressLine> line_ = std::make_unique<io::ProgressLine>();
 };
 
-// The writers that the sections tensorboard and csv_monitor and the key tessera.json_lines switch on; IoError where their folders cannot be made.
+// The writers that the sections tensorboard and csv_monitor and the key tessera.json_lines switch on; IoError where their folders
+// cannot be made.
 std::vector<std::unique_ptr<io::MetricWriter>> metric_writers(const config::Config& config);
 
 // What an engine holds on this rank, by kind, in MiB: "params: 1.0 | grads: ...".

@@ -32,11 +32,11 @@ class Construction {
   Construction(const Config& config, comm::Mesh mesh);
 
   // Returns what make() returns, a module or a holder of one, built and partitioned. Inside make() tensors have no memory (Note
-  // [Constructors without memory] in nn/deferred.h): sizes are there, values are not, so item() or data_ptr() are errors. Then what
-  // make() computed is computed in its order, with the same random numbers, and each parameter is partitioned when nothing uses it
-  // any more, or not soon. What is still used is gathered for it; with a 16-bit precision it is rounded by then. All other tensors that the program
-  // still holds get their values, too. `device`: where all of them are brought to before. UsageError for operators that do something else without memory.
-  // Collective: all ranks make the same.
+  // [Constructors without memory] in nn/deferred.h): sizes are there, values are not, so item() or data_ptr() are errors. Then the
+  // operators of make() run in their order, with the same random numbers, and each parameter is partitioned when no operator uses
+  // it any more, or none soon. One that a later operator uses is gathered for it; with a 16-bit precision it is rounded by then.
+  // All other tensors that the program still holds get their values, too. `device`: where all of them are brought to before.
+  // UsageError for operators that do something else without memory. Collective: all ranks make the same.
   template <class F>
   auto build(const F& make, std::optional<c10::Device> device = {}) {
     Deferred deferred;

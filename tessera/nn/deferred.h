@@ -49,8 +49,9 @@ class Deferred {
   };
   // Says in an error of torch that a constructor wanted values, where it did.
   static void explain(c10::Error& error);
-  // Gives all tensors their values, those that operators made and the program still has, and `held`, on `device` where one is given. UsageError for an operator that does something else with memory
-  // than it did without. Call it once, with no Recording alive.
+  // Gives all tensors their values, those that operators made and the program still has, and `held`, on `device` where one is
+  // given. UsageError for an operator that does something else with memory than it did without. Call it once, with no Recording
+  // alive.
   void run(const Keeper& keeper, const std::vector<at::Tensor>& held, std::optional<c10::Device> device);
 
  private:

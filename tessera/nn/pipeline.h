@@ -62,7 +62,8 @@ class Pipeline : private Session {
  public:
   // Value error for a configuration, or groups with hyper-parameters, that are not the same on all ranks, a group that takes nothing
   // on any stage, a schedule that cannot do it, and tied layers of two stages that have other parameters; not-implemented error for
-  // stage 3, weights of two stages that are not Layers::tied(), and tied ones where updates round at random. What fails on one rank is pipeline::StageFailed on the others.
+  // stage 3, weights of two stages that are not Layers::tied(), and tied ones where updates round at random.
+  // What fails on one rank is pipeline::StageFailed on the others.
   Pipeline(const Layers& layers, const Config& config, const comm::Parts& parts, const PipelineOptions& options);
 
   // One optimizer step: gradient_accumulation_steps micro-batches forward and backward, one norm of all stages that clips, and

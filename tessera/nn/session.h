@@ -190,8 +190,8 @@ class Session {
   Held states_away(const std::vector<zero::StateKind>& kinds = zero::all_state_kinds(),
                    shard::Residence to = shard::Residence::Host, bool pin_memory = true);
   bool states_are_away() const { return live().states_are_away(); }
-  // What of offloaded states an update moves, by which threads it is computed, and how long that is to take: with `measure`, which is collective, by
-  // speeds of this machine (engine::Engine::offload_plan, measure_offload).
+  // What of offloaded states an update moves, by which threads it is computed, and how long that is to take: with `measure`, which
+  // is collective, by speeds of this machine (engine::Engine::offload_plan, measure_offload).
   engine::OffloadPlan offload_plan(bool measure = false) {
     if (measure) live().measure_offload();
     return live().offload_plan();

@@ -1,4 +1,5 @@
-// The optimizers of torch::optim, and of Python's torch.optim (element_optimizer.h), that a configuration names and no rule of optim/types.h is for.
+// The optimizers of torch::optim, and of Python's torch.optim (element_optimizer.h), that a configuration names and no rule of
+// optim/types.h is for.
 #pragma once
 
 #include <torch/optim/optimizer.h>
