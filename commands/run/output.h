@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace tessera::run {
 
@@ -17,7 +18,8 @@ void write_all(int fd, std::string_view text);
 // The read end of a pipe in which a rank prints to stdout or stderr.
 class Output {
  public:
-  // `to`: 1 or 2, of this process. `copy`: a file that gets the output without the prefix; or empty. std::runtime_error where
+  // `to`: 1 or 2, of this process. Of errors (2) tracebacks of Python that end in KeyboardInterrupt are left out, which say that
+  // the job was interrupted; tail() has them. `copy`: a file that gets the output without the prefix; or empty. std::runtime_error where
   // that cannot be written.
   Output(int from, int to, std::string prefix, const std::string& copy);
   Output(Output&&) = delete;
@@ -30,6 +32,8 @@ class Output {
 
  private:
   void pass(std::string_view line, std::string& out);
+  void add(std::string_view line, std::string& out) const { out.append(prefix_).append(line).append("\n"); }
+  void add_held(std::string& out);
 
   int from_;
   const int to_;
@@ -37,6 +41,7 @@ class Output {
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> copy_;
   std::string open_;  // the line that has not ended
   std::deque<std::string> tail_;
+  std::vector<std::string> held_;  // of a traceback whose end is still to come
 };
 
 }  // namespace tessera::run

@@ -141,19 +141,22 @@ void bind_structs(py::module_& m) {
       .def("step", &Plan::step, py::arg("forward"), py::arg("backward"), py::arg("micro_batches") = 1)
       .def("text", &Plan::text);
 
-  py::class_<Engine::Memory>(m, "Memory")
-      .def_readonly("params", &Engine::Memory::params)
-      .def_readonly("grads", &Engine::Memory::grads)
-      .def_readonly("master", &Engine::Memory::master)
-      .def_readonly("states", &Engine::Memory::states)
-      .def_readonly("buckets", &Engine::Memory::buckets)
-      .def_readonly("peak_buckets", &Engine::Memory::peak_buckets)
-      .def_readonly("host", &Engine::Memory::host)
-      .def_readonly("disk", &Engine::Memory::disk)
-      .def_readonly("shared", &Engine::Memory::shared)
+  py::class_<Engine::Memory>(m, "Memory", "Bytes that an engine holds on this rank, by kind.")
+      .def_readonly("params", &Engine::Memory::params, "Bytes of parameters: whole ones, or slices of them.")
+      .def_readonly("grads", &Engine::Memory::grads, "Bytes of gradients, accumulated ones too.")
+      .def_readonly("master", &Engine::Memory::master, "Bytes of masters.")
+      .def_readonly("states", &Engine::Memory::states, "Bytes of the optimizer's states.")
+      .def_readonly("buckets", &Engine::Memory::buckets, "Bytes of buffers for gathers and reductions.")
+      .def_readonly("peak_buckets", &Engine::Memory::peak_buckets, "The most that buckets ever were.")
+      .def_readonly("host", &Engine::Memory::host,
+                    "Of all but buckets, what lives in host memory and not on the device.")
+      .def_readonly("disk", &Engine::Memory::disk, "Of all but buckets, what lives on a disk.")
+      .def_readonly("shared", &Engine::Memory::shared,
+                    "Bytes of parameters that all ranks of the host have together, once for all of them.")
       .def("__repr__", [](const Engine::Memory& memory) { return lines_of(engine::table_of(memory)); });
-  py::class_<engine::MemoryUse, Engine::Memory>(m, "MemoryUse")
-      .def_readonly("formula", &engine::MemoryUse::formula)
+  py::class_<engine::MemoryUse, Engine::Memory>(m, "MemoryUse",
+                                                "Memory beside what the formula says; printed as a table of MiB.")
+      .def_readonly("formula", &engine::MemoryUse::formula, "The bytes that the memory formula says, by kind.")
       .def("__repr__", [](const engine::MemoryUse& memory) { return lines_of(c10::str(memory)); });
 }
 

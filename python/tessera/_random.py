@@ -35,7 +35,8 @@ def try_random_states(states: dict[str, Any]) -> None:
         begin = {"torch": begin}
     if begin:
         try_random_states({key: value for key, value in begin.items() if key != "pass"})
-    torch.Generator().set_state(states["torch"])
+    for state in [states["torch"], *states.get("generators", [])]:
+        torch.Generator().set_state(state)
     if "python" in states:  # not of a program in C++
         random.Random().setstate(states["python"])
     if "numpy" in states and (numpy := _numpy()) is not None:

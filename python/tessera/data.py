@@ -44,16 +44,21 @@ class Loader:
     that a DistributedSampler deals out come once each; those of another sampler, or of a stream, go on at the batch
     that holds the place."""
 
-    def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0, world_size: int = 1) -> None:
+    def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0, world_size: int | None = None) -> None:
+        """`world_size`: over how many ranks the sampler deals the samples out; by default what it says itself
+        (DistributedSampler), else 1. ConfigError where both say it and differ."""
         self.loader = loader
         self.epoch = first_epoch
-        self._world_size = world_size
+        dealt = next((n for of in _drawing(loader) if isinstance(n := getattr(of, "num_replicas", None), int)), None)
+        if world_size is not None and dealt is not None and world_size != dealt:
+            raise ConfigError(f"[data] world_size is {world_size}, but the sampler deals samples out to {dealt} ranks")
+        self._world_size = world_size or dealt or 1
         self._under_way = False
         self._given = 0  # samples of all ranks, of the pass under way
         self._start = 0  # samples that the next pass leaves out
         self._loads = 0
         self._begin_with: Any = None  # random states of the next pass, where it goes on
-        self.begin: Any = None  # random_states() of when the pass under way began
+        self._began: Any = None  # those of when the pass under way began
 
     def __iter__(self) -> Iterator[Any]:
         """A pass begins with its first batch."""
@@ -75,17 +80,41 @@ class Loader:
 
     def _begun(self) -> Iterator[Any]:
         start, self._start = self._start, 0
-        if hasattr(self.loader.sampler, "set_epoch"):
-            self.loader.sampler.set_epoch(self.epoch)
+        for of in _drawing(self.loader):
+            if callable(set_epoch := getattr(of, "set_epoch", None)):
+                set_epoch(self.epoch)
         self.epoch += 1
         self._under_way, self._given = True, start
-        self.begin, self._begin_with = self._begin_with, None
-        if start == 0 or self.begin is None:
-            self.begin = random_states(of_device=False)
+        self._began, self._begin_with = self._begin_with, None
+        if isinstance(self._began, dict):
+            self._put_generators(self._began.get("generators"))
+        if start == 0 or self._began is None:
+            self._began = self._random_states()
         if start == 0:
             return self._batches(start)
-        with aside(self.begin):
+        with aside(self._began):
             return self._batches(start)
+
+    @property
+    def begin(self) -> Any:
+        """Where the random generators of this rank are when the pass to go on with begins: of the process, and those
+        that the loader or a sampler has for itself. None where no pass has begun."""
+        if self._under_way or self._begin_with is not None or self._began is None:
+            return self._began if self._begin_with is None else self._begin_with
+        return self._random_states()
+
+    def _random_states(self) -> dict[str, Any]:
+        return random_states(of_device=False) | {"generators": [g.get_state() for g in _generators(self.loader)]}
+
+    def _put_generators(self, states: list[torch.Tensor] | None) -> None:
+        own = _generators(self.loader)
+        if states is not None and len(states) != len(own):
+            raise ConfigError(
+                f"[data] the state is of a loader with {len(states)} random generators of its own, and this one has "
+                f"{len(own)}: make it as in that run, or begin without its state"
+            )
+        for generator, state in zip(own, states or [], strict=False):
+            generator.set_state(state)
 
     def _batches(self, start: int) -> Iterator[Any]:
         loader = self.loader
@@ -129,7 +158,7 @@ class Loader:
         self._under_way, self._given = False, 0
         self._loads += 1
         self._start = state["samples"]
-        self.begin = self._begin_with = state.get("begin")
+        self._began, self._begin_with = None, state.get("begin")
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -148,6 +177,18 @@ class Loader:
     def batch_size(self) -> int | None:
         """Samples of a batch of this rank; None where the loader does not say."""
         return self.loader.batch_size
+
+
+def _drawing(loader: TorchLoader[Any]) -> list[object]:
+    """What decides which samples come: the loader and its samplers."""
+    batches = loader.batch_sampler
+    return [loader, loader.sampler, batches, getattr(batches, "sampler", None)]
+
+
+def _generators(loader: TorchLoader[Any]) -> list[torch.Generator]:
+    """Generators that these have for themselves, each once."""
+    found = (getattr(of, "generator", None) for of in _drawing(loader))
+    return list({id(g): g for g in found if isinstance(g, torch.Generator) and g.device.type == "cpu"}.values())
 
 
 class _Batch(list[Any]):

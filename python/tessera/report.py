@@ -25,8 +25,20 @@ _OPTIONAL = {
     "tensorboard": "a look at what the section tensorboard writes",
     "wandb": "the section wandb",
     "comet_ml": "the section comet",
+    "ray": "groups of actors, tessera.hybrid",
 }
-_PACKAGES = ("numpy", "safetensors", "transformers", "accelerate", "lightning", "peft", "trl", "tensorboard", "wandb")
+_PACKAGES = (
+    "numpy",
+    "safetensors",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "peft",
+    "trl",
+    "tensorboard",
+    "wandb",
+    "ray",
+)
 
 
 def _installed(name: str) -> str | None:

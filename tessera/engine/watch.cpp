@@ -279,27 +279,33 @@ bool Watch::says_progress(const Engine& engine) const {
   return speaks_ && line_->wants(engine.global_steps() % every_ == 0);
 }
 
+// A line of a terminal is cut at its width: what changes from step to step comes first there.
 std::string Watch::progress_of(const Engine& engine, const std::vector<double>& rates, const std::string& more) {
-  const int64_t step = engine.global_steps(), total = expected_steps_;
+  const int64_t step = engine.global_steps(), total = expected_steps_, skipped = engine.skipped_steps();
   std::string text = "step=" + std::to_string(step);
   if (total > 0) text += "/" + std::to_string(total);
-  if (total > 0 && line_->in_place()) {
+  std::string speeds;
+  if (loss_) speeds = formatted(", loss=%.5g", *loss_);
+  if (const auto lap = lines_.next(engine.global_samples())) {
+    const double speed = lap->first / lap->second;
+    speeds += formatted(", samples/s=%.4g", speed);
+    if (tokens_ > 0) speeds += formatted(", tokens/s=%.4g", speed * tokens_);
+  }
+  std::string lr = ", lr=[";
+  for (size_t i = 0; i < rates.size(); ++i)
+    lr += (i > 0 ? ", " : "") + io::shortest(rates[i]);
+  lr += "]";
+  const Engine::Memory memory = engine.memory();
+  const int64_t bytes = memory.params + memory.grads + memory.master + memory.states + memory.buckets;
+  const std::string held = formatted(", memory=%.1f MB", static_cast<double>(bytes) / (1 << 20));
+  const std::string skips = ", skipped=" + std::to_string(skipped);
+  if (!line_->in_place())
+    return text + skips + lr + (more.empty() ? "" : ", " + more) + speeds + held + time_left(step);
+  if (total > 0) {
     const auto filled = static_cast<size_t>(std::clamp<int64_t>(10 * step / total, 0, 10));
     text += " [" + std::string(filled, '#') + std::string(10 - filled, '.') + "]";
   }
-  text += ", skipped=" + std::to_string(engine.skipped_steps()) + ", lr=[";
-  for (size_t i = 0; i < rates.size(); ++i)
-    text += (i > 0 ? ", " : "") + io::shortest(rates[i]);
-  text += "]" + (more.empty() ? "" : ", " + more);
-  if (loss_) text += formatted(", loss=%.5g", *loss_);
-  if (const auto lap = lines_.next(engine.global_samples())) {
-    const double speed = lap->first / lap->second;
-    text += formatted(", samples/s=%.4g", speed);
-    if (tokens_ > 0) text += formatted(", tokens/s=%.4g", speed * tokens_);
-  }
-  const Engine::Memory memory = engine.memory();
-  const int64_t bytes = memory.params + memory.grads + memory.master + memory.states + memory.buckets;
-  return text + formatted(", memory=%.1f MB", static_cast<double>(bytes) / (1 << 20)) + time_left(step);
+  return text + speeds + time_left(step) + (skipped > 0 ? skips : "") + lr + held;
 }
 
 std::string Watch::time_left(int64_t step) const {

@@ -291,6 +291,18 @@ TEST(Run, SignalsArePassedOn) {
   }
 }
 
+TEST(Run, TracebacksOfAnInterruptAreLeftOut) {
+  const std::string frames = "Traceback (most recent call last):\n  File \"a.py\", line 1\n    f()\n";
+  for (const std::string end : {"KeyboardInterrupt\n", "KeyboardInterrupt: here\n", "ValueError: 1\n", ""}) {
+    Launcher launcher({"sh", "-c", "printf '" + frames + end + "more\n' >&2"});
+    EXPECT_EQ(launcher.wait(), 0);
+    const bool shown = !end.starts_with("Keyboard");
+    EXPECT_EQ(launcher.err().find("Traceback") != std::string::npos, shown) << end;
+    EXPECT_EQ(launcher.err().find("[rank 0]   File \"a.py\", line 1\n") != std::string::npos, shown) << end;
+    EXPECT_TRUE(launcher.err().ends_with("more\n")) << launcher.err();
+  }
+}
+
 TEST(Run, APortInUseIsNamed) {
   const tessera::HeldPort held = tessera::hold_free_port();
   ASSERT_EQ(listen(held.socket, 1), 0);

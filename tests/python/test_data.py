@@ -10,7 +10,8 @@ import pytest
 import torch
 from support import batch, config, engines, make
 from tessera.data import Loader, RepeatingLoader, make_loader
-from torch.utils.data import Dataset
+from tessera.errors import ConfigError
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 import tessera
 
@@ -94,6 +95,39 @@ def test_a_loader_goes_on_where_it_was(taken: int, before: int | None) -> None:
     resumed.load_state_dict(saved.state_dict())
     after = after or RepeatingLoader(resumed)
     assert [next(after).tolist() for _ in range(9)] == everything[taken : taken + 9]
+
+
+def test_ranks_are_those_of_the_sampler() -> None:
+    """Also inside a batch sampler; beside another number they are refused."""
+    sampler: DistributedSampler[int] = DistributedSampler(Numbers(24), 2, 1)
+    batches = BatchSampler(sampler, 2, drop_last=False)
+    for loader in (DataLoader(Numbers(24), 2, sampler=sampler), DataLoader(Numbers(24), batch_sampler=batches)):
+        saved, resumed, told = Loader(loader), Loader(loader), Loader(loader, world_size=2)
+        passes = iter(saved)
+        next(passes)
+        assert saved.state_dict()["samples"] == (4 if loader.batch_size else 2)
+        place, rest = saved.state_dict(), [batch.tolist() for batch in passes]
+        for other in (resumed, told):
+            other.load_state_dict(place)
+            assert [batch.tolist() for batch in other] == rest
+        with pytest.raises(ConfigError, match="world_size is 4, but the sampler deals samples out to 2 ranks"):
+            Loader(loader, world_size=4)
+
+
+def test_generators_of_its_own_go_on_between_passes_too() -> None:
+    def loader(seed: int) -> Loader:
+        return Loader(DataLoader(Numbers(8), 2, shuffle=True, generator=torch.Generator().manual_seed(seed)))
+
+    plain, resumed = loader(0), loader(1)
+    for _ in range(2):
+        list(plain)
+    place = plain.state_dict() | {"begin": plain.begin}
+    resumed.load_state_dict(place)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in plain]
+    without = Loader(DataLoader(Numbers(8), 2))
+    without.load_state_dict(place)
+    with pytest.raises(ConfigError, match=r"1 random generators of its own, and this one has 0"):
+        next(iter(without))
 
 
 def test_a_place_in_a_larger_dataset_is_refused() -> None:

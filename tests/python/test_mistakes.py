@@ -156,6 +156,8 @@ MISTAKES = [
     Mistake("fp32 inputs of bf16", lambda _: forward(torch.ones(2, 4), precision=BF16), RuntimeError, "engine.forward",
             ("same dtype", "the engine has torch.bfloat16 on cpu", "input [0] is torch.float32 on cpu",
              "tessera.cast_inputs(engine", "engine.cast_forward_inputs = True")),
+    Mistake("fp32 inputs of an LSTM in bf16", lambda _: build(nn.LSTM(4, 4), **BF16)(torch.ones(2, 4)), ValueError,
+            "engine.forward", ("torch.bfloat16 on cpu", "input [0] is torch.float32 on cpu")),
     Mistake("fp32 inputs of fp16", lambda _: forward(input=torch.ones(2, 4), precision=FP16), RuntimeError,
             "engine.forward", ("torch.float16 on cpu", "input ['input'] is torch.float32", "fp16.auto_cast")),
     Mistake("fp64 inputs of fp32", lambda _: forward(torch.ones(2, 4, dtype=torch.float64)), RuntimeError,

@@ -57,7 +57,7 @@ def initialize(
             ranks = {"group": group, "sequence_parallel": mesh_param[1] if mesh_param is not None else None}
             ranks["tensor_parallel"] = record.size if record is not None else None
         built = tessera.initialize(
-            model,
+            model,  # type: ignore[arg-type]  # None is refused there
             settings,
             optimizer=optimizer,
             model_parameters=model_parameters,

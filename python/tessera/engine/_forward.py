@@ -111,7 +111,7 @@ class Forward:
                 parallel.after_forward(self._device)
             except BaseException as error:
                 explained = parallel.explained(error)
-                if type(error) is RuntimeError and _OF_INPUTS.search(str(error)):
+                if type(error) in (RuntimeError, ValueError) and _OF_INPUTS.search(str(error)):
                     self._explain_inputs(error, module, args, kwargs)
                 core.abort_forward()
                 raise explained  # noqa: B904 (mostly the same one)
@@ -119,7 +119,7 @@ class Forward:
                 parallel.end_forward(self._device)
         return outputs
 
-    def _explain_inputs(self, error: RuntimeError, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _explain_inputs(self, error: BaseException, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Adds to the text of `error` which inputs are not what the engine has, and what to do."""
         dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), None)
         autocast = self._core.options().autocast.enabled

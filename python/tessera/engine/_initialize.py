@@ -28,8 +28,8 @@ E = TypeVar("E")
 
 @overload
 def initialize(
-    model: nn.Module | None = None,
-    config: ConfigLike | None = None,
+    model: nn.Module,
+    config: ConfigLike,
     *,
     optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
     model_parameters: ParamsT | None = None,
@@ -44,8 +44,8 @@ def initialize(
 ) -> tuple[Engine, torch.optim.Optimizer | None, Loader, Scheduler | None]: ...
 @overload
 def initialize(
-    model: nn.Module | None = None,
-    config: ConfigLike | None = None,
+    model: nn.Module,
+    config: ConfigLike,
     *,
     optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
     model_parameters: ParamsT | None = None,
@@ -60,8 +60,8 @@ def initialize(
 ) -> tuple[Engine, torch.optim.Optimizer | None, None, Scheduler | None]: ...
 @overload
 def initialize(
-    model: nn.Module | None = None,
-    config: ConfigLike | None = None,
+    model: nn.Module,
+    config: ConfigLike,
     *,
     optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
     model_parameters: ParamsT | None = None,
@@ -76,8 +76,8 @@ def initialize(
 ) -> tuple[Engine, torch.optim.Optimizer | None, Loader | None, Scheduler | None]: ...
 @overload
 def initialize(
-    model: nn.Module | None = None,
-    config: ConfigLike | None = None,
+    model: nn.Module,
+    config: ConfigLike,
     *,
     optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
     model_parameters: ParamsT | None = None,

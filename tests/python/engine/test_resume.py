@@ -155,7 +155,7 @@ import json, multiprocessing, random, sys
 import numpy, torch
 import tessera
 from torch import nn
-from tessera.data import RepeatingLoader
+from tessera.data import Loader, RepeatingLoader
 
 kind, workers, folder, begin, seed = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 SIZE = 36
@@ -194,6 +194,9 @@ def start():
     engine = tessera.initialize(model=model, config=config)[0]
     data = Stream() if kind == "stream" else Rows()
     loader = engine.data_loader(data, data_sampler=sampler, num_local_io_workers=workers)
+    if kind == "own generator":
+        own = torch.Generator().manual_seed(seed)
+        loader = Loader(torch.utils.data.DataLoader(data, 2, shuffle=True, num_workers=workers, generator=own))
     engine.training_dataloader = loader
     return engine, RepeatingLoader(loader)
 
@@ -231,7 +234,7 @@ engine.destroy()
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("kind", ["rows", "drawn order", "own sampler", "stream"])
+@pytest.mark.parametrize("kind", ["rows", "drawn order", "own sampler", "own generator", "stream"])
 def test_a_run_goes_on_amid_an_epoch_bit_for_bit(kind: str, workers: int, tmp_path: Path) -> None:
     """Dropout, orders that are drawn, and rows that draw, in this process and in a new one."""
     program = tmp_path / "program.py"
