@@ -69,7 +69,7 @@ def refused_together(rank: int) -> None:
     chosen: dict[str, Any] = {"client": torch.optim.AdamW(own.parameters())}
     cases: list[tuple[str, dict[str, Any]]] = [
         (
-            "has no optimizer, stage . .rank .. has one; .* a callable",
+            "has no optimizer, stage . .rank .. has one; .* a function",
             {"optimizer": None if rank else chosen["client"]},
         ),
         ("is a torch.optim.sgd.SGD on .* and a ", {"optimizer": torch.optim.AdamW if rank else torch.optim.SGD}),
