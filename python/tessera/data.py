@@ -96,7 +96,7 @@ class Loader:
             return self._batches(start)
 
     @property
-    def begin(self) -> Any:
+    def begin(self) -> dict[str, object] | torch.Tensor | None:
         """Where the random generators of this rank are when the pass to go on with begins: of the process, and those
         that the loader or a sampler has for itself. None where no pass has begun."""
         if self._under_way or self._begin_with is not None or self._began is None:
