@@ -119,7 +119,8 @@ class Loader:
     def _batches(self, start: int) -> Iterator[Any]:
         loader = self.loader
         batches = loader.batch_sampler
-        if batches is None or isinstance(loader.dataset, IterableDataset):
+        own = type(loader).__iter__ is not TorchLoader.__iter__  # what a class of its own does with batches stays
+        if own or batches is None or isinstance(loader.dataset, IterableDataset):
             self._given = start - start % self._round
             return _after(iter(loader), start // self._round)
         seeds = loader.num_workers > 0 and not loader.persistent_workers and loader.worker_init_fn is None
@@ -146,9 +147,12 @@ class Loader:
 
     def _size(self) -> int | None:
         dataset: Any = self.loader.dataset
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        if isinstance(dataset, IterableDataset):
             return None
-        return len(dataset)
+        try:
+            return len(dataset)
+        except (TypeError, NotImplementedError):  # it has no length, or says that it has none
+            return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """For the next pass, or the one under way. `begin` beside what state_dict() gave: where the random generators
@@ -228,6 +232,11 @@ class _Seeded(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:  # get_worker_info().dataset is this one
+        if name == "dataset":  # not there yet: it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)

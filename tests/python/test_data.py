@@ -11,7 +11,7 @@ import torch
 from support import batch, config, engines, make
 from tessera.data import Loader, RepeatingLoader, make_loader
 from tessera.errors import ConfigError
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, get_worker_info
 
 import tessera
 
@@ -112,6 +112,45 @@ def test_ranks_are_those_of_the_sampler() -> None:
             assert [batch.tolist() for batch in other] == rest
         with pytest.raises(ConfigError, match="world_size is 4, but the sampler deals samples out to 2 ranks"):
             Loader(loader, world_size=4)
+
+
+class Named(DataLoader[int]):
+    def __iter__(self) -> Any:
+        return (("mine", batch.tolist()) for batch in super().__iter__())
+
+
+class Lengthless(Dataset[int]):
+    """Its rows are what a worker finds in the dataset there."""
+
+    scale = 3
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> int:
+        worker = get_worker_info()
+        return index * (self if worker is None else worker.dataset).scale
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_class_of_loaders_does_stays(workers: int) -> None:
+    plain, saved, resumed = (Loader(Named(Numbers(8), 2, num_workers=workers)) for _ in range(3))
+    everything = list(plain)
+    passes = iter(saved)
+    assert everything[0] == next(passes) == ("mine", [0, 1])
+    resumed.load_state_dict(saved.state_dict())
+    assert list(resumed) == everything[1:] and list(passes) == everything[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_of_no_length_is_asked_in_its_workers(workers: int) -> None:
+    saved, resumed = (
+        Loader(DataLoader(Lengthless(), batch_sampler=[[0, 1], [2]], num_workers=workers)) for _ in range(2)
+    )
+    passes = iter(saved)
+    assert next(passes).tolist() == [0, 3]
+    resumed.load_state_dict(saved.state_dict())
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in passes] == [[6]]
 
 
 def test_generators_of_its_own_go_on_between_passes_too() -> None:
