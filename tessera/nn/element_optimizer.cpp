@@ -3,10 +3,10 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
-#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -133,22 +133,9 @@ at::Tensor ElementOptimizer::step(LossClosure closure) {
 }
 
 void ElementOptimizer::load(torch::serialize::InputArchive& archive) {
-  torch::serialize::InputArchive states;
-  archive.read("state", states);
-  for (const auto& group : param_groups()) {
-    for (const at::Tensor& param : group.params()) {
-      torch::serialize::InputArchive saved;
-      void* const key = param.unsafeGetTensorImpl();
-      if (!states.try_read(std::to_string(reinterpret_cast<size_t>(key)), saved)) continue;
-      auto state = std::make_unique<State>();
-      state->read(saved, param.device());
-      for (const char* name : element_rule(type_.name)->states)
-        TESSERA_CHECK_IO(state->values.contains(name), "checkpoint", "there is no ", name,
-                         " of a parameter; the states are those of another optimizer than ", type_.name);
-      if (!state->step) state->step = 0;
-      state_[key] = std::move(state);
-    }
-  }
+  const auto& names = element_rule(type_.name)->states;
+  load_states(*this, archive, std::string(type_.name),
+              [&](const optim::GroupOptions&) { return StateForm{{names.begin(), names.end()}}; });
 }
 
 }  // namespace tessera::nn

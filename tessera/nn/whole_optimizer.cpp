@@ -97,24 +97,29 @@ at::Tensor WholeOptimizer::step(LossClosure closure) {
 }
 
 void WholeOptimizer::load(torch::serialize::InputArchive& archive) {
+  load_states(*this, archive, optim::type_of(rule_).name, [this](const optim::GroupOptions& group) {
+    const optim::StateNames names = optim::state_names(rule_, {group});
+    return StateForm{{names.name.begin(), names.name.begin() + names.count}, counts_steps(rule_, group)};
+  });
+}
+
+void load_states(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive, const std::string& name,
+                 const std::function<StateForm(const optim::GroupOptions&)>& form) {
   torch::serialize::InputArchive states;
   archive.read("state", states);
-  for (const auto& group : param_groups()) {
+  for (const auto& group : optimizer.param_groups()) {
+    const StateForm wanted = form(static_cast<const WholeOptimizer::Options&>(group.options()).group);
     for (const at::Tensor& param : group.params()) {
       torch::serialize::InputArchive saved;
       void* const key = param.unsafeGetTensorImpl();
       if (!states.try_read(std::to_string(reinterpret_cast<size_t>(key)), saved)) continue;
-      auto state = std::make_unique<State>();
+      auto state = std::make_unique<WholeOptimizer::State>();
       state->read(saved, param.device());
-      const auto& options = static_cast<const Options&>(group.options()).group;
-      const optim::StateNames names = optim::state_names(rule_, {options});
-      for (int i = 0; i < names.count; ++i) {
-        TESSERA_CHECK_IO(state->values.contains(names.name[i]), "checkpoint", "there is no ", names.name[i],
-                         " of a parameter; the states are those of another optimizer than ",
-                         optim::type_of(rule_).name);
-      }
-      if (counts_steps(rule_, options) && !state->step) state->step = 0;
-      state_[key] = std::move(state);
+      for (const std::string& of : wanted.names)
+        TESSERA_CHECK_IO(state->values.contains(of), "checkpoint", "there is no ", of,
+                         " of a parameter; the states are those of another optimizer than ", name);
+      if (wanted.counts_steps && !state->step) state->step = 0;
+      optimizer.state()[key] = std::move(state);
     }
   }
 }

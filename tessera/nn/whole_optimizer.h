@@ -3,6 +3,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -55,5 +56,14 @@ class WholeOptimizer final : public torch::optim::Optimizer {
   optim::ShardsPtr shards_ = optim::whole_parameters();
   std::unordered_map<const void*, int> numbers_;
 };
+
+// The states that an optimizer must have of a parameter of a group, and whether it counts steps.
+struct StateForm {
+  std::vector<std::string> names;
+  bool counts_steps = true;
+};
+// Loads the states alone of `optimizer`, whose groups have WholeOptimizer::Options. IoError for those of another one than `name`.
+void load_states(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive, const std::string& name,
+                 const std::function<StateForm(const optim::GroupOptions&)>& form);
 
 }  // namespace tessera::nn

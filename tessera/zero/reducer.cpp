@@ -193,6 +193,7 @@ void Reducer::reduce_late() {
 
 void Reducer::join(std::vector<Unit*> units, const std::vector<Unit*>& joined, bool with_others) {
   units_ = std::move(units);
+  see_what_goes_on();
   begin_backward();
   if (with_others) return;
   for (Unit* unit : joined)

@@ -22,6 +22,7 @@
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
 #include "tests/support/modes.h"
+#include "tests/support/passing_group.h"
 #include "tests/support/saved.h"
 
 namespace tessera::testing {
@@ -401,41 +402,21 @@ TEST(Checkpoint, BuffersOfEveryRankComeBack) {
 
 namespace {
 
-// Passes everything on; collectives of a label wait until they may.
-class Gate final : public comm::Group {
+// Gathers of a label wait until they may.
+class Gate final : public PassingGroup {
  public:
   Gate(comm::GroupPtr inner, std::string label, std::shared_future<void> open)
-      : inner_(std::move(inner)), label_(std::move(label)), open_(std::move(open)) {}
-  int rank() const override { return inner_->rank(); }
-  int size() const override { return inner_->size(); }
-  std::string name() const override { return inner_->name(); }
-  void abort(const std::string& reason) override { inner_->abort(reason); }
+      : PassingGroup(std::move(inner)), label_(std::move(label)), open_(std::move(open)) {}
 
  protected:
-  comm::Pending do_all_gather(at::Tensor out, at::Tensor in, comm::Label label) override {
-    if (label == label_) open_.wait();
-    return inner_->all_gather(out, in, label);
+  void before(std::string_view call, comm::Label label) override {
+    if (call == "all_gather" && label == label_) open_.wait();
   }
-  comm::Pending do_reduce_scatter(at::Tensor out, at::Tensor in, comm::ReduceOp op, comm::Label label) override {
-    return inner_->reduce_scatter(out, in, op, label);
-  }
-  comm::Pending do_all_reduce(at::Tensor t, comm::ReduceOp op, comm::Label label) override {
-    return inner_->all_reduce(t, op, label);
-  }
-  comm::Pending do_broadcast(at::Tensor t, int root, comm::Label label) override {
-    return inner_->broadcast(t, root, label);
-  }
-  comm::Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> o, std::vector<int64_t> i,
-                              comm::Label label) override {
-    return inner_->all_to_all(out, in, std::move(o), std::move(i), label);
-  }
-  void do_barrier(comm::Label label) override { inner_->barrier(label); }
-  comm::GroupPtr do_sibling(c10::Device device) override {
-    return std::make_shared<Gate>(inner_->sibling(device), label_, open_);
+  comm::GroupPtr around(comm::GroupPtr sibling) const override {
+    return std::make_shared<Gate>(std::move(sibling), label_, open_);
   }
 
  private:
-  comm::GroupPtr inner_;
   std::string label_;
   std::shared_future<void> open_;
 };

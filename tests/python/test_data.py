@@ -102,12 +102,12 @@ def test_ranks_are_those_of_the_sampler() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(Numbers(24), 2, 1)
     batches = BatchSampler(sampler, 2, drop_last=False)
     for loader in (DataLoader(Numbers(24), 2, sampler=sampler), DataLoader(Numbers(24), batch_sampler=batches)):
-        saved, resumed, told = Loader(loader), Loader(loader), Loader(loader, world_size=2)
+        saved, resumed, given = Loader(loader), Loader(loader), Loader(loader, world_size=2)
         passes = iter(saved)
         next(passes)
         assert saved.state_dict()["samples"] == (4 if loader.batch_size else 2)
         place, rest = saved.state_dict(), [batch.tolist() for batch in passes]
-        for other in (resumed, told):
+        for other in (resumed, given):
             other.load_state_dict(place)
             assert [batch.tolist() for batch in other] == rest
         with pytest.raises(ConfigError, match="world_size is 4, but the sampler deals samples out to 2 ranks"):

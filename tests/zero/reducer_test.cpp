@@ -5,6 +5,7 @@
 
 #include <mutex>
 
+#include "tests/support/passing_group.h"
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
 
@@ -12,42 +13,24 @@ namespace tessera::testing {
 
 namespace {
 
-// Passes everything on and notes the labels in order, siblings' too.
-class Recorder final : public comm::Group {
+// Notes sums and gathers with their labels in order, siblings' too.
+class Recorder final : public PassingGroup {
  public:
   using Labels = std::vector<std::string>;
   explicit Recorder(comm::GroupPtr inner, std::shared_ptr<Labels> noted = std::make_shared<Labels>())
-      : labels(*noted), inner_(std::move(inner)), noted_(std::move(noted)) {}
-  int rank() const override { return inner_->rank(); }
-  int size() const override { return inner_->size(); }
-  std::string name() const override { return inner_->name(); }
-  void abort(const std::string& reason) override { inner_->abort(reason); }
+      : PassingGroup(std::move(inner)), labels(*noted), noted_(std::move(noted)) {}
   Labels& labels;
 
  protected:
-  comm::Pending do_all_gather(at::Tensor out, at::Tensor in, comm::Label label) override {
-    return labels.emplace_back("all_gather " + std::string(label)), inner_->all_gather(out, in, label);
+  void before(std::string_view call, comm::Label label) override {
+    if (call == "all_gather" || call == "reduce_scatter" || call == "all_reduce")
+      labels.push_back(std::string(call) + " " + std::string(label));
   }
-  comm::Pending do_reduce_scatter(at::Tensor out, at::Tensor in, comm::ReduceOp op, comm::Label label) override {
-    return labels.emplace_back("reduce_scatter " + std::string(label)), inner_->reduce_scatter(out, in, op, label);
-  }
-  comm::Pending do_all_reduce(at::Tensor t, comm::ReduceOp op, comm::Label label) override {
-    return labels.emplace_back("all_reduce " + std::string(label)), inner_->all_reduce(t, op, label);
-  }
-  comm::Pending do_broadcast(at::Tensor t, int root, comm::Label label) override {
-    return inner_->broadcast(t, root, label);
-  }
-  comm::Pending do_all_to_all(at::Tensor out, at::Tensor in, std::vector<int64_t> o, std::vector<int64_t> i,
-                              comm::Label label) override {
-    return inner_->all_to_all(out, in, std::move(o), std::move(i), label);
-  }
-  void do_barrier(comm::Label label) override { inner_->barrier(label); }
-  comm::GroupPtr do_sibling(c10::Device device) override {
-    return std::make_shared<Recorder>(inner_->sibling(device), noted_);
+  comm::GroupPtr around(comm::GroupPtr sibling) const override {
+    return std::make_shared<Recorder>(std::move(sibling), noted_);
   }
 
  private:
-  comm::GroupPtr inner_;
   std::shared_ptr<Labels> noted_;
 };
 

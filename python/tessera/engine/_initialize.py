@@ -72,22 +72,6 @@ def initialize(
     sequence_parallel: int | None = None,
     tensor_parallel: int | None = None,
     unit_policy: UnitPolicy | None = None,
-    engine_type: None = None,
-) -> tuple[Engine, torch.optim.Optimizer | None, Loader | None, Scheduler | None]: ...
-@overload
-def initialize(
-    model: nn.Module,
-    config: ConfigLike,
-    *,
-    optimizer: torch.optim.Optimizer | MakesOptimizer | None = None,
-    model_parameters: ParamsT | None = None,
-    training_data: Dataset[object] | Indexed[object] | None = None,
-    lr_scheduler: Scheduler | MakesScheduler | None = None,
-    collate_fn: Collate | None = None,
-    group: _mesh.Ranks | SequenceParallelGroups | None = None,
-    sequence_parallel: int | None = None,
-    tensor_parallel: int | None = None,
-    unit_policy: UnitPolicy | None = None,
     engine_type: Callable[..., E],
 ) -> tuple[E, torch.optim.Optimizer | None, Loader | None, Scheduler | None]: ...
 @takes_former(of_initialize)
