@@ -85,7 +85,7 @@ void bind_watch(py::module_& m) {
             std::vector<Event> events;
             for (const io::Metric& metric : report.metrics)
               events.emplace_back(metric.name, metric.value, metric.step);
-            return std::tuple(std::move(events), report.lines, report.progress);
+            return std::tuple(std::move(events), report.lines, report.progress, report.warnings);
           },
           py::arg("core"), py::arg("rates"), py::arg("more"))
       .def("attach", &Watch::attach, py::arg("core"), py::arg("speaks"))

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from tessera import _core
-from tessera.errors import ConfigError
+from tessera._warnings import caught_warnings, warn_user
+from tessera.errors import ConfigError, IoError
 
 __all__ = ["Event", "JsonLines", "Monitor", "Writer"]
 
@@ -39,17 +41,21 @@ class Writer(Protocol):
 class _File:
     """A writer of the core's."""
 
-    def __init__(self, writer: _core.MetricWriter) -> None:
-        self._writer = writer
+    def __init__(self, kind: Callable[[str], _core.MetricWriter], path: str) -> None:
+        with caught_warnings(warn_user):
+            self._writer: _core.MetricWriter | None = kind(path)
 
     def write(self, events: Iterable[Event]) -> None:
-        self._writer.write([(name, value, int(x)) for name, value, x in events])
+        if self._writer is not None:
+            self._writer.write([(name, value, int(x)) for name, value, x in events])
 
     def warn(self, text: str, x: int) -> None:
         """A warning, where the format has a place for texts."""
-        self._writer.warn(text, x)
+        if self._writer is not None:
+            self._writer.warn(text, x)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._writer = None  # its file is another writer's to take
 
 
 class _Section(Protocol):
@@ -104,7 +110,7 @@ class TensorBoard(_File):
     def __init__(self, section: _OfFiles) -> None:
         self._folder = _folder(section, "tensorboard")
         self._own: Any = None
-        super().__init__(_core.tensorboard_metrics(self._folder))
+        super().__init__(_core.tensorboard_metrics, self._folder)
 
     @property
     def summary_writer(self) -> Any:
@@ -116,6 +122,7 @@ class TensorBoard(_File):
         return self._own
 
     def close(self) -> None:
+        super().close()
         if self._own is not None:
             self._own.close()
 
@@ -125,7 +132,7 @@ class Csv(_File):
 
     def __init__(self, section: _OfFiles) -> None:
         self.log_dir = Path(_folder(section, "csv_monitor"))
-        super().__init__(_core.csv_metrics(str(self.log_dir)))
+        super().__init__(_core.csv_metrics, str(self.log_dir))
 
 
 class JsonLines(_File):
@@ -133,7 +140,7 @@ class JsonLines(_File):
     engine.monitor.writers["json"] = JsonLines("run.jsonl")."""
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(_core.json_metrics(str(path)))
+        super().__init__(_core.json_metrics, str(path))
 
 
 class WeightsAndBiases:
@@ -205,9 +212,9 @@ WRITERS: dict[str, tuple[Callable[[Any], Writer], str | None]] = {
 class Monitor:
     """The writers that a configuration switches on; without any, and on other ranks than 0, a call does nothing."""
 
-    def __init__(self, config: _core.Config, rank: int = 0, said: list[tuple[str, int]] | None = None) -> None:
-        """ConfigError, on all ranks, where a package is not installed that a section needs. `said`: warnings, which
-        grow: every writer gets all of them, before the events that come next."""
+    def __init__(self, config: _core.Config, rank: int = 0, warnings: list[tuple[str, int]] | None = None) -> None:
+        """ConfigError, on all ranks, where a package is not installed that a section needs. `warnings` grow: every
+        writer gets all of them, before the events that come next."""
         sections: dict[str, _Section] = {
             "tensorboard": config.tensorboard,
             "csv_monitor": config.csv_monitor,
@@ -224,42 +231,71 @@ class Monitor:
         self.writers: dict[str, Writer] = {name: WRITERS[name][0](sections[name]) for name in wanted if rank == 0}
         if file is not None and rank == 0:
             self.writers["json"] = JsonLines(file)
-        self._rank, self._said = rank, [] if said is None else said
-        self._told: dict[int, int] = {}  # how many warnings each writer has got
+        self._rank, self._warnings = rank, [] if warnings is None else warnings
+        self._sent: dict[int, int] = {}  # how many warnings each writer has got
+        self._failing: set[int] = set()  # writers whose file could not be written the last time
+        self._calls = itertools.count()
 
     def on_metric(self, call: Callable[[str, float, int], object]) -> None:
         """call(name, value, x) for every event from here on, on rank 0. ConfigError for what cannot be called."""
         if not callable(call):
             raise ConfigError(f"[monitor] on_metric takes a function (name, value, x), got {type(call).__name__}")
         if self._rank == 0:
-            self.writers[f"call {len(self.writers)}"] = _Call(call)
+            self.writers[f"call {next(self._calls)}"] = _Call(call)
 
     def warn(self, text: str, x: int) -> None:
         """A warning of your own, for files of CSV and JSON."""
-        self._said.append((text, x))
-        self.tell()
+        self._warnings.append((text, x))
+        self.send_warnings()
 
-    def tell(self) -> None:
+    def send_warnings(self) -> None:
         """Gives writers the warnings that they have not had yet."""
-        for writer in self.writers.values():
-            for text, x in self._said[self._told.get(id(writer), 0) :]:
-                if hasattr(writer, "warn"):
-                    writer.warn(text, x)
-            self._told[id(writer)] = len(self._said)
+        for writer in list(self.writers.values()):
+            warnings = self._warnings[self._sent.get(id(writer), 0) :]
+            self._sent[id(writer)] = len(self._warnings)
+            for text, x in warnings if hasattr(writer, "warn") else []:
+                self._give(writer, lambda writer=writer, text=text, x=x: writer.warn(text, x))
 
     def write_events(self, events: Iterable[Event]) -> None:
-        """Gives (name, value, x) to every writer; x counts samples."""
-        self.tell()
-        events = list(events)
-        for writer in self.writers.values():
-            writer.write(events)
+        """Gives (name, value, x) to every writer; x counts samples. ConfigError for what is no such event. A file that
+        cannot be written (IoError) is warned of once, until it can be again, and is no error."""
+        self.send_warnings()
+        checked = [_checked(event) for event in events]
+        for writer in list(self.writers.values()):
+            self._give(writer, lambda writer=writer: writer.write(checked))
+
+    def _give(self, writer: Writer, give: Callable[[], None]) -> None:
+        try:
+            give()
+        except IoError as error:
+            if id(writer) in self._failing:
+                return
+            self._failing.add(id(writer))
+            text = f"{error}; the run goes on, and these numbers are missing until they can be written again"
+            warn_user([text])
+            self.warn(text, self._warnings[-1][1] if self._warnings else 0)
+        else:
+            self._failing.discard(id(writer))
 
     def close(self) -> None:
         """Ends what was opened; safe to call twice."""
-        self.tell()
+        self.send_warnings()
         writers, self.writers = self.writers, {}
         for writer in writers.values():
             writer.close()
+
+
+def _checked(event: object) -> Event:
+    try:
+        name, value, x = event  # type: ignore[misc]  # what a program gives
+        checked = (name, float(value), int(x))
+        if not isinstance(name, str) or not name:
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"[monitor] write_events takes a list of (name, number, samples), as ('Own/loss', 0.5, 640); got {event!r}"
+        ) from None
+    return checked
 
 
 def _installed(package: str) -> bool:

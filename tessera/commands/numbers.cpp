@@ -25,26 +25,69 @@ std::string contents(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-void add_point(Run::Points& points, double at, std::optional<double> value) {
+// `broken`: lines of a file, as a killed program or another writer leaves them.
+void note_broken(Run& run, const fs::path& path, const std::vector<size_t>& broken) {
+  if (broken.empty()) return;
+  run.left_out.push_back(c10::str("left out of '", path.string(), "': line ", broken.front(),
+                                  broken.size() > 1 ? c10::str(" and ", broken.size() - 1, " more") : "",
+                                  ", no number or warning of a run"));
+}
+
+void cut(Run::Points& points, double at) {
   while (!points.empty() && points.back().first >= at)
     points.pop_back();
+}
+
+void add_point(Run::Points& points, double at, std::optional<double> value) {
+  cut(points, at);
   points.emplace_back(at, value && std::isfinite(*value) ? value : std::nullopt);
 }
 
-void add_line(Run& run, const json& line) {
-  const double at = line.at("step").get<double>();
-  if (line.contains("warning")) {
-    run.warnings.emplace_back(at, line["warning"].get<std::string>());
-    return;
-  }
-  const json& value = line.at("value");
-  add_point(run.series[line.at("name").get<std::string>()], at,
-            value.is_null() ? std::nullopt : std::optional(value.get<double>()));
+bool is_engines(const std::string& name) {
+  return name.starts_with(kEngines);
 }
+
+// Lines of JSON, in the order in which they were written.
+class Lines {
+ public:
+  explicit Lines(Run& run) : run_(run) {}
+
+  void add(const json& line) {
+    const double at = line.at("step").get<double>();
+    if (line.contains("warning")) {
+      run_.warnings.emplace_back(at, line["warning"].get<std::string>());
+      return;
+    }
+    const json& value = line.at("value");
+    const std::string name = line.at("name").get<std::string>();
+    const std::optional<double> number = value.is_null() ? std::nullopt : std::optional(value.get<double>());
+    Run::Points& points = run_.series[name];
+    if (is_engines(name)) {
+      if (!points.empty() && points.back().first >= at) go_back(at);
+      settled_ = run_.warnings.size();
+    }
+    add_point(points, at, number);
+  }
+
+ private:
+  // The run went on from before `at`. Warnings since the engine's last number are already those of what it did then.
+  void go_back(double at) {
+    for (auto& [name, points] : run_.series)
+      cut(points, at);
+    const auto end = run_.warnings.begin() + static_cast<std::ptrdiff_t>(settled_);
+    run_.warnings.erase(
+        std::remove_if(run_.warnings.begin(), end, [&](const auto& warning) { return warning.first >= at; }), end);
+  }
+
+  Run& run_;
+  size_t settled_ = 0;  // warnings before the engine's last number
+};
 
 Run of_json_lines(const fs::path& path) {
   Run run{path.stem().string()};
+  Lines lines(run);
   const std::string text = contents(path);
+  std::vector<size_t> broken;
   size_t number = 0;
   for (size_t begin = 0; begin < text.size();) {
     const size_t end = text.find('\n', begin);
@@ -53,13 +96,16 @@ Run of_json_lines(const fs::path& path) {
     ++number;
     if (line.empty()) continue;
     try {
-      add_line(run, json::parse(line));
+      lines.add(json::parse(line));
     } catch (const json::exception&) {
-      TESSERA_CHECK_IO(end == std::string::npos, "page", "'", path.string(), "', line ", number,
-                       ", is no number or warning of a run; give files of JSON lines that an engine has written "
-                       "(tessera.json_lines), or folders of CSV files (csv_monitor)");
+      if (end != std::string::npos) broken.push_back(number);  // else a killed run has left it
     }
   }
+  std::erase_if(run.series, [](const auto& series) { return series.second.empty(); });
+  TESSERA_CHECK_IO(broken.empty() || !run.series.empty(), "page", "'", path.string(), "', line ", broken.front(),
+                   ", is no number or warning of a run; give files of JSON lines that an engine has written "
+                   "(tessera.json_lines), or folders of CSV files (csv_monitor)");
+  note_broken(run, path, broken);
   return run;
 }
 
@@ -99,20 +145,41 @@ std::string metric_of(const std::string& stem) {
   return stem.starts_with(engines) ? kEngines + stem.substr(engines.size()) : stem;
 }
 
+// Where the engine's numbers went back, what other files have beyond its last number is of what the run lost.
+void cut_beyond(Run& run) {
+  double last = 0;
+  for (const auto& [name, points] : run.series)
+    if (is_engines(name) && !points.empty()) last = std::max(last, points.back().first);
+  const auto beyond = [&](const auto& point) { return point.first > last; };
+  for (auto& [name, points] : run.series)
+    std::erase_if(points, beyond);
+  std::erase_if(run.warnings, beyond);
+}
+
 Run of_csv_files(const fs::path& folder, const std::vector<fs::path>& files) {
   Run run{fs::absolute(folder / ".").parent_path().filename().string()};
+  bool went_back = false;
   for (const fs::path& path : files) {
     const auto rows = cells_of(contents(path));
+    std::vector<size_t> broken;
+    const bool warns = path.stem() == "warnings";
+    const std::string name = warns ? "" : metric_of(path.stem().string());
     for (size_t i = 1; i < rows.size(); ++i) {
       const auto at = number_of(rows[i][0]);
-      TESSERA_CHECK_IO(at && rows[i].size() == 2, "page", "'", path.string(), "', row ", i + 1,
-                       ", has no step and value");
-      if (path.stem() == "warnings")
+      if (!at || rows[i].size() != 2) {
+        broken.push_back(i + 1);
+      } else if (warns) {
         run.warnings.emplace_back(*at, rows[i][1]);
-      else
-        add_point(run.series[metric_of(path.stem().string())], *at, number_of(rows[i][1]));
+      } else {
+        Run::Points& points = run.series[name];
+        went_back = went_back || (is_engines(name) && !points.empty() && points.back().first >= *at);
+        add_point(points, *at, number_of(rows[i][1]));
+      }
     }
+    note_broken(run, path, broken);
   }
+  if (went_back) cut_beyond(run);
+  std::erase_if(run.series, [](const auto& series) { return series.second.empty(); });
   return run;
 }
 

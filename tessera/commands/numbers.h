@@ -15,11 +15,13 @@ struct Run {
   std::string name;
   std::map<std::string, Points> series{};  // by the name of a metric
   std::vector<std::pair<double, std::string>> warnings{};
+  std::vector<std::string> left_out{};  // lines of the files that cannot be read
 };
 
 // Reads a file of JSON lines; a folder of CSV files; a folder with files *.jsonl, a run each. Where a run went on from an earlier
-// place, what it had after that is left out. Names are those of files and folders, whole paths where they would be alike. IoError
-// for a path without any, and for a line that is none (but the last one of a run that was killed).
+// place, all that it had after that is left out; of CSV files, whose order among each other is not known, that of each file and what
+// lies beyond the engine's last number. Names are those of files and folders, whole paths where they would be alike. IoError
+// for a path without any number.
 std::vector<Run> read_runs(const std::vector<std::string>& paths);
 
 }  // namespace tessera::commands

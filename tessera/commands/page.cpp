@@ -110,8 +110,12 @@ std::string page_of(std::vector<Run> runs) {
 
 void page(const Arguments& given, const FrontEnd&, Result& result) {
   const std::string& out = given.text("--out");
-  io::replace_text(out, page_of(read_runs(given.all("run"))));
+  const std::vector<Run> runs = read_runs(given.all("run"));
+  io::replace_text(out, page_of(runs));
   result.output = "written: " + out + "\n";
+  for (const Run& run : runs)
+    for (const std::string& line : run.left_out)
+      result.output += line + "\n";
 }
 
 }  // namespace

@@ -200,6 +200,11 @@ Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates, c
     report.lines.push_back(times_line(seconds_));
   }
   loss_ = engine.take_loss();
+  if (loss_ && !std::isfinite(*loss_) && !std::exchange(warned_of_loss_, true))
+    report.warnings.push_back(c10::str(
+        "[engine.step] the loss of step ", engine.global_steps(), " is ", io::shortest(*loss_),
+        ": gradients of it are worth nothing. Look at the inputs, at the rate and at operations like log and division; "
+        "torch.autograd's anomaly mode names the one that gave it first"));
   if (listens_) add_numbers(engine, rates, report.metrics);
   // Without rates where its time has come since wants_rates(): the next step's, then.
   if (says_progress(engine) && (!rates.empty() || engine.groups().empty()))
@@ -285,7 +290,7 @@ std::string Watch::progress_of(const Engine& engine, const std::vector<double>& 
   std::string text = "step=" + std::to_string(step);
   if (total > 0) text += "/" + std::to_string(total);
   std::string speeds;
-  if (loss_) speeds = formatted(", loss=%.5g", *loss_);
+  if (loss_) speeds = ", loss=" + (std::isfinite(*loss_) ? formatted("%.5g", *loss_) : io::shortest(*loss_));
   if (const auto lap = lines_.next(engine.global_samples())) {
     const double speed = lap->first / lap->second;
     speeds += formatted(", samples/s=%.4g", speed);

@@ -49,7 +49,8 @@ class Watch {
   struct Report {
     std::vector<io::Metric> metrics;  // over samples, named in docs/training.md; none unless somebody listens
     std::vector<std::string> lines;
-    std::string progress = {};  // for line(); empty where none is due
+    std::string progress = {};               // for line(); empty where none is due
+    std::vector<std::string> warnings = {};  // on every rank; the first loss that is not finite
   };
   // After a step: whether stepped() wants rates.
   bool wants_rates(const Engine& engine) const { return listens_ || says_progress(engine); }
@@ -108,7 +109,8 @@ class Watch {
   int64_t every_ = 0, expected_steps_ = 0;  // 0: no progress line; not known
   double tokens_ = 0;                       // of a sample; 0: not known
   bool speaks_ = false, listens_ = false;
-  std::optional<double> loss_;  // of the last update
+  std::optional<double> loss_;     // of the last update
+  bool warned_of_loss_ = false;
   Laps updates_, lines_;
   int64_t first_step_ = 0;  // that this run began with
   std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();

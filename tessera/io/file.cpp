@@ -162,7 +162,16 @@ std::string read_text(const std::string& path, int64_t limit) {
   return text;
 }
 
-WholeFile::WholeFile(std::string path) : path_(std::move(path)), part_(path_ + ".part"), lock_(Lock::wait(part_)) {
+// A device or a folder would be lost, or stand in the way only after the work.
+static std::string checked_to_replace(std::string path) {
+  std::error_code unknown;
+  const auto there = std::filesystem::status(path, unknown);
+  TESSERA_CHECK_IO(!std::filesystem::exists(there) || std::filesystem::is_regular_file(there), "io", "'", path,
+                   "' is no file that could be replaced; give the path of a file");
+  return path;
+}
+
+WholeFile::WholeFile(std::string path) : path_(checked_to_replace(std::move(path))), part_(path_ + ".part"), lock_(Lock::wait(part_)) {
   TESSERA_CHECK_IO(::ftruncate(lock_->descriptor(), 0) == 0, "io", "cannot write '", part_,
                    "': ", std::strerror(errno));
 }

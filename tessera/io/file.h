@@ -60,7 +60,7 @@ std::string read_text(const std::string& path, int64_t limit);
 // the same path, of any process, wait for each other; what a writer that was cut off has left is written over.
 class WholeFile {
  public:
-  explicit WholeFile(std::string path);  // waits for other writers
+  explicit WholeFile(std::string path);  // waits for other writers; IoError where another thing than a file is there
   ~WholeFile() { drop(); }
   WholeFile(const WholeFile&) = delete;
   WholeFile& operator=(const WholeFile&) = delete;

@@ -1,5 +1,9 @@
 #include "tessera/io/metrics.h"
 
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,7 +16,8 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
+#include <optional>
+#include <utility>
 
 #include "tessera/base/env.h"
 #include "tessera/base/error.h"
@@ -28,16 +33,89 @@ double now() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-std::ofstream opened(const fs::path& path) {
-  std::ofstream file(path, std::ios::app | std::ios::binary);
-  TESSERA_CHECK_IO(file.good(), "metrics", "cannot open '", path.string(), "': ", std::strerror(errno));
-  return file;
+// A leading "~" is the user's folder, as a shell has it.
+fs::path expanded(const std::string& path) {
+  const auto home = env::get("HOME");
+  if (!home || (path != "~" && !path.starts_with("~/"))) return path;
+  return fs::path(*home) / path.substr(std::min<size_t>(2, path.size()));
 }
 
-void put(std::ofstream& file, const fs::path& path, const std::string& text) {
-  file.write(text.data(), static_cast<std::streamsize>(text.size()));
-  file.flush();
-  TESSERA_CHECK_IO(file.good(), "metrics", "cannot write '", path.string(), "': ", std::strerror(errno));
+// What text is appended to, whole or not at all.
+class Appended {
+ public:
+  explicit Appended(fs::path path) : path_(std::move(path)) {
+    fd_ = ::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    TESSERA_CHECK_IO(fd_ >= 0, "metrics", "cannot open '", path_.string(), "': ", std::strerror(errno));
+    char last = '\n';
+    torn_ = ::pread(fd_, &last, 1, size() - 1) == 1 && last != '\n';  // half a line, of a program that was killed
+  }
+  Appended(const Appended&) = delete;
+  Appended& operator=(const Appended&) = delete;
+  ~Appended() { ::close(fd_); }
+
+  int descriptor() const { return fd_; }
+  bool is_empty() const { return size() == 0; }
+
+  void put(const std::string& text) {
+    const std::string whole = (torn_ ? "\n" : "") + text;
+    for (size_t done = 0; done < whole.size();) {
+      const ssize_t part = ::write(fd_, whole.data() + done, whole.size() - done);
+      if (part < 0 && errno == EINTR) continue;
+      const int error = part == 0 ? ENOSPC : errno;
+      if (part <= 0) take_back(static_cast<off_t>(done));
+      TESSERA_CHECK_IO(part > 0, "metrics", "cannot write '", path_.string(), "': ", std::strerror(error));
+      done += static_cast<size_t>(part);
+    }
+    torn_ = false;
+  }
+
+ private:
+  off_t size() const {
+    struct stat found{};
+    return ::fstat(fd_, &found) == 0 ? found.st_size : 0;
+  }
+
+  // Cuts off the part of a text that could not be written whole, unless another program has written behind it.
+  void take_back(off_t done) {
+    if (done == 0) return;
+    const off_t end = ::lseek(fd_, 0, SEEK_CUR);
+    torn_ = end != size() || ::ftruncate(fd_, end - done) != 0;
+  }
+
+  const fs::path path_;
+  int fd_ = -1;
+  bool torn_ = false;
+};
+
+// Warns where another writer, of this program or another, has the file or folder; its descriptor is held as long as it is open.
+void take(int fd, const fs::path& path) {
+  if (::flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;  // some file systems have no locks
+  TORCH_WARN("[metrics] another engine or program writes its numbers to '", path.string(),
+             "' now; those of both will stand among each other there: give each a path of its own "
+             "(tessera.json_lines; csv_monitor.job_name), or end the other first (engine.destroy() in Python)");
+}
+
+// Lets go of what take() has. A child that was forked meanwhile has the descriptor, too.
+void give_back(int fd) {
+  if (fd < 0) return;
+  ::flock(fd, LOCK_UN);
+  ::close(fd);
+}
+
+std::string json_text(const std::string& text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    std::array<char, 8> escape{};
+    if (c == '"' || c == '\\') {
+      (out += '\\') += c;
+    } else if (static_cast<unsigned char>(c) < 0x20) {
+      std::snprintf(escape.data(), escape.size(), "\\u%04x", static_cast<unsigned>(c));
+      out += escape.data();
+    } else {
+      out += c;
+    }
+  }
+  return out + "\"";
 }
 
 // A cell of a CSV file.
@@ -51,9 +129,18 @@ std::string quoted(const std::string& text) {
 
 class Csv final : public MetricWriter {
  public:
-  explicit Csv(fs::path folder) : folder_(std::move(folder)) { make_folder(folder_.string()); }
+  explicit Csv(fs::path folder) : folder_(std::move(folder)) {
+    make_folder(folder_.string());
+    fd_ = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    take(fd_, folder_);
+  }
+  Csv(const Csv&) = delete;
+  Csv& operator=(const Csv&) = delete;
+  ~Csv() override { give_back(fd_); }
 
   void write(const std::vector<Metric>& metrics) override {
+    for (const Metric& metric : metrics)
+      check_name(metric.name);
     for (const Metric& metric : metrics) {
       std::string stem = metric.name;
       std::ranges::replace(stem, '/', '_');
@@ -62,17 +149,25 @@ class Csv final : public MetricWriter {
     }
   }
 
-  void warn(const std::string& text, int64_t step) override { add("warnings", "warning", step, quoted(text)); }
+  void warn(const std::string& text, int64_t step) override { add(kWarnings, "warning", step, quoted(text)); }
 
  private:
   void add(const std::string& stem, const std::string& column, int64_t step, const std::string& cell) {
     const fs::path path = folder_ / (stem + ".csv");
-    std::ofstream file = opened(path);
-    const bool is_new = file.tellp() == std::streampos(0);
-    put(file, path, (is_new ? "step," + quoted(column) + "\r\n" : "") + std::to_string(step) + "," + cell + "\r\n");
+    Appended file(path);
+    const std::string head = file.is_empty() ? "step," + quoted(column) + "\r\n" : "";
+    file.put(head + std::to_string(step) + "," + cell + "\r\n");
   }
 
+  static void check_name(const std::string& name) {
+    TESSERA_CHECK_VALUE(!name.empty() && name.find('\0') == std::string::npos && name != kWarnings, "metrics",
+                        "a number for CSV files cannot have the name ", json_text(name),
+                        ": its file is called as it is, and warnings.csv has the warnings");
+  }
+
+  static constexpr const char* kWarnings = "warnings";
   const fs::path folder_;
+  int fd_ = -1;
 };
 
 // ---- messages of protocol buffers: a field is its number and wire type, then its value
@@ -139,66 +234,54 @@ class TensorBoard final : public MetricWriter {
     const std::string first = stem.data() + host() + "." + std::to_string(getpid()) + ".";
     for (int number = 0; path_.empty() || fs::exists(path_); ++number)
       path_ = folder / (first + std::to_string(number) + ".tessera");  // other writers make names of the same kind
-    file_ = opened(path_);
-    put(file_, path_, record(event(bytes_field(3, "brain.Event:2"))));
+    file_.emplace(path_);
+    file_->put(record(event(bytes_field(3, "brain.Event:2"))));
   }
 
   void write(const std::vector<Metric>& metrics) override {
     std::string records;
     for (const Metric& metric : metrics)
       records += record(scalar(metric));
-    put(file_, path_, records);
+    file_->put(records);
   }
 
  private:
   fs::path path_;
-  std::ofstream file_;
+  std::optional<Appended> file_;
 };
 
 // ---- JSON
 
-std::string json_text(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    std::array<char, 8> escape{};
-    if (c == '"' || c == '\\') {
-      (out += '\\') += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      std::snprintf(escape.data(), escape.size(), "\\u%04x", static_cast<unsigned>(c));
-      out += escape.data();
-    } else {
-      out += c;
-    }
-  }
-  return out + "\"";
-}
-
 class JsonLines final : public MetricWriter {
  public:
-  explicit JsonLines(fs::path path) : path_(std::move(path)) {
-    if (path_.has_parent_path()) make_folder(path_.parent_path().string());
-    file_ = opened(path_);
-  }
+  explicit JsonLines(const fs::path& path) : file_(made(path)) { take(file_.descriptor(), path); }
+  JsonLines(const JsonLines&) = delete;
+  JsonLines& operator=(const JsonLines&) = delete;
+  ~JsonLines() override { ::flock(file_.descriptor(), LOCK_UN); }  // a child that was forked has the descriptor, too
 
   void write(const std::vector<Metric>& metrics) override {
     std::string lines;
     for (const Metric& metric : metrics)
       lines += "{\"name\": " + json_text(metric.name) +
                ", \"value\": " + (std::isfinite(metric.value) ? shortest(metric.value) : "null") + where(metric.step);
-    put(file_, path_, lines);
+    file_.put(lines);
   }
 
   void warn(const std::string& text, int64_t step) override {
-    put(file_, path_, "{\"warning\": " + json_text(text) + where(step));
+    file_.put("{\"warning\": " + json_text(text) + where(step));
   }
 
  private:
+  static const fs::path& made(const fs::path& path) {
+    if (path.has_parent_path()) make_folder(path.parent_path().string());
+    return path;
+  }
+
   static std::string where(int64_t step) {
     return ", \"step\": " + std::to_string(step) + ", \"time\": " + shortest(now()) + "}\n";
   }
 
-  const fs::path path_;
-  std::ofstream file_;
+  Appended file_;
 };
 
 }  // namespace
@@ -206,20 +289,20 @@ class JsonLines final : public MetricWriter {
 void MetricWriter::warn(const std::string& /*text*/, int64_t /*step*/) {}
 
 std::unique_ptr<MetricWriter> csv_metrics(const std::string& folder) {
-  return std::make_unique<Csv>(folder);
+  return std::make_unique<Csv>(expanded(folder));
 }
 
 std::unique_ptr<MetricWriter> tensorboard_metrics(const std::string& folder) {
-  return std::make_unique<TensorBoard>(folder);
+  return std::make_unique<TensorBoard>(expanded(folder));
 }
 
 std::unique_ptr<MetricWriter> json_metrics(const std::string& path) {
-  return std::make_unique<JsonLines>(path);
+  return std::make_unique<JsonLines>(expanded(path));
 }
 
 std::string metrics_folder(const std::string& output_path, const std::string& job_name, const std::string& standard) {
   const fs::path base =
-      output_path.empty() ? fs::path(env::get("HOME").value_or(".")) / standard : fs::path(output_path);
+      output_path.empty() ? fs::path(env::get("HOME").value_or(".")) / standard : expanded(output_path);
   return (base / job_name).string();
 }
 

@@ -27,8 +27,12 @@ class MetricWriter {
   virtual void warn(const std::string& text, int64_t step);
 };
 
+// ---- writers of files. A leading "~" of a path is the user's folder. Where another writer, of this program or another, has a path,
+// csv_metrics() and json_metrics() warn: the numbers of both stand there. A line that a killed program has left half ends there.
+
 // A folder, made where it is missing, with one file for each name, "/" and " " in it as "_": columns step and the last part of the
-// name; warnings are in warnings.csv. A run that goes on appends to what is there.
+// name; warnings are in warnings.csv. A run that goes on appends to what is there. write(): a value error for a name that is none
+// of a file.
 std::unique_ptr<MetricWriter> csv_metrics(const std::string& folder);
 // A folder with an event file of this writer's own, which TensorBoard shows as scalars. Values are rounded to fp32, as there.
 std::unique_ptr<MetricWriter> tensorboard_metrics(const std::string& folder);

@@ -179,9 +179,22 @@ void Session::warn(const std::vector<std::string>& warnings) {
 
 void Session::note(const std::vector<std::string>& warnings) {
   for (const std::string& line : logs_ ? warnings : std::vector<std::string>()) {
-    said_.emplace_back(line, core_ == nullptr ? 0 : core_->global_samples());
+    const int64_t samples = core_ == nullptr ? 0 : core_->global_samples();
+    warnings_.emplace_back(line, samples);
     for (const auto& writer : writers_)
-      writer->warn(line, said_.back().second);
+      give(*writer, [&] { writer->warn(line, samples); });
+  }
+}
+
+template <class F>
+void Session::give(io::MetricWriter& writer, const F& f) {
+  try {
+    f();
+    failing_.erase(&writer);
+  } catch (const IoError& error) {
+    if (failing_.insert(&writer).second)
+      warn({c10::str(error.what_without_backtrace(),
+                     "; the run goes on, and these numbers are missing until they can be written again")});
   }
 }
 
@@ -357,7 +370,7 @@ void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
   live();
   if (!logs_) return;
   watch_.listen(live());
-  for (const auto& [text, samples] : said_)
+  for (const auto& [text, samples] : warnings_)
     writer->warn(text, samples);
   writers_.push_back(std::move(writer));
 }
@@ -365,7 +378,7 @@ void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
 void Session::write_metrics(const std::vector<io::Metric>& metrics) {
   live();
   for (const auto& writer : writers_)
-    writer->write(metrics);
+    give(*writer, [&] { writer->write(metrics); });
   for (const OnMetric& call : calls_)
     for (const io::Metric& metric : metrics)
       call(metric.name, metric.value, metric.step);
@@ -380,6 +393,7 @@ std::vector<engine::CallRow> Session::comm_summary(bool stragglers) {
 void Session::report_step() {
   const engine::Watch::Report report = watch_.stepped(live(), lr());
   if (!logs_) return;
+  warn(report.warnings);
   for (const std::string& line : report.lines)
     watch_.line().say("[tessera] " + line);
   if (!report.progress.empty()) watch_.line().show("[tessera] " + report.progress);

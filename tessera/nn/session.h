@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -240,7 +241,8 @@ class Session {
 
   // ---- what the engine says while it trains; its first rank says it
   // After every optimizer step, numbers go to the writers of the configuration (tensorboard, csv_monitor, tessera.json_lines) and to
-  // these; warnings go to writers. `step` counts samples. A writer's error is that of step(), after the update.
+  // these; warnings go to writers. `step` counts samples. An error of one is that of step(), after the update; only a file that
+  // cannot be written (IoError) is warned of once, and the run goes on.
   using OnMetric = std::function<void(const std::string& name, double value, int64_t step)>;
   void on_metric(OnMetric call);
   void add_writer(std::unique_ptr<io::MetricWriter> writer);
@@ -308,6 +310,9 @@ class Session {
   void warn(const std::vector<std::string>& warnings);
   // Writers get it, whoever has shown it.
   void note(const std::vector<std::string>& warnings);
+  // Calls f(), which writes. Where a file cannot be written that is warned of once, until it can be again, and is no error.
+  template <class F>
+  void give(io::MetricWriter& writer, const F& f);
   // What `call` returns; writers get what the core warned of meanwhile.
   template <class F>
   auto noting(const F& call);
@@ -341,7 +346,8 @@ class Session {
   bool gathers_for_export_ = true;
   engine::Watch watch_;
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
-  std::vector<std::pair<std::string, int64_t>> said_;  // warnings, and after how many samples; every writer has all
+  std::vector<std::pair<std::string, int64_t>> warnings_;  // and after how many samples; every writer has all
+  std::set<const io::MetricWriter*> failing_;              // could not write the last time
   std::vector<OnMetric> calls_;
   bool logs_ = false;
   bool logs_memory_ = false;

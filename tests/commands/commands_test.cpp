@@ -193,7 +193,9 @@ TEST(Commands, PagesHaveTheNumbersOfRuns) {
   write("a.jsonl", [&](auto& file) {
     for (int step = 1; step <= 3; ++step)
       file << number("global_steps", std::to_string(step), 8 * step) << number("train_loss", "5", 8 * step);
-    file << R"({"warning": "</script>", "step": 8})" << "\n" << number("skipped_steps", "0", 8);
+    file << R"({"warning": "</script>", "step": 8})" << "\n" << R"({"warning": "lost", "step": 24})" << "\n";
+    file << R"({"name": "Own/bias", "value": 1, "step": 24})" << "\n" << R"({"name": "Tra)" << "\n";
+    file << number("skipped_steps", "0", 8);
     file << number("global_steps", "2", 16) << number("train_loss", "null", 16) << number("skipped_steps", "1", 16);
     file << R"({"name": "Trai)";
   });
@@ -201,16 +203,19 @@ TEST(Commands, PagesHaveTheNumbersOfRuns) {
     for (int step = 1; step <= 2500; ++step)
       file << number("train_loss", std::to_string(step), step);
   });
-  write("b/tables/Train_Samples_lr.csv", [](auto& file) { file << "step,lr\r\n8,0.5\r\n16,inf\r\n24,0"; });
-  write("b/tables/warnings.csv", [](auto& file) { file << "step,warning\r\n8,\"a, \"\"b\"\"\nc\"\r\n"; });
+  write("b/tables/Train_Samples_lr.csv", [](auto& file) { file << "step,lr\r\n8,0.5\r\n16,0\r\n24,0\r\n16,inf\r\n24,0"; });
+  write("b/tables/Own_bias.csv", [](auto& file) { file << "step,bias\r\n8,1\r\n12\r\n16,2\r\n24,3\r\n"; });
+  write("b/tables/warnings.csv", [](auto& file) { file << "step,warning\r\n8,\"a, \"\"b\"\"\nc\"\r\n24,lost\r\n"; });
   const std::string out = folder / "page.html";
   const auto written = run({"page", folder / "a.jsonl", "--out", out});
   EXPECT_EQ(written.code, 0) << written.errors;
-  EXPECT_EQ(written.output, "written: " + out + "\n");
+  EXPECT_EQ(written.output, "written: " + out + "\nleft out of '" + (folder / "a.jsonl") +
+                                "': line 10, no number or warning of a run\n");
   auto data = data_of(out);
   EXPECT_EQ(data["x"], "step");
   const auto series = data["runs"][0]["series"];
   EXPECT_EQ(series["Train/Samples/train_loss"], nlohmann::json::parse("[[1, 5], [2, null]]"));
+  EXPECT_FALSE(series.contains("Own/bias"));
   EXPECT_EQ(data["runs"][0]["warnings"],
             nlohmann::json::parse(R"([[1, "</script>"], [2, "the update was skipped: inf or NaN in a gradient"]])"));
   EXPECT_EQ(run({"page", folder / "a.jsonl", folder / "b/lines", folder / "b/tables/", "--out", out}).code, 0);
@@ -223,6 +228,7 @@ TEST(Commands, PagesHaveTheNumbersOfRuns) {
   EXPECT_EQ(many.size(), 834U);
   EXPECT_EQ(many[0], nlohmann::json::parse("[3, 2]"));
   EXPECT_EQ(data["runs"][2]["series"]["Train/Samples/lr"], nlohmann::json::parse("[[8, 0.5], [16, null]]"));
+  EXPECT_EQ(data["runs"][2]["series"]["Own_bias"], nlohmann::json::parse("[[8, 1], [16, 2]]"));
   EXPECT_EQ(data["runs"][2]["warnings"], nlohmann::json::parse(R"([[8, "a, \"b\"\nc"]])"));
 }
 

@@ -121,6 +121,18 @@ TEST(WholeFile, TakesItsNameWholeOrNotAtAll) {
 }
 
 // Writers of one path wait for each other: what is there is always what one of them has written.
+TEST(WholeFile, WhatIsNoFileStays) {
+  const TempFolder folder;
+  const std::string pipe = folder / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  for (const std::string& path : {pipe, folder.path()}) {
+    EXPECT_HAS(testing::error_of<IoError>([&] { replace_text(path, "text"); }),
+               "[io] '" + path + "' is no file that could be replaced");
+    EXPECT_FALSE(std::filesystem::is_regular_file(path));
+    EXPECT_FALSE(std::filesystem::exists(path + ".part"));
+  }
+}
+
 TEST(WholeFile, OfSeveralWritersOneHolds) {
   const TempFolder folder;
   const std::string path = folder / "both";

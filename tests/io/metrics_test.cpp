@@ -1,15 +1,22 @@
 #include "tessera/io/metrics.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <cmath>
+#include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <sstream>
 
+#include "tessera/base/caught_warnings.h"
+#include "tessera/base/env.h"
 #include "tessera/base/error.h"
 #include "tessera/io/crc32c.h"
 #include "tests/io/temp_folder.h"
@@ -156,6 +163,84 @@ TEST(Metrics, LinesOfJson) {
   EXPECT_EQ(std::ranges::count(text, '\n'), 4);
   EXPECT_TRUE(text.starts_with(R"({"name": "a \"b\"\u000a", "value": null, "step": 1, "time": )")) << text;
   EXPECT_HAS(text, R"({"name": "loss", "value": 1.25, "step": 2, "time": )");
+}
+
+// What a writer of one path sees of another that lives.
+std::vector<std::string> warned_beside(const std::function<std::unique_ptr<MetricWriter>()>& make, bool first_lives) {
+  auto first = make();
+  first->write({{"a", 1, 1}});
+  if (!first_lives) first.reset();
+  const CaughtWarnings caught(false);
+  make()->write({{"a", 2, 2}});
+  return caught.texts();
+}
+
+TEST(Metrics, AnotherWriterOfTheSamePathIsWarnedOf) {
+  const TempFolder folder;
+  const std::vector<std::function<std::unique_ptr<MetricWriter>()>> kinds{
+      [&] { return csv_metrics(folder / "csv"); }, [&] { return json_metrics(folder / "lines"); },
+      [&] { return tensorboard_metrics(folder / "events"); }};
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    EXPECT_TRUE(warned_beside(kinds[i], false).empty());
+    const auto warnings = warned_beside(kinds[i], true);
+    ASSERT_EQ(warnings.size(), i < 2 ? 1U : 0U);
+    if (i == 2) continue;
+    EXPECT_HAS(warnings[0], (folder / (i == 0 ? "csv" : "lines")) + "' now; those of both");
+  }
+  EXPECT_EQ(std::ranges::count(text_of(folder / "lines"), '\n'), 4);
+}
+
+// As a killed program leaves it, or a disk that was full.
+TEST(Metrics, WhatIsHalfIsALineOfItsOwn) {
+  const TempFolder folder;
+  std::ofstream(folder / "lines") << R"({"name": "Tr)";
+  json_metrics(folder / "lines")->write({{"a", 1, 8}});
+  EXPECT_TRUE(text_of(folder / "lines").starts_with("{\"name\": \"Tr\n{\"name\": \"a\""));
+  std::filesystem::create_directory(folder / "csv");
+  std::ofstream(folder / "csv/a.csv") << "step,a\r\n8,0";
+  csv_metrics(folder / "csv")->write({{"a", 1, 16}});
+  EXPECT_EQ(text_of(folder / "csv/a.csv"), "step,a\r\n8,0\n16,1.0\r\n");
+}
+
+// A limit of the process for the length of a file stands for a disk that is full.
+TEST(Metrics, WhatCannotBeWrittenWholeIsNotWritten) {
+  const TempFolder folder;
+  const auto json = json_metrics(folder / "lines");
+  json->write({{"a", 1, 8}});
+  const std::string before = text_of(folder / "lines");
+  struct rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  const struct rlimit small{before.size() + 10, limit.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const std::string error = testing::error_of<IoError>([&] { json->write({{"a", 2, 16}}); });
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_HAS(error, "cannot write '" + (folder / "lines") + "': File too large");
+  EXPECT_EQ(text_of(folder / "lines"), before);
+  json->write({{"a", 3, 24}});
+  EXPECT_EQ(std::ranges::count(text_of(folder / "lines"), '\n'), 2);
+}
+
+TEST(Metrics, NamesOfCsvFiles) {
+  const TempFolder folder;
+  for (const std::string& name : {std::string(), std::string("warnings"), std::string("a\0b", 3)})
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { csv_metrics(folder.path())->write({{"a", 1, 1}, {name, 1, 1}}); }),
+               "[metrics] a number for CSV files cannot have the name \"");
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+}
+
+TEST(Metrics, APathBelowTheUsersFolder) {
+  const TempFolder folder;
+  const std::string home = env::get("HOME").value_or("");
+  setenv("HOME", folder.path().c_str(), 1);
+  csv_metrics("~/csv")->write({{"a", 1, 1}});
+  json_metrics("~/lines")->write({{"a", 1, 1}});
+  EXPECT_TRUE(std::filesystem::exists(folder / "csv/a.csv"));
+  EXPECT_TRUE(std::filesystem::exists(folder / "lines"));
+  EXPECT_EQ(metrics_folder("~/runs", "job", "csv_monitor"), folder / "runs/job");
+  EXPECT_EQ(metrics_folder("~other", "job", "csv_monitor"), "~other/job");
+  setenv("HOME", home.c_str(), 1);
 }
 
 TEST(Metrics, ErrorsNameTheFile) {

@@ -346,6 +346,41 @@ TEST(Session, WarningsGoToWriters) {
   }
 }
 
+TEST(Session, ADiskThatIsFullForNumbersIsWarnedOfOnceAndTheRunGoesOn) {
+  const io::TempFolder folder;
+  auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}})");
+  config.tessera.json_lines = "/dev/full";
+  auto engine = initialize(torch::nn::Linear(2, 1), config);
+  engine.add_writer(io::json_metrics(folder / "lines"));
+  const testing::KeptWarnings kept;
+  for (int step = 0; step < 3; ++step)
+    pass(engine);
+  EXPECT_EQ(engine.global_steps(), 3);
+  ASSERT_EQ(kept.lines.size(), 1U) << ::testing::PrintToString(kept.lines);
+  EXPECT_HAS(kept.lines[0], "[metrics] cannot write '/dev/full': No space left on device; the run goes on");
+  const std::string lines = text_of(folder / "lines");
+  EXPECT_HAS(lines, R"({"warning": "[metrics] cannot write '/dev/full')");
+  EXPECT_HAS(lines, R"("step": 9)");
+}
+
+TEST(Session, ALossThatIsNotFiniteIsWarnedOfOnce) {
+  for (const bool watched : {false, true}) {
+    const io::TempFolder folder;
+    auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}})");
+    if (watched) config.tessera.json_lines = folder / "lines";
+    auto engine = initialize(torch::nn::Linear(2, 1), config);
+    const testing::KeptWarnings kept;
+    for (const double factor : {1.0, -std::nan(""), std::nan("")}) {
+      engine.backward(engine.forward(at::zeros({1, 2})).sum() * factor);
+      engine.step();
+    }
+    ASSERT_EQ(kept.lines.size(), watched ? 1U : 0U) << ::testing::PrintToString(kept.lines);
+    if (!watched) continue;
+    EXPECT_HAS(kept.lines[0], "[engine.step] the loss of step 2 is nan");
+    EXPECT_HAS(text_of(folder / "lines"), R"({"warning": "[engine.step] the loss of step 2 is nan)");
+  }
+}
+
 TEST(Session, WarningsOfALoadGoToWriters) {
   const io::TempFolder folder;
   auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}})");

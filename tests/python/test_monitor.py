@@ -60,6 +60,75 @@ def test_without_a_section_nothing_is_enabled() -> None:
     assert not monitor.enabled and monitor.writers == {}
 
 
+def test_two_writers_of_a_path_are_warned_of_and_a_closed_one_is_gone(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    for cfg in (loaded(csv_monitor=section), loaded(tessera={"json_lines": str(tmp_path / "run.jsonl")})):
+        first = Monitor(cfg)
+        with pytest.warns(UserWarning, match="writes its numbers to '.*(job|run.jsonl)' now") as caught:
+            Monitor(cfg).close()
+        assert [warning.filename for warning in caught] == [__file__]
+        first.close()
+        Monitor(cfg).close()
+
+
+def test_a_full_disk_is_warned_of_once_and_the_run_goes_on(tmp_path: Path) -> None:
+    cfg = config(2, tessera={"json_lines": "/dev/full"})
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        if rank == 0:
+            engine.monitor.writers["other"] = JsonLines(tmp_path / "run.jsonl")
+        for k in range(3):
+            engine.backward(engine(*batch(10 * rank + k)))
+            engine.step()
+        engine.monitor.write_events([("own", 1.0, 5)])
+        assert engine.global_steps == 3
+
+    with pytest.warns(UserWarning, match="cannot write '/dev/full': No space left on device; the run goes on") as caught:
+        engines(make(Net), 2, cfg, body)
+    assert len(caught) == 1
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert ["/dev/full" in line["warning"] for line in lines if "warning" in line] == [True]
+    assert {line["step"] for line in lines if line.get("name") == "Train/Samples/global_steps"} == {8, 16, 24}
+
+
+def test_a_loss_that_is_not_finite_is_warned_of_once(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    cfg = config(0, steps_per_print=2, tessera={"json_lines": str(tmp_path / "run.jsonl")})
+    engine = tessera.initialize(model=model, config=cfg)[0]
+    with pytest.warns(UserWarning, match=r"\[engine\.step\] the loss of step 2 is nan") as caught:
+        for factor in (1.0, -float("nan"), float("nan")):
+            engine.backward(engine(torch.ones(1, 2)).sum() * factor)
+            engine.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert (tmp_path / "run.jsonl").read_text().count("the loss of step 2 is nan") == 1
+
+
+@pytest.mark.parametrize(
+    "events",
+    [("a", 1.0, 8), [("a", 1.0)], [("a", "high", 8)], [("a", torch.ones(2), 8)], [("a", 1.0, None)], [("", 1.0, 8)], [3]],
+    ids=str,
+)
+def test_what_is_no_event_is_an_error(events: Any, tmp_path: Path) -> None:
+    monitor = Monitor(loaded())
+    monitor.writers["json"] = JsonLines(tmp_path / "run.jsonl")
+    monitor.write_events([("a", torch.tensor(1), 8)])
+    before = (tmp_path / "run.jsonl").read_text()
+    with pytest.raises(tessera.ConfigError, match="a list of \\(name, number, samples\\), as"):
+        monitor.write_events(events)
+    assert (tmp_path / "run.jsonl").read_text() == before
+
+
+def test_functions_are_kept_apart_when_some_are_removed() -> None:
+    monitor = Monitor(loaded())
+    seen: list[str] = []
+    for name in "abc":
+        monitor.on_metric(lambda *_, name=name: seen.append(name))
+        if name == "b":
+            del monitor.writers["call 0"]
+    monitor.write_events([("x", 1.0, 1)])
+    assert seen == ["b", "c"]
+
+
 def test_missing_packages_are_one_error_on_all_ranks() -> None:
     with mock.patch("importlib.util.find_spec", return_value=None):
         for rank in (0, 1):

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from tessera import _core
+from tessera._warnings import caught_warnings
 from tessera.engine._export import export
 from tessera.engine._load import LoadRequest, load
-from tessera.engine._report import caught_warnings
 from tessera.engine._run import Run
 from tessera.engine._save import SaveRequest, save
 

@@ -20,6 +20,7 @@ from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
 from tessera._former import former_methods
 from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
+from tessera._warnings import caught_warnings, warn_user
 from tessera.data import Collate, Indexed, Loader
 from tessera.engine import _build
 from tessera.engine._accumulation import Accumulation
@@ -37,7 +38,7 @@ from tessera.engine._moving import Moving
 from tessera.engine._norms import Norms
 from tessera.engine._preflight import check_modules
 from tessera.engine._ranks import Ranks
-from tessera.engine._report import caught_warnings, warn_of, warn_user
+from tessera.engine._report import warn_of
 from tessera.engine._updates import Updates
 from tessera.engine._watch import Watch
 from tessera.engine._weights import Weights
@@ -212,7 +213,7 @@ class Engine(nn.Module):
         samples = self.core.global_samples() if hasattr(self, "core") else 0
         self._warnings += [(line, samples) for line in lines]
         if "_watch" in vars(self):
-            self._watch.monitor.tell()
+            self._watch.monitor.send_warnings()
 
     def _build_optimizer(self, model_parameters: object) -> torch.optim.Optimizer | None:
         more = {"is_cut": self._parallel.cuts_params, "keep_empty": self._program.of_several}

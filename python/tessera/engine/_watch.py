@@ -4,6 +4,7 @@ monitors and the profile of a forward. One Watch belongs to one engine; rank 0 l
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from tessera import _core
+from tessera._warnings import warn_user
 from tessera.engine._report import logger, show_progress, shows_in_place, warn_of
+from tessera.errors import ConfigError
 from tessera.flops import FlopsProfiler
 from tessera.monitor import Monitor
 
@@ -130,13 +133,20 @@ class Watch:
             self._numbers.in_place = self._terminal and shows_in_place()
         rates = [float(rate) for rate in engine.get_lr()] if self._numbers.wants_rates(engine.core) else []
         more = f"mom={momentum_of(engine.basic_optimizer)}" if rates else ""
-        events, lines, progress = self._numbers.stepped(engine.core, rates, more)
+        events, lines, progress, warnings = self._numbers.stepped(engine.core, rates, more)
+        if self._speaks:
+            self._warn(warnings, engine.core)
         if self.monitor.writers:
             self.monitor.write_events(events)
         if self._memory and self._speaks and engine.global_steps % (self._every or 1) == 0:
             lines.append(f"memory (MB) | {_core.memory_text(engine.core)}{device_memory(engine.device)}")
         if self._speaks:
             self._say(lines, progress)
+
+    def _warn(self, lines: list[str], core: _core.Engine) -> None:
+        warn_user(lines)
+        for line in lines:
+            self.monitor.warn(line, core.global_samples())
 
     def _say(self, lines: list[str], progress: str) -> None:
         if progress and not self._numbers.in_place:
@@ -161,6 +171,8 @@ class Watch:
         return self._numbers.memory(core)
 
     def count_flops(self, core: _core.Engine, per_sample: float | None, peak: float | None) -> None:
+        if peak is not None and not 0 < peak < math.inf:
+            raise ConfigError(f"[engine.count_flops] peak, operations of a device's second, must be > 0, got {peak}")
         self._operations = 0 if per_sample is None else None
         self._peak = peak
         if per_sample is not None:

@@ -220,6 +220,9 @@ def test_operations_are_those_of_a_step(accumulation: int) -> None:
 
 def test_what_cannot_be_counted_is_said(caplog: pytest.LogCaptureFixture) -> None:
     engine, *_ = tessera.initialize(model=nn.Embedding(4, 4), config=config(0))
+    for wrong in ({"peak": 0}, {"peak": float("nan")}, {"per_sample": 0.0}, {"per_sample": 1.0, "peak": -1}):
+        with pytest.raises(ValueError, match=r"\[engine\.count_flops\] .*must be > 0"):
+            engine.count_flops(**wrong)
     engine.count_flops()
     engine(torch.arange(4)).sum().backward()
     engine.step()
