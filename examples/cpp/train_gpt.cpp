@@ -71,7 +71,7 @@ void train_stages(const Arguments& arguments) {
   const auto print = [&](const std::string& what, double value) {
     if (parts.everyone->rank() == 0) std::printf("%s loss %.6f\n", what.c_str(), value);
   };
-  const int64_t micro_batches = engine.core().options().gradient_accumulation_steps;
+  const int64_t micro_batches = engine.gradient_accumulation_steps();
   const auto pair = [](const example::Batch& batch) { return tessera::nn::MicroBatch{{batch.x}, {batch.y}}; };
   for (int64_t step = engine.global_steps(); step < number("--steps"); ++step) {
     print(c10::str("step ", step), engine.train_batch([&](int64_t micro) {

@@ -135,16 +135,10 @@ void bind_checkpoint(py::module_& m) {
             return state;
           },
           py::arg("param"), py::arg("kind"), NoGil())
-      .def(
-          "buffer",
-          [](const Restore& r, const std::string& name) -> std::optional<at::Tensor> {
-            at::Tensor value = r.buffer(name);
-            if (!value.defined()) return std::nullopt;
-            return value;
-          },
-          py::arg("name"), NoGil())
+      .def("buffers", &Restore::buffers, py::arg("here"), NoGil())
       .def("apply", &Restore::apply, NoGil());
 
+  m.attr("NOTHING_EXPORTED") = engine::kNothingExported;
   m.def(
       "export_checkpoint",
       [](const Reader& reader, const std::string& folder, const std::string& name, std::optional<at::ScalarType> dtype,

@@ -170,6 +170,8 @@ void bind_config(py::module_& m) {
   // Makes JSON that json.loads() reads, from JSON as people write it.
   m.def(
       "strict_json", [](const std::string& text) { return strict_json(text, /*quote_words=*/false); }, py::arg("text"));
+  m.def("check_without_optimizer", &config::check_without_optimizer, py::arg("config"));
+  m.def("refuse_slices", &config::refuse_slices, py::arg("config"), py::arg("name"), py::arg("is_cut"));
   m.def("key_types", &key_types);
   m.def("optimizer_types", &optimizer_types);
   m.def("all_nearest", &all_nearest, py::arg("word"), py::arg("candidates"));

@@ -14,7 +14,7 @@ namespace tessera::checkpoint {
 struct ExportOptions {
   // Dtype of floating parameters; none: what the module computed in. Buffers keep theirs.
   std::optional<at::ScalarType> dtype;
-  int64_t max_shard_bytes = int64_t{5} << 30;  // of a file, unless one tensor has more
+  int64_t max_shard_bytes = 5'000'000'000;  // of a file, unless one tensor has more
   bool frozen = true;
 };
 

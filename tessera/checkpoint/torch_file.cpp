@@ -60,7 +60,7 @@ c10::IValue from_torch_file(const std::string& bytes, const std::string& what) t
 c10::IValue dict_of_blob(const Reader& reader, const std::string& name) {
   if (!reader.manifest().blobs.contains(name)) return {};
   const c10::IValue value = from_torch_file(reader.blob(name), "'" + name + "'");
-  TESSERA_CHECK_IO(value.isGenericDict(), "checkpoint", "'", name, "' is damaged: no dict");
+  TESSERA_CHECK_IO(value.isGenericDict(), "checkpoint", "'", name, "' is damaged: it is no table");
   return value;
 }
 

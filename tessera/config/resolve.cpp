@@ -156,6 +156,25 @@ std::string where_schedule_runs(const std::string& type) {
   return where_it_runs(type, in_python, {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"});
 }
 
+void check_without_optimizer(const Config& config) {
+  const shard::StagePlacements& where = placements(config);
+  TESSERA_CHECK_VALUE(!where.shards_states() || where.shards_params(), "initialize", "zero_optimization.stage ",
+                      static_cast<int>(config.zero_optimization.stage),
+                      " requires an optimizer; pass one or use stage 0");
+}
+
+void refuse_slices(const Config& config, const std::string& name, bool is_cut) {
+  std::vector<std::string> cuts;
+  if (placements(config).shards_states()) cuts.push_back(c10::str("stage ", config.zero_optimization.stage));
+  if (is_cut) cuts.emplace_back("tensor_parallel.autotp_size");
+  TESSERA_CHECK_VALUE(cuts.empty() || config.zero_allow_untested_optimizer, "initialize", name,
+                      " is not known to work on slices of parameters, as ", join(cuts, " and "),
+                      cuts.size() > 1 ? " give" : " gives",
+                      " them; set \"zero_allow_untested_optimizer\": true if it updates element by element, or use "
+                      "stage 0",
+                      is_cut ? " without tensor parallelism" : "");
+}
+
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config) {
   Report report;
   auto options = read_schedule(config.scheduler, report);

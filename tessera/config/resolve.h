@@ -50,6 +50,13 @@ std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config);
 // class of torch.optim.lr_scheduler.
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config);
 
+// Value error for an engine without an optimizer at a stage that cuts what an optimizer has.
+void check_without_optimizer(const Config& config);
+
+// For an optimizer that is not known to update element by element: value error where the stage cuts its states, or `is_cut`, which
+// says that tensor parallelism does; none where zero_allow_untested_optimizer is true. `name`: its class.
+void refuse_slices(const Config& config, const std::string& name, bool is_cut);
+
 // What a type is that C++ does not run, for messages: " (Rprop does in Python only)", " ('Adamm' is none: did you mean "Adam"?)".
 std::string where_optimizer_runs(const std::string& type);
 std::string where_schedule_runs(const std::string& type);

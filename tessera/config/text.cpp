@@ -32,8 +32,10 @@ namespace {
 std::set<std::string> words_of(const std::string& name) {
   std::istringstream parts(name);
   std::set<std::string> words;
-  for (std::string part; std::getline(parts, part, '_');)
+  for (std::string part; std::getline(parts, part, '_');) {
+    if (part.size() > 2 && part.back() == 's') part.pop_back();  // a plural is the same word
     words.insert(part);
+  }
   return words;
 }
 

@@ -148,7 +148,7 @@ void Checkpointer::Job::complete(const std::vector<std::string>& texts) {
   checkpoint::parse_manifest(checkpoint::to_text(manifest), folder());  // complete, and without overlaps
   checkpoint::commit(folder(), manifest);
   if (options.latest) checkpoint::set_latest(dir, tag);
-  checkpoint::clean(dir, tag, options.keep_last);
+  checkpoint::clean(dir, tag, options.keep_last.value_or(0));
 }
 
 void Checkpointer::Job::run(const zero::Ranks& ranks) {
@@ -394,8 +394,9 @@ void Checkpointer::stage(std::vector<Item>& items) {
 std::string Checkpointer::save(const std::string& dir, const SaveOptions& options, ClientPart client) {
   const OneThread::Call call = engine_.enter("save_checkpoint");
   TESSERA_CHECK_VALUE(!dir.empty(), "checkpoint", "save_dir is empty; name a folder");
-  TESSERA_CHECK_VALUE(options.keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
-                      options.keep_last);
+  const int keep_last = options.keep_last.value_or(0);
+  TESSERA_CHECK_VALUE(keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
+                      keep_last);
   if (options.deepspeed) return save_as_deepspeed(dir, options, std::move(client));
   engine_.finish_update();
   wait();
@@ -404,6 +405,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   job->dir = std::filesystem::absolute(dir).string();  // a save in the background outlives a chdir()
   job->options = options;
   std::vector<ClientTensor> own = own_buffers(client);
+  const SaveOptions::Tags rule = options.tags.value_or(SaveOptions::Tags::Ignore);
   if (!is_first_of_engine()) client.tensors = std::move(own);
   const auto plans = together(ranks_, "start of a checkpoint", [&] {
     engine_.states().check_whole();
@@ -418,11 +420,11 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   });
   const size_t digits = checkpoint::new_id().size();
   for (const std::string& plan : plans) {
-    const bool same = options.tags == SaveOptions::Tags::Ignore || plan.substr(digits) == plans[0].substr(digits);
+    const bool same = rule == SaveOptions::Tags::Ignore || plan.substr(digits) == plans[0].substr(digits);
     const std::string text = same ? ""
                                   : c10::str("ranks save under different tags: '", plans[0].substr(digits), "' and '",
                                              plan.substr(digits), "'");
-    TESSERA_CHECK_VALUE(same || options.tags == SaveOptions::Tags::Warn, "checkpoint", text);
+    TESSERA_CHECK_VALUE(same || rule == SaveOptions::Tags::Warn, "checkpoint", text);
     if (!same && ranks_.place() == 0) TORCH_WARN("[checkpoint] ", text);
   }
   job->id = plans[0].substr(0, digits);
@@ -433,7 +435,7 @@ std::string Checkpointer::save(const std::string& dir, const SaveOptions& option
   if (const std::string counts = save_accumulation(engine_).blob; !counts.empty())
     job->blobs[blob_of_accumulation(ranks_.place())] = counts;
   // States that live on a disk are not copied to memory, which they are on the disk to spare.
-  if (!options.asynchronous || engine_.memory().disk > 0) {
+  if (!options.asynchronous.value_or(false) || engine_.memory().disk > 0) {
     job->run(ranks_);
     return job->tag;
   }

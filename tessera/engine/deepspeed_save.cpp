@@ -52,7 +52,7 @@ io::Lock take(const std::string& path) {
 }  // namespace
 
 std::string Checkpointer::save_as_deepspeed(const std::string& dir, const SaveOptions& given, ClientPart client) {
-  TESSERA_CHECK_VALUE(!given.asynchronous, "engine.save_checkpoint",
+  TESSERA_CHECK_VALUE(!given.asynchronous.value_or(false), "engine.save_checkpoint",
                       "checkpoint.format \"deepspeed\" cannot be written asynchronously");
   const checkpoint::DeepSpeedLayout layout = *given.deepspeed;
   const fs::path folder = fs::path(dir) / kBeside;
@@ -82,7 +82,7 @@ std::string Checkpointer::save_as_deepspeed(const std::string& dir, const SaveOp
     on_all([&] { checkpoint::deepspeed::write_ranks(beside, tag, made, layout, place(), ranks_.all()); });
     on_all([&] {
       if (place() == 0)
-        checkpoint::deepspeed::finish_folder(made, dir, tag, layout.stage, given.latest, given.keep_last);
+        checkpoint::deepspeed::finish_folder(made, dir, tag, layout.stage, given.latest, given.keep_last.value_or(0));
     });
   } catch (...) {
     end();

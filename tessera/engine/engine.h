@@ -258,10 +258,13 @@ class Engine {
   // the end; not where nobody would have the error (`waits` false, as for the destructor): see ~Checkpointer.
   void destroy(bool waits = true);
   bool destroyed() const;
+  // Expires with this object, for what may outlive it.
+  std::weak_ptr<const void> life() const { return life_; }
 
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;
+  std::shared_ptr<const void> life_ = std::make_shared<char>();
 };
 
 }  // namespace tessera::engine

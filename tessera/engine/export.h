@@ -11,6 +11,11 @@
 
 namespace tessera::engine {
 
+// Why save_16bit_model() writes nothing.
+inline constexpr const char* kNothingExported =
+    "[engine.save_16bit_model] nothing is written: parameters are partitioned; set "
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file";
+
 // What an engine holds, whole. Collective where nothing else is stated: rank 0 (Checkpointer::place()) gets the values, one
 // parameter at a time, and no other rank keeps any.
 class LiveWeights {

@@ -50,8 +50,9 @@ void check_apart(const std::vector<ParamSpec>& params) {
   for (size_t i = 1; i < all.size(); ++i) {
     TESSERA_CHECK_VALUE(all[i].begin >= all[i - 1].end, "engine", "parameters '", all[i - 1].spec->name, "' and '",
                         all[i].spec->name,
-                        "' lie in the same memory (x.weight.data = y.weight.data, or views of one tensor), but are two "
-                        "Parameters; tie them by assigning the Parameter itself (x.weight = y.weight), or clone one");
+                        "' lie in the same memory (the data of one was set to that of the other, or they are views of "
+                        "one tensor), but are two parameters; register one and the same parameter in both modules (in "
+                        "Python x.weight = y.weight does), or clone one");
   }
 }
 
@@ -139,7 +140,7 @@ void check_tensor(const ParamSpec& spec) {
                       "' is a tensor subclass with operators of its own (a DTensor, a quantized weight), whose memory "
                       "an engine cannot lay out; hand over plain tensors (dtensor.full_tensor() or .to_local())");
   TESSERA_CHECK_VALUE(!spec.cut || tensor.is_contiguous(), "engine", "parameter '", spec.name,
-                      "' is cut and not contiguous; make it so (param.data = param.data.contiguous())");
+                      "' is cut and not contiguous; make it so before");
   TESSERA_CHECK_VALUE(!zero::Hooks::is_watched(tensor), "engine", "parameter '", spec.name,
                       "' already belongs to a live engine; call destroy() on that engine first");
 }
@@ -171,7 +172,7 @@ void check_added(std::span<const ParamSpec> present, const ParamSpec& param) {
     TESSERA_CHECK_VALUE(spec.name != param.name, "engine", "there are two parameters '", param.name, "'");
   }
   TESSERA_CHECK_VALUE(trains(param.tensor.scalar_type()), "engine", "parameter '", param.name, "' is ",
-                      param.tensor.scalar_type(), ", which is not trained: convert it (param.float())");
+                      param.tensor.scalar_type(), ", which is not trained: convert it to fp32, bf16 or fp16");
 }
 
 amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, std::optional<at::ScalarType> grad) {
@@ -181,13 +182,13 @@ amp::PrecisionPolicy precision_of_model(const std::vector<ParamSpec>& params, st
     zero::check_real(spec);
     const at::ScalarType dtype = spec.tensor.scalar_type();
     TESSERA_CHECK_VALUE(trains(dtype), "engine", "parameter '", spec.name, "' is ", dtype,
-                        ", which is not trained: convert the model (model.float()), or enable bf16 or fp16 in the "
+                        ", which is not trained: convert the model to fp32, or enable bf16 or fp16 in the "
                         "configuration, which casts it");
     if (first == nullptr) first = &spec;
     TESSERA_CHECK_VALUE(dtype == first->tensor.scalar_type(), "engine", "parameters have several dtypes: '",
                         first->name, "' is ", first->tensor.scalar_type(), ", '", spec.name, "' ", dtype,
-                        "; without a precision section nothing is cast: convert the model (model.float(), "
-                        "model.bfloat16()) or enable bf16 or fp16 in the configuration");
+                        "; without a precision section nothing is cast: convert the model to one dtype, "
+                        "or enable bf16 or fp16 in the configuration");
   }
   const at::ScalarType dtype = first == nullptr ? at::kFloat : first->tensor.scalar_type();
   // torch keeps moments in the dtype of the parameter; fp16 ones would overflow, and no kernel has them.

@@ -214,9 +214,36 @@ const TensorRecord* Restore::buffer_of(const std::string& name) const {
   return own != nullptr ? own : reader_->find(name, kBuffer);
 }
 
-at::Tensor Restore::buffer(const std::string& name) const {
-  const TensorRecord* record = buffer_of(name);
-  return record == nullptr ? at::Tensor() : reader_->read_whole(*record);
+Restore::Buffers Restore::buffers(const std::map<std::string, at::Tensor>& here) {
+  Buffers found;
+  std::vector<std::string> missing, unexpected, shapes;
+  for (const auto& [name, buffer] : here) {
+    const TensorRecord* record = buffer_of(name);
+    if (record == nullptr) {
+      missing.push_back(name);
+      continue;
+    }
+    const at::Tensor value = reader_->read_whole(*record);
+    if (value.sizes() == buffer.sizes())
+      found.emplace_back(buffer, value);
+    else
+      shapes.push_back(c10::str("'", name, "' has shape ", value.sizes(), " there and ", buffer.sizes(), " here"));
+  }
+  for (const TensorRecord& record : reader_->manifest().tensors)
+    if (record.kind == kBuffer && !here.contains(record.name)) unexpected.push_back(record.name);
+  std::ranges::sort(unexpected);
+  std::string problems;
+  for (const std::string& name : options_.strict ? missing : std::vector<std::string>())
+    problems += "\n  not in the checkpoint: '" + name + "'";
+  for (const std::string& name : options_.strict && !of_several_ ? unexpected : std::vector<std::string>())
+    problems += "\n  not in the model: '" + name + "'";
+  for (const std::string& text : shapes)
+    problems += "\n  " + text;
+  TESSERA_CHECK_VALUE(problems.empty(), "engine.load_checkpoint", "buffers of '", folder_,
+                      "' do not fit this model:", problems);
+  missing_.insert(missing_.end(), missing.begin(), missing.end());
+  unexpected_.insert(unexpected_.end(), unexpected.begin(), unexpected.end());
+  return found;
 }
 
 void Restore::warn_of_buffers() const {

@@ -54,8 +54,10 @@ class Restore {
   const checkpoint::Reader& reader() const { return *reader_; }
   // A client's state of this rank's elements; undefined where the checkpoint has none.
   at::Tensor client_state(int param, const std::string& kind) const;
-  // The value of a buffer, this rank's own where as many ranks saved it; undefined where the checkpoint has none.
-  at::Tensor buffer(const std::string& name) const;
+  // Pairs buffers of the model, by name, with the values that they shall have: this rank's own where as many ranks saved them. Value
+  // error for another shape, and where the load is strict for names; else these are among missing() and unexpected().
+  using Buffers = std::vector<std::pair<at::Tensor, at::Tensor>>;
+  Buffers buffers(const std::map<std::string, at::Tensor>& here);
   // Puts the checkpoint into the engine. Collective. A disk's error in the middle leaves the engine changed in part and says so.
   void apply();
 

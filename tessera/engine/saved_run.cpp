@@ -96,6 +96,7 @@ SavedRun::SavedRun(const std::string& text, const std::string& path) {
   if (!run.has("client")) return;
   const Node of_client = run.at("client").object();
   if (of_client.has("schedule_steps")) of_client.at("schedule_steps").counter();
+  if (of_client.has("own_schedule")) of_client.at("own_schedule").text();
   client = of_client.json.dump();
 }
 

@@ -20,6 +20,7 @@
 #include "tessera/base/error.h"
 #include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/torch_file.h"
+#include "tessera/config/resolve.h"
 #include "tessera/engine/whole_shards.h"
 #include "tessera/nn/element_optimizer.h"
 #include "tessera/nn/torch_optimizer.h"
@@ -80,10 +81,10 @@ bool is_own_kind(const std::string& kind) {
 void add_numbers(const std::string& blob, const std::string& what,
                  std::map<std::string, std::map<std::string, c10::IValue>>& numbers) {
   const c10::IValue all = checkpoint::from_torch_file(blob, what);
-  TESSERA_CHECK_IO(all.isGenericDict(), "checkpoint", what, " is damaged: no dict of the parameters' states");
+  TESSERA_CHECK_IO(all.isGenericDict(), "checkpoint", what, " is damaged: it is no table of the parameters' states");
   for (const auto& param : all.toGenericDict()) {
     TESSERA_CHECK_IO(param.key().isString() && param.value().isGenericDict(), "checkpoint", what,
-                     " is damaged: no dict of a parameter's state");
+                     " is damaged: there is no table of a parameter's state");
     for (const auto& item : param.value().toGenericDict()) {
       if (!item.key().isString()) continue;
       const std::string& key = item.key().toStringRef();
@@ -142,20 +143,14 @@ ClientOptimizer::ClientOptimizer(const optim::Type& type, const std::vector<opti
   optimizer_ = std::move(made);
 }
 
-void ClientOptimizer::check_cut(const std::string& stage, bool is_cut, bool allow) const {
+void ClientOptimizer::check_cut(const config::Config& config, bool is_cut) const {
   const auto& o = *optimizer_;
   const auto& type = typeid(o);
   const bool known = type == typeid(torch::optim::Adam) || type == typeid(torch::optim::AdamW) ||
                      type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
                      type == typeid(torch::optim::RMSprop) || type == typeid(ElementOptimizer);
-  if (whole_ != nullptr || known || allow || (stage.empty() && !is_cut)) return;
-  const char* const cut = "tensor_parallel.autotp_size";
-  TESSERA_CHECK_VALUE(
-      false, "initialize", class_of(o), " is not known to work on slices of parameters, as ",
-      stage.empty() ? cut
-      : is_cut      ? stage + " and " + cut + " give"
-                    : stage + " gives",
-      " them; set \"zero_allow_untested_optimizer\": true if it updates element by element, or use stage 0");
+  if (whole_ != nullptr || known) return;
+  config::refuse_slices(config, class_of(o), is_cut);
 }
 
 std::string ClientOptimizer::description() const {

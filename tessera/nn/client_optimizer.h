@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/config/config.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
 #include "tessera/nn/whole_optimizer.h"
@@ -33,9 +34,9 @@ class ClientOptimizer {
   // bounds, and for a vector in a group of matrices. Local.
   ClientOptimizer(const optim::Type& type, const std::vector<optim::GroupOptions>& groups,
                   const std::vector<engine::ParamSpec>& specs);
-  // Value error where states are cut (`stage`, and tensor parallelism where `is_cut`) and the optimizer is not known to update
-  // element by element, unless `allow`.
-  void check_cut(const std::string& stage, bool is_cut, bool allow) const;
+  // Value error where states are cut (by the stage, and by tensor parallelism where `is_cut`) and the optimizer is not known to
+  // update element by element, unless the configuration allows it.
+  void check_cut(const config::Config& config, bool is_cut) const;
 
   // Class and rates, for ranks to compare.
   std::string description() const;

@@ -52,7 +52,8 @@ c10::IValue to_value(DataPosition position);
 // IoError for what is none; value error for a place in a larger dataset than one of `size` examples.
 DataPosition data_position(const c10::IValue& value, int64_t size);
 
-// A batch is what the dataset makes of its examples (BatchType). One pass at a time, on one thread.
+// A batch is what the dataset makes of its examples (BatchType). One pass at a time, on one thread. A loader moves and does not copy;
+// a pass goes on where it was moved to.
 template <class Dataset>
 class Loader {
  public:
@@ -61,79 +62,114 @@ class Loader {
   // Micro-batches of this rank, among those that share the batch's work; ranks of one sequence or one model see the same. Value error
   // for a dataset that is empty or does not say its size, a batch below 1 and a rank that is none.
   Loader(Dataset dataset, const Session& engine, const LoaderOptions& options = {})
-      : Loader(std::move(dataset), engine.rank(), engine.size(), engine.core().options().micro_batch_size, options) {}
+      : Loader(std::move(dataset), engine.rank(), engine.size(), engine.micro_batch_size(), options) {}
   Loader(Dataset dataset, int rank, int ranks, int64_t batch_size, const LoaderOptions& options = {})
-      : dataset_(std::move(dataset)), rank_(rank), ranks_(ranks), batch_size_(batch_size), options_(options) {
-    TESSERA_CHECK_VALUE(dataset_.size().has_value(), "data", "the dataset does not say its size");
-    io::check_loader(size(), rank, ranks, batch_size);
+      : passes_(std::make_shared<Passes>(std::move(dataset), rank, ranks, batch_size, options)) {
+    TESSERA_CHECK_VALUE(passes_->dataset.size().has_value(), "data", "the dataset does not say its size");
+    io::check_loader(passes_->size(), rank, ranks, batch_size);
   }
+  Loader(const Loader&) = delete;
+  Loader& operator=(const Loader&) = delete;
+  Loader(Loader&&) noexcept = default;
+  Loader& operator=(Loader&&) noexcept = default;
 
-  class Iterator {
-   public:
-    using value_type = Batch;
-    using difference_type = std::ptrdiff_t;
-    Batch& operator*() { return **batch_; }
-    Batch* operator->() { return &**batch_; }
-    Iterator& operator++() {
-      ++*batch_;
-      loader_->arrived(*batch_ == *end_);
-      return *this;
-    }
-    bool operator==(const Iterator& other) const { return is_over() == other.is_over(); }
-
-   private:
-    friend class Loader;
-    bool is_over() const { return loader_ == nullptr || *batch_ == *end_; }
-
-    Loader* loader_ = nullptr;
-    std::shared_ptr<void> pass_;  // of the two below
-    std::optional<torch::data::Iterator<Batch>> batch_, end_;
-  };
-
+  class Iterator;
   // The next pass. A pass that is left early is over.
-  Iterator begin() {
-    const DataPosition from{epoch_++, std::exchange(skip_, 0)};
-    RankSampler sampler(size(), rank_, ranks_, options_, from);
-    auto options = torch::data::DataLoaderOptions(static_cast<size_t>(batch_size_)).workers(options_.workers);
-    options.drop_last(options_.drop_last);
-    auto pass = std::shared_ptr(torch::data::make_data_loader(dataset_, std::move(sampler), options));
-    given_ = from.samples;
-    Iterator iterator;
-    iterator.loader_ = this;
-    iterator.batch_ = pass->begin();
-    iterator.end_ = pass->end();
-    iterator.pass_ = std::move(pass);
-    arrived(*iterator.batch_ == *iterator.end_);
-    return iterator;
-  }
+  Iterator begin() { return Iterator::of(live_passes()); }
   Iterator end() const { return {}; }
 
   // The position for checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
   c10::IValue state() const {
-    return to_value(under_way_ ? DataPosition{epoch_ - 1, given_, size()}
-                               : DataPosition{epoch_, skip_, skip_ > 0 ? size() : 0});
+    const Passes& at = passes();
+    return to_value(at.under_way ? DataPosition{at.epoch - 1, at.given, at.size()}
+                                 : DataPosition{at.epoch, at.skip, at.skip > 0 ? at.size() : 0});
   }
+  // For the next pass; the loop of one under way goes on from there, too. IoError for what is no state; value error for a place in
+  // a larger dataset.
   void load_state(const c10::IValue& state) {
-    const DataPosition position = data_position(state, size());
-    epoch_ = position.epoch;
-    skip_ = position.samples;
-    under_way_ = false;
+    Passes& at = *live_passes();
+    const DataPosition position = data_position(state, at.size());
+    at.epoch = position.epoch;
+    at.skip = position.samples;
+    at.under_way = false;
+    ++at.loads;
   }
-  int64_t epoch() const { return under_way_ ? epoch_ - 1 : epoch_; }
+  int64_t epoch() const { return passes().under_way ? passes().epoch - 1 : passes().epoch; }
 
  private:
-  int64_t size() const { return static_cast<int64_t>(*dataset_.size()); }
-  void arrived(bool over) {
-    under_way_ = !over;
-    if (!over) given_ += batch_size_ * ranks_;
-  }
+  struct Passes {
+    Dataset dataset;
+    int rank, ranks;
+    int64_t batch_size;
+    LoaderOptions options;
+    int64_t epoch = 0, skip = 0, given = 0;  // the next pass, what it leaves out; of the present one
+    int64_t loads = 0;
+    bool under_way = false;
 
-  Dataset dataset_;
-  int rank_, ranks_;
-  int64_t batch_size_;
-  LoaderOptions options_;
-  int64_t epoch_ = 0, skip_ = 0, given_ = 0;  // the next pass, what it leaves out; of the present one
-  bool under_way_ = false;
+    int64_t size() const { return static_cast<int64_t>(*dataset.size()); }
+    void arrived(bool over) {
+      under_way = !over;
+      if (!over) given += batch_size * ranks;
+    }
+  };
+  const std::shared_ptr<Passes>& live_passes() const {
+    TESSERA_CHECK(passes_ != nullptr, "data", "this loader was moved from; use the one that it was moved to");
+    return passes_;
+  }
+  const Passes& passes() const { return *live_passes(); }
+
+  std::shared_ptr<Passes> passes_;
+};
+
+// A pass, at one of its batches. It goes on in one place: there are no copies.
+template <class Dataset>
+class Loader<Dataset>::Iterator {
+ public:
+  using value_type = Batch;
+  using difference_type = std::ptrdiff_t;
+
+  Iterator() = default;
+  Iterator(const Iterator&) = delete;
+  Iterator& operator=(const Iterator&) = delete;
+  Iterator(Iterator&&) noexcept = default;
+  Iterator& operator=(Iterator&&) noexcept = default;
+
+  Batch& operator*() { return **batch_; }
+  Batch* operator->() { return &**batch_; }
+  // Where the loader has taken another position meanwhile, the first batch from there.
+  Iterator& operator++() {
+    if (loads_ != passes_->loads) return *this = of(passes_);
+    ++*batch_;
+    passes_->arrived(is_over());
+    return *this;
+  }
+  bool operator==(const Iterator& other) const { return is_over() == other.is_over(); }
+
+ private:
+  friend class Loader;
+  static Iterator of(std::shared_ptr<Passes> passes) {
+    Passes& at = *passes;
+    const DataPosition from{at.epoch++, std::exchange(at.skip, 0)};
+    RankSampler sampler(at.size(), at.rank, at.ranks, at.options, from);
+    auto options = torch::data::DataLoaderOptions(static_cast<size_t>(at.batch_size)).workers(at.options.workers);
+    options.drop_last(at.options.drop_last);
+    auto pass = std::shared_ptr(torch::data::make_data_loader(at.dataset, std::move(sampler), options));
+    at.given = from.samples;
+    Iterator iterator;
+    iterator.loads_ = at.loads;
+    iterator.batch_ = pass->begin();
+    iterator.end_ = pass->end();
+    iterator.pass_ = std::move(pass);
+    iterator.passes_ = std::move(passes);
+    at.arrived(iterator.is_over());
+    return iterator;
+  }
+  bool is_over() const { return passes_ == nullptr || *batch_ == *end_; }
+
+  std::shared_ptr<Passes> passes_;  // of the loader
+  int64_t loads_ = 0;               // its positions, when the pass began
+  std::shared_ptr<void> pass_;      // of the two below
+  std::optional<torch::data::Iterator<Batch>> batch_, end_;
 };
 
 // Passes without an end: next() begins another pass where one is over. The loader's state() is the position.

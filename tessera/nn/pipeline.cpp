@@ -225,7 +225,7 @@ double Pipeline::train_batch(const BatchSource& data) {
   const auto micro_batches = static_cast<int>(core().options().gradient_accumulation_steps);
   const pipeline::Shape shape{stages(), micro_batches, options_.chunks};
   Batch batch(*this, data);
-  runner_->check("train_batch");
+  running().check("train_batch");
   module_->train();
   return runner_->train_batch(batch, pipeline::training(schedule_, shape, stage()), shape)
       .value_or(std::numeric_limits<double>::quiet_NaN());
@@ -260,10 +260,11 @@ class EvalMode {
 }  // namespace
 
 Evaluation Pipeline::eval_batch(const BatchSource& data, int64_t micro_batches) {
+  pipeline::Runner& runner = running();
   if (micro_batches <= 0) micro_batches = core().options().gradient_accumulation_steps;
   const pipeline::Shape shape{stages(), static_cast<int>(micro_batches), options_.chunks};
   Batch batch(*this, data);
-  runner_->check("eval_batch");
+  runner.check("eval_batch");
   const EvalMode evaluates(*module_);
   const at::NoGradGuard no_grad;
   const auto loss = runner_->eval_batch(batch, pipeline::forward_only(shape, stage()), shape);
@@ -272,13 +273,13 @@ Evaluation Pipeline::eval_batch(const BatchSource& data, int64_t micro_batches) 
 
 std::string Pipeline::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options,
                                       const ClientValues& client) {
-  runner_->check("save_checkpoint");
+  running().check("save_checkpoint");
   return Session::save_checkpoint(dir, std::move(options), client);
 }
 
 Loaded Pipeline::load_checkpoint(const std::string& dir, const std::string& tag,
                                  const engine::Restore::Options& options) {
-  runner_->check("load_checkpoint");
+  running().check("load_checkpoint");
   return Session::load_checkpoint(dir, tag, options);
 }
 

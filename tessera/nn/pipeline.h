@@ -79,8 +79,11 @@ class Pipeline : private Session {
   bool is_first_stage() const { return stage() == 0; }
   bool is_last_stage() const { return stage() == stages() - 1; }
   // The most micro-batches (times chunks) whose activations this stage has held.
-  int max_live_activations() const { return runner_->most_live(); }
-  StageLayers& module() { return *module_; }
+  int max_live_activations() const { return running().most_live(); }
+  StageLayers& module() {
+    core();
+    return *module_;
+  }
 
   // One folder for all stages, with the names of the whole list: it loads with any number of stages and chunks, also in Python.
   // UsageError after a batch that has failed, as of the others.
@@ -132,6 +135,11 @@ class Pipeline : private Session {
                      const PipelineOptions& options);
   Pipeline(const Config& config, const comm::Parts& parts, const PipelineOptions& options, const Built& built);
   void connect(std::shared_ptr<pipeline::Ties> ties);
+  // Usage error of an object that was moved from.
+  pipeline::Runner& running() const {
+    core();
+    return *runner_;
+  }
   pipeline::OptimizerForm optimizer_form();
   std::vector<int64_t> taken();
   Tensors forward(int chunk, const Tensors& inputs);

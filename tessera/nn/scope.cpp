@@ -152,8 +152,8 @@ GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector
   const zero::Writes writes = writes_of(modifier_rank);
   engine.check_one_thread("GatheredParameters");
   engine.regions().open(numbers, writes, modifier_rank);
-  close_ = [&engine, numbers, writes, modifier_rank] {
-    if (!engine.destroyed()) engine.regions().close(numbers, writes, modifier_rank);
+  close_ = [&engine, life = engine.life(), numbers, writes, modifier_rank] {
+    if (!life.expired() && !engine.destroyed()) engine.regions().close(numbers, writes, modifier_rank);
   };
 }
 

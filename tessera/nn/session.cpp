@@ -92,14 +92,13 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     if (const CutParamPtr note = cut_note(param); note != nullptr) cuts_.emplace_back(param, note);
   auto specs = param_specs(*module_, units);
   prepare_optimizer(config, recipe, part == Part::Whole, specs);
+  if (evaluates_) options.rule = optim::Rule::External;
   if (client_ != nullptr) {
     options.rule = optim::Rule::External;
     options.client_type = client_->type();
     options.client_optimizer = client_->description();
     const bool is_cut = std::ranges::any_of(specs, [](const auto& spec) { return spec.cut != nullptr; });
-    const std::string stage = "stage " + std::to_string(config.zero_optimization.stage);
-    client_->check_cut(config::placements(config).shards_states() ? stage : "", is_cut,
-                       config.zero_allow_untested_optimizer);
+    client_->check_cut(config, is_cut);
   }
   if (options.autocast.enabled) {
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),
@@ -143,6 +142,14 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
                         "an optimizer of one's own has its groups already: leave Recipe::groups empty");
     client_ = std::make_unique<ClientOptimizer>(recipe.optimizer, specs);
     groups_ = client_->groups();
+  } else if (config.optimizer.type.empty()) {
+    config::check_without_optimizer(config);
+    TESSERA_CHECK_VALUE(recipe.groups.empty(), "initialize",
+                        "Recipe::groups has groups, and there is no optimizer for them: set optimizer.type, or leave "
+                        "the groups empty in an engine that only evaluates");
+    evaluates_ = true;
+    for (engine::ParamSpec& spec : specs)
+      spec.group = spec.joins = -1;
   } else {
     const optim::OptimizerOptions optimizer = configured_optimizer(config);
     groups_ = group_params(recipe.groups, optimizer, whole, specs);
@@ -151,6 +158,7 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
   }
   for (const optim::GroupOptions& group : groups_)
     base_lrs_.push_back(group.lr);
+  if (evaluates_) schedule_.reset(), own_schedule_ = nullptr;
   if (schedule_) optim::check(*schedule_, groups_.size());
 }
 
@@ -198,6 +206,13 @@ void Session::give(io::MetricWriter& writer, const F& f) {
   }
 }
 
+engine::Engine& Session::trained_by(const char* call) const {
+  live();
+  if (evaluates_)
+    TESSERA_FAIL(UsageError, "[engine.", call, "] there is no optimizer; set optimizer.type, or give Recipe::optimizer");
+  return *core_;
+}
+
 void Session::warn_of_region() {
   warn(
       {"[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
@@ -217,14 +232,14 @@ void Session::warn_of_cuts() {
 
 void Session::warn_of_frozen() {
   const auto trains = [](const engine::ParamSpec& spec) { return spec.group >= 0; };
-  if (std::ranges::any_of(live().params(), trains)) return;
+  if (evaluates_ || std::ranges::any_of(live().params(), trains)) return;
   warn({c10::str("[initialize] nothing is trained: ",
                  live().params().empty() ? "the model has no parameters" : "all parameters of the model are frozen",
                  ": until something is, this engine only evaluates")});
 }
 
 int Session::add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options) {
-  const auto call = live().enter("add_param_group");
+  const auto call = trained_by("add_param_group").enter("add_param_group");
   TESSERA_CHECK(client_ == nullptr, "engine.add_param_group",
                 "the engine has an optimizer that updates by itself, whose groups are its own");
   TESSERA_CHECK_VALUE(!params.empty(), "engine.add_param_group", "the param group has no parameters");
@@ -279,11 +294,11 @@ void Session::register_external_parameter(const torch::nn::Module& reader, const
 }
 
 at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool scale_wrt_gas) {
-  return live().backward(loss, retain_graph, scale_wrt_gas);
+  return trained_by("backward").backward(loss, retain_graph, scale_wrt_gas);
 }
 
 bool Session::step(std::optional<double> global_norm) {
-  const int64_t steps = live().global_steps();
+  const int64_t steps = trained_by("step").global_steps();
   if (const auto error = std::exchange(*held_error_, nullptr)) std::rethrow_exception(error);
   const bool boundary = !live().options().managed_accumulation || live().is_gradient_accumulation_boundary();
   std::function<void()> update;
@@ -301,18 +316,18 @@ bool Session::step(std::optional<double> global_norm) {
   return applied;
 }
 
-Session::Held::Held(engine::Engine& core, Error error, Call begin, Call end, Call leave)
-    : core_(core), error_(std::move(error)), end_(end), leave_(leave) {
-  if (begin != nullptr) (core_.*begin)();
+Session::Held::Held(std::shared_ptr<engine::Engine> core, Error error, Call begin, Call end, Call leave)
+    : core_(std::move(core)), error_(std::move(error)), end_(end), leave_(leave) {
+  if (begin != nullptr) ((*core_).*begin)();
 }
 
 Session::Held Session::states_away(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) {
   offload_states(kinds, to, pin_memory);
-  return {live(), held_error_, nullptr, &engine::Engine::reload_states, &engine::Engine::reload_states};
+  return {owned(), held_error_, nullptr, &engine::Engine::reload_states, &engine::Engine::reload_states};
 }
 
 void Session::Held::end() {
-  if (const auto end = std::exchange(end_, nullptr)) (core_.*end)();
+  if (const auto end = std::exchange(end_, nullptr)) ((*core_).*end)();
 }
 
 Session::Held::~Held() {
@@ -385,6 +400,7 @@ void Session::write_metrics(const std::vector<io::Metric>& metrics) {
 }
 
 std::vector<engine::CallRow> Session::comm_summary(bool stragglers) {
+  live();
   TESSERA_CHECK(watch_.calls() != nullptr, "engine.comm_summary",
                 "collectives are not timed: set comms_logger.enabled to true");
   return engine::call_rows(*watch_.calls(), live(), stragglers);
@@ -416,7 +432,10 @@ std::map<std::string, std::vector<std::string>> Session::aliases() const {
 
 bool Session::save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options) {
   const auto call = live().enter("save_16bit_model");
-  if (!gathers_for_export_) return false;
+  if (!gathers_for_export_) {
+    warn({engine::kNothingExported});
+    return false;
+  }
   check_contents("save_16bit_model");
   const auto aliases = this->aliases();
   std::vector<engine::LiveTensor> tensors;
@@ -459,7 +478,10 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
                                      const ClientValues& client) {
   const auto call = live().enter("save_checkpoint");
   check_contents("save_checkpoint");
-  engine::SaveOptions chosen = options.value_or(save_options_);
+  engine::SaveOptions chosen = options.value_or(engine::SaveOptions{});
+  if (!chosen.asynchronous) chosen.asynchronous = save_options_.asynchronous;
+  if (!chosen.keep_last) chosen.keep_last = save_options_.keep_last;
+  if (!chosen.tags) chosen.tags = save_options_.tags;
   if (save_options_.deepspeed)
     chosen.deepspeed = {save_options_.deepspeed->stage, live().mesh().size(comm::kBatchAxes)};
   engine::ClientPart part;
@@ -469,7 +491,6 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
                           "the program's values have a key that is DeepSpeed's own: ", name);
     part = client_part(client);
   });
-  if (chosen.tags == engine::SaveOptions::Tags::Ignore) chosen.tags = save_options_.tags;
   return noting([&] { return live().checkpoints().save(dir, chosen, std::move(part)); });
 }
 
@@ -504,24 +525,6 @@ engine::ClientPart Session::client_part(const ClientValues& client) const {
   return part;
 }
 
-// Pairs each buffer with the value that it shall have.
-std::vector<std::pair<at::Tensor, at::Tensor>> Session::buffers_of(const engine::Restore& found, bool strict) const {
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
-  std::string problems;
-  for (const auto& buffer : module_->named_buffers()) {
-    const at::Tensor value = found.buffer(buffer.key()), here = buffer.value();
-    if (!value.defined() && strict) problems += c10::str("\n  not in the checkpoint: '", buffer.key(), "'");
-    if (!value.defined()) continue;
-    if (value.sizes() == here.sizes())
-      buffers.emplace_back(here, value);
-    else
-      problems += c10::str("\n  '", buffer.key(), "' has shape ", value.sizes(), " there and ", here.sizes(), " here");
-  }
-  TESSERA_CHECK_VALUE(problems.empty(), "checkpoint", "buffers of '", found.folder(),
-                      "' do not fit this model:", problems);
-  return buffers;
-}
-
 Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, const engine::Restore::Options& given) {
   const auto call = live().enter("load_checkpoint");
   check_contents("load_checkpoint");
@@ -531,15 +534,25 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   if (client_ != nullptr) from.groups = client_->names(*core_);
   auto found = noting([&] { return live().checkpoints().open(dir, tag, options, from); });
   if (!found) return {};
-  Loaded loaded{found->folder(), found->tag(), found->missing(), found->unexpected()};
+  Loaded loaded{found->folder(), found->tag()};
   const SavedValues saved(*found, live().checkpoints().place());
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers;
+  std::map<std::string, at::Tensor> here;
+  for (const auto& buffer : module_->named_buffers())
+    here[buffer.key()] = buffer.value();
+  engine::Restore::Buffers buffers;
   nlohmann::json run;
   std::string states, present;
+  std::optional<std::string> schedule;
   // Every check that can refuse the checkpoint comes before anything changes, on any rank.
   live().checkpoints().on_all([&] {
-    buffers = buffers_of(*found, options.strict);
+    buffers = found->buffers(here);
     run = nlohmann::json::parse(found->client_run());
+    if (own_schedule_ != nullptr && options.run && run.contains("own_schedule")) schedule = run["own_schedule"];
+    if (schedule) {  // a trial: what it refuses is refused before anything changes
+      const std::string before = own_schedule_->state();
+      own_schedule_->load_state(*schedule);
+      own_schedule_->load_state(before);
+    }
     loaded.client = saved.client();
     if (options.run) saved.try_random(device());
     if (client_ != nullptr && options.optimizer) states = client_->saved(*core_, *found);
@@ -554,9 +567,11 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   const at::NoGradGuard no_grad;
   for (const auto& [buffer, value] : buffers)
     buffer.copy_(value);
+  loaded.missing = found->missing();
+  loaded.unexpected = found->unexpected();
   if (!options.run) return loaded;
   schedule_steps_ = run.value("schedule_steps", int64_t{0});
-  if (own_schedule_ != nullptr && run.contains("own_schedule")) own_schedule_->load_state(run["own_schedule"]);
+  if (schedule) live().checkpoints().on_all([&] { own_schedule_->load_state(*schedule); });
   if (client_ != nullptr) put_rates(lr());
   apply_schedule();
   saved.put_random(device());

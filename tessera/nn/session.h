@@ -62,9 +62,10 @@ struct Loaded {
 
 class Session {
  public:
-  // Collective: the parameters of rank 0 are broadcast. Value error when the configuration names no optimizer of C++, and the
-  // recipe has none, or is wrong, or asks for other ranks along sp or tp than `mesh` has; not-implemented error for keys that are
-  // not served. `building`: who partitioned parameters of the module before, or null.
+  // Collective: the parameters of rank 0 are broadcast. Without an optimizer, in the configuration and the recipe, the engine only
+  // evaluates, at stages 0 and 3. Value error when the configuration names none of C++, at stages 1 and 2 none at all, when it is
+  // wrong, or asks for other ranks along sp or tp than `mesh` has; not-implemented error for keys that are not served. `building`: who
+  // partitioned parameters of the module before, or null.
   enum class Part : uint8_t { Whole, First, Other };
   // `part`: of a model that several engines share. The first rank of the first, or only, one warns and writes progress lines
   // (steps_per_print) to standard error, for all ranks.
@@ -82,9 +83,11 @@ class Session {
 
   // Scales for a direct backward where the mode scales losses (fp16): engine.scale(loss).backward(), once for each backward;
   // also outputs: engine.scale(output).backward(gradient). Returns the tensor itself in other modes.
-  at::Tensor scale(const at::Tensor& loss) { return live().scaling().scale(loss); }
+  at::Tensor scale(const at::Tensor& loss) { return trained_by("scale").scaling().scale(loss); }
   // What step() divides gradients by; 1 in modes without loss scaling.
   double loss_scale() const { return live().scaling().scaler().scale(); }
+  // On all ranks alike, between steps: engine::Scaling::set_scale(). Value error for what is no scale.
+  void set_loss_scale(double scale) { live().scaling().set_scale(scale); }
 
   // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
   // `global_norm`: see engine::Engine::step. Error, on all ranks and with nothing updated, for a module whose
@@ -165,7 +168,7 @@ class Session {
     using Error = std::shared_ptr<std::exception_ptr>;
     using Call = void (engine::Engine::*)();
     // `begin` null: it has begun. `leave`: in place of `end` where an exception passes.
-    Held(engine::Engine& core, Error error, Call begin, Call end, Call leave);
+    Held(std::shared_ptr<engine::Engine> core, Error error, Call begin, Call end, Call leave);
     // Where end() was not called: its error is that of the next step(). Where an exception passes nothing is reduced, since other
     // ranks may not come here: gradients stay this rank's own until the next reduction.
     ~Held();
@@ -175,7 +178,7 @@ class Session {
     void end();
 
    private:
-    engine::Engine& core_;
+    const std::shared_ptr<engine::Engine> core_;  // lives as long as the hold
     const Error error_;
     Call end_;  // null: it was ended
     const Call leave_;
@@ -199,7 +202,10 @@ class Session {
   }
 
   // How tensor_parallel has cut the module; empty where it did not, or it came cut. For reading: parallel_plan()->text().
-  const std::optional<parallel::Plan>& parallel_plan() const { return plan_; }
+  const std::optional<parallel::Plan>& parallel_plan() const {
+    live();
+    return plan_;
+  }
 
   // What stage 3 gathers together, and why: nn::units_text(). Local.
   std::string units_text() const { return nn::units_text(*module_, live()); }
@@ -207,14 +213,16 @@ class Session {
   // ---- accumulation
   // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
   Held no_sync() {
-    return {live(), held_error_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync,
+    return {owned(), held_error_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync,
             &engine::Engine::end_no_sync};
   }
   Held coalesce() {
-    return {live(), held_error_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce,
+    return {owned(), held_error_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce,
             &engine::Engine::leave_coalesce};
   }
   void zero_grad() { live().zero_grad(); }
+  int64_t micro_batch_size() const { return live().options().micro_batch_size; }  // samples of this rank
+  int64_t gradient_accumulation_steps() const { return live().options().gradient_accumulation_steps; }
   // Whether the next backward completes an update.
   bool is_gradient_accumulation_boundary() const { return live().is_gradient_accumulation_boundary(); }
   // The calls below do what those of engine::Engine do.
@@ -224,9 +232,9 @@ class Session {
 
   // ---- between a backward and its step. Collective; errors on all ranks where step() would be one (engine::Engine).
   // The norm of the gradients as they are now.
-  double grad_norm() { return live().grad_norm(fault()); }
+  double grad_norm() { return trained_by("grad_norm").grad_norm(fault()); }
   // Returns that norm; gradients are scaled so that it is `max_norm` at most.
-  double clip_grad_norm(double max_norm) { return live().clip_grad_norm(max_norm, fault()); }
+  double clip_grad_norm(double max_norm) { return trained_by("clip_grad_norm").clip_grad_norm(max_norm, fault()); }
 
   // ---- what happened
   int64_t micro_steps() const { return live().micro_steps(); }
@@ -259,7 +267,10 @@ class Session {
   // What the engine holds on this rank, beside the formula: std::cout << engine.memory(). Local.
   engine::MemoryUse memory() const { return watch_.memory(live()); }
   // Seconds of the last optimizer step, by phase; empty without wall_clock_breakdown.
-  const std::optional<engine::Watch::Seconds>& step_seconds() const { return watch_.step_seconds(); }
+  const std::optional<engine::Watch::Seconds>& step_seconds() const {
+    live();
+    return watch_.step_seconds();
+  }
   // What this engine's collectives took on this rank, by operation and size: print engine::text_of(rows). State error without
   // comms_logger.enabled. Collective with `stragglers`.
   std::vector<engine::CallRow> comm_summary(bool stragglers = false);
@@ -299,6 +310,12 @@ class Session {
     TESSERA_CHECK(core_ != nullptr, "engine", "this object was moved from; use the one that it was moved to");
     return *core_;
   }
+  std::shared_ptr<engine::Engine> owned() const {
+    live();
+    return core_;
+  }
+  // live(), which has an optimizer; usage error of that name else.
+  engine::Engine& trained_by(const char* call) const;
   void prepare_optimizer(const Config& config, const Recipe& recipe, bool whole, std::vector<engine::ParamSpec>& specs);
   void put_rates(const std::vector<double>& rates);
   void apply_schedule();
@@ -320,7 +337,6 @@ class Session {
   void warn_of_step();
   std::string sequence_fault() const;
   std::map<std::string, std::vector<std::string>> aliases() const;
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_of(const engine::Restore& found, bool strict) const;
 
   std::shared_ptr<torch::nn::Module> module_;
 
@@ -333,6 +349,7 @@ class Session {
   ScopeHandle rest_;
   std::vector<std::string> leaves_;          // paths of modules that run as one
   std::unique_ptr<ClientOptimizer> client_;  // in place of the core's
+  bool evaluates_ = false;                   // there is no optimizer
   std::vector<optim::GroupOptions> groups_;  // at the start
   std::optional<optim::ScheduleOptions> schedule_;
   std::shared_ptr<Schedule> own_schedule_;  // in the place of the configuration's

@@ -83,12 +83,12 @@ void BackwardDriver::check_all_watched() {
     if (!grad.defined() || (units_[id].unit->grads_are_visible() && p.grad.has())) continue;
     TESSERA_CHECK(
         !p.tensor.requires_grad() || hooks_.watches(p.tensor), "zero", "parameter '", p.name,
-        "' was converted (module.to(...)) after a first register_hook() and got gradients past the engine: call the "
+        "' was converted (to() of a module) after a first register_hook() and got gradients past the engine: call the "
         "engine, not its module, for the first forward after that; engine.zero_grad() drops them");
     TESSERA_CHECK(
         !sink_->uses_up(), "engine.step", "parameter '", p.name,
-        "' has a gradient that was put into p.grad by hand, and tessera.update_in_backward has updated it in the "
-        "backward: reset p.grad, or switch update_in_backward off");
+        "' has a gradient that the program has put there, and tessera.update_in_backward has updated it in the "
+        "backward: reset it, or switch update_in_backward off");
   }
 }
 

@@ -354,7 +354,7 @@ void Units::check_not_captured(const char* call) const {
       !shard::is_captured(ranks().device), "engine", call,
       ": the current stream is being captured into a graph, whose replays would leave out what the engine does "
       "on the host (hooks, gathers, the look at the norm, counters); capture parts of the model instead, as "
-      "torch.compile(mode=\"reduce-overhead\") does, and make the engine's calls outside");
+      "the mode reduce-overhead of torch.compile does, and make the engine's calls outside");
 }
 
 // ---------------------------------------------------------------- joining
@@ -371,7 +371,7 @@ void check_real(const ParamSpec& param) {
   TESSERA_CHECK_VALUE(!param.tensor.is_complex(), "engine", "parameter '", param.name, "' is ",
                       param.tensor.scalar_type(),
                       ", which is not trained in any precision: make its real and imaginary parts a parameter "
-                      "(torch.view_as_real(param)) and use torch.view_as_complex() of it, or freeze it");
+                      "(view_as_real) and use view_as_complex() of it, or freeze it");
 }
 
 void Units::check_joins(const ParamSpec& param) const {

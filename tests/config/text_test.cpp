@@ -19,8 +19,8 @@ TEST(Text, FindsTheNearestWord) {
   EXPECT_EQ(nearest("overlapcomm", words), "overlap_comm");
   EXPECT_EQ(nearest("something_else", words), "");
   EXPECT_EQ(all_nearest("f16", {"bf16", "fp16", "fp32"}), (std::vector<std::string>{"bf16", "fp16"}));
-  EXPECT_EQ(all_nearest("warmup_steps", {"warmup_type", "warmup_num_steps"}),
-            (std::vector<std::string>{"warmup_num_steps"}));
+  for (const char* word : {"warmup_steps", "warmup_step"})
+    EXPECT_EQ(all_nearest(word, {"warmup_type", "warmup_num_steps"}), std::vector<std::string>{"warmup_num_steps"});
   EXPECT_TRUE(near_miss("Stge", "stage") && near_miss("gradient_acumulation_step", "gradient_accumulation_steps"));
   EXPECT_FALSE(near_miss("sage_", "stage") || near_miss("comment", "comet"));
   EXPECT_EQ(nearest(std::string(100'000, 'a'), words), "");

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 
 #include "tessera/nn/engine.h"
@@ -79,6 +80,32 @@ TEST(Loader, GoesOnWhereItWasWithAnyNumberOfRanks) {
         EXPECT_EQ(last - given.begin(), kSize);  // all of them
         EXPECT_LT(given.end() - last, later);    // but those that fill the last round
       }
+}
+
+// In the loop of a pass, and after a move, too.
+TEST(Loader, AnotherPositionIsWhereTheLoopGoesOn) {
+  for (const size_t workers : {0, 2}) {
+    Loader<Numbers> made(Numbers(12), 0, 1, 2, {.workers = workers});
+    Loader<Numbers> straight(Numbers(12), 0, 1, 2, {.workers = workers});
+    const std::vector<int64_t> first = take(straight, 100), second = take(straight, 100);
+    std::vector<int64_t> given;
+    std::optional<c10::IValue> saved;
+    std::optional<Loader<Numbers>> moved;
+    int batches = 0;
+    for (const auto& batch : made) {
+      given.insert(given.end(), batch.begin(), batch.end());
+      if (++batches == 2) saved = made.state();
+      if (batches == 3) moved.emplace(std::move(made));
+      if (batches == 4) moved->load_state(*saved);
+    }
+    std::vector<int64_t> expected(first.begin(), first.begin() + 8);
+    expected.insert(expected.end(), first.begin() + 4, first.end());
+    EXPECT_EQ(given, expected);
+    EXPECT_EQ(take(*moved, 100), second);
+    EXPECT_EQ(moved->state().toGenericDict().at("epoch").toInt(), 2);
+    EXPECT_HAS(testing::error_of<UsageError>([&] { made.begin(); }), "[data] this loader was moved from");
+    EXPECT_HAS(testing::error_of<UsageError>([&] { static_cast<void>(made.state()); }), "was moved from");
+  }
 }
 
 // With dropout; in the same program, and as in a new one.

@@ -365,7 +365,8 @@ TEST(Engine, WhatWasMovedFromSaysSo) {
            [&] { engine.forward(at::ones({4, 2})); }, [&] { engine.step(); }, [&] { engine.core(); },
            [&] { engine.module(); }, [&] { engine.module_ptr(); }, [&] { engine.expect(1); },
            [&] { engine.write_metrics({}); }, [&] { engine.on_metric({}); }, [&] { engine.zero_grad(); },
-           [&] { std::ignore = engine.lr(); }, [&] { std::ignore = engine.device(); },
+           [&] { std::ignore = engine.lr(); }, [&] { std::ignore = engine.device(); }, [&] { engine.comm_summary(); },
+           [&] { std::ignore = engine.step_seconds(); }, [&] { std::ignore = engine.parallel_plan(); },
            [&] { engine.destroy(); }})  // NOLINT
     EXPECT_HAS(testing::error_of<UsageError>(call), "[engine] this object was moved from");
 }

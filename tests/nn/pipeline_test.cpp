@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <functional>
 #include <mutex>
 
 #include "tessera/base/error.h"
@@ -66,6 +67,21 @@ void expect_same(const Weights& got, const Weights& expected, const std::string&
 }
 
 }  // namespace
+
+TEST(Pipeline, WhatWasMovedFromSaysSo) {
+  const Case c;
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
+    Pipeline other = std::move(engine);
+    EXPECT_GT(other.train_batch(data_of(c, parts, 0)), 0);
+    for (const auto& call : std::vector<std::function<void()>>{
+             [&] { engine.train_batch(data_of(c, parts, 0)); }, [&] { engine.eval_batch(data_of(c, parts, 0), 1); },
+             [&] { engine.save_checkpoint("nowhere"); }, [&] { static_cast<void>(engine.load_checkpoint("nowhere")); },
+             [&] { engine.max_live_activations(); }, [&] { engine.module(); }, [&] { engine.core(); },
+             [&] { engine.destroy(); }})  // NOLINT
+      EXPECT_HAS(error_of<UsageError>(call), "[engine] this object was moved from");
+  });
+}
 
 TEST(Pipeline, TrainsAsTheWholeModelBitForBit) {
   std::vector<Case> cases;

@@ -467,6 +467,14 @@ TEST(Recipe, OptimizersThatCannotBeRunAreRefused) {
   EXPECT_EQ(error(0, norms), "");
   EXPECT_HAS(error(1, norms), "is not known to work on slices of parameters, as stage 1 gives them");
   EXPECT_EQ(error(1, norms, R"(, "zero_allow_untested_optimizer": true)"), "");
+  testing::run_axes({{comm::Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
+    const auto model = torch::nn::Sequential(torch::nn::Linear(4, 4));
+    const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2,
+        "partition_config": {"use_default_specs": false, "layer_specs": [{"patterns": ["0"], "partition_type": "column"}]}}})");
+    EXPECT_HAS(testing::error_of([&] { initialize(model, config, mesh, Recipe{.optimizer = norms(*model)}); }),
+               "as tensor_parallel.autotp_size gives them; set \"zero_allow_untested_optimizer\": true if it updates "
+               "element by element, or use stage 0 without tensor parallelism");
+  });
   EXPECT_HAS(error(0, [](auto& m) { return std::make_shared<torch::optim::LBFGS>(m.parameters()); }),
              "needs a closure");
   EXPECT_HAS(error(0, [](auto&) { return std::make_shared<torch::optim::SGD>(net()->parameters(), 0.1); }),
@@ -555,6 +563,32 @@ TEST(Recipe, AScheduleHasItsStateBackFromACheckpoint) {
         if (saves) engine.save_checkpoint(folder.path());
       });
   }
+}
+
+// All ranks are as they were.
+TEST(Recipe, AScheduleThatDoesNotTakeItsStateIsAnErrorOnAllRanks) {
+  const io::TempFolder folder;
+  struct Choosy : Lowered {
+    explicit Choosy(bool refuses) : refuses(refuses) {}
+    void load_state(const std::string& state) override {
+      if (refuses && state != Lowered::state()) throw std::runtime_error("no such state");
+      Lowered::load_state(state);
+    }
+    bool refuses;
+  };
+  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    const auto schedule = std::make_shared<Choosy>(rank == 1);
+    auto engine = initialize(net(), config_of_stage(1, kAdamW), comm::Mesh(group), {.schedule = schedule});
+    schedule->scale = 0.25;
+    engine.save_checkpoint(folder.path());
+    schedule->scale = 0.5;
+    const auto before = engine.module_state_dict();
+    engine.forward(batch(0)).square().mean().backward();
+    engine.step();
+    EXPECT_HAS(testing::error_of([&] { static_cast<void>(engine.load_checkpoint(folder.path())); }), "no such state");
+    EXPECT_EQ(schedule->scale, 0.5);
+    EXPECT_EQ(engine.global_steps(), 1);
+  });
 }
 
 // What dropout draws after a resume is what it would have drawn, on each rank. Ranks that are threads share a generator.

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <tuple>
@@ -175,7 +177,7 @@ TEST(Session, WithoutAScheduleTheLearningRateStays) {
 }
 
 TEST(Session, AConfigurationMustNameANativeOptimizerAndSchedule) {
-  expect_value_error(R"({"train_batch_size": 1})", "names no optimizer that runs in C++");
+  expect_value_error(R"({"train_batch_size": 1, "optimizer": {"type": "Rprop"}})", "names no optimizer that runs in C++");
   expect_value_error(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
     "scheduler": {"type": "StepLR", "params": {"step_size": 1}}})",
                      "StepLR");
@@ -354,7 +356,7 @@ TEST(Session, ADiskThatIsFullForNumbersIsWarnedOfOnceAndTheRunGoesOn) {
   engine.add_writer(io::json_metrics(folder / "lines"));
   const testing::KeptWarnings kept;
   for (int step = 0; step < 3; ++step)
-    pass(engine);
+    train_step(engine);
   EXPECT_EQ(engine.global_steps(), 3);
   ASSERT_EQ(kept.lines.size(), 1U) << ::testing::PrintToString(kept.lines);
   EXPECT_HAS(kept.lines[0], "[metrics] cannot write '/dev/full': No space left on device; the run goes on");
@@ -520,6 +522,114 @@ TEST(Session, CheckpointsAreAsTheConfigurationSays) {
           [&] { s.save_checkpoint(folder / "two", engine::SaveOptions{.tag = "tag" + std::to_string(rank)}); });
       EXPECT_EQ(text.find("different tags") != std::string::npos, fails) << text;
     });
+}
+
+// An option that is given changes that one alone.
+TEST(Session, OptionsOfASaveAreTakenOneByOne) {
+  using Save = engine::SaveOptions;
+  const io::TempFolder folder;
+  const auto kept = [&](const Save& more) {
+    const std::string dir = folder / std::to_string(std::rand());
+    Session s(torch::nn::Linear(2, 2).ptr(), Config::from_json(R"({"train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD"}, "checkpoint": {"keep_last": 1, "asynchronous": true}})"),
+              comm::Mesh());
+    for (const char* tag : {"a", "b", "c"}) {
+      Save options = more;
+      options.tag = tag;
+      s.save_checkpoint(dir, options);
+    }
+    s.wait_for_checkpoint();
+    size_t found = 0;
+    for (const auto& entry : std::filesystem::directory_iterator(dir))
+      found += entry.is_directory() ? 1 : 0;
+    return found;
+  };
+  EXPECT_EQ(kept({}), 1U);
+  EXPECT_EQ(kept({.keep_last = 2}), 2U);
+  EXPECT_EQ(kept({.asynchronous = false}), 1U);
+  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+    Session s(torch::nn::Linear(2, 2).ptr(), Config::from_json(R"({"train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD"}, "checkpoint": {"tag_validation": "fail"}})"),
+              comm::Mesh(group));
+    s.save_checkpoint(folder / "tags", Save{.tag = "tag" + std::to_string(rank), .tags = Save::Tags::Ignore});
+    EXPECT_HAS(testing::error_of([&] { s.save_checkpoint(folder / "tags", Save{.tag = std::to_string(rank)}); }),
+               "different tags");
+  });
+}
+
+// A teacher, a reward model.
+TEST(Session, WithoutAnOptimizerAnEngineEvaluates) {
+  for (int stage = 0; stage <= 3; ++stage)
+    testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+      const auto config = Config::from_json(
+          c10::str(R"({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": )", stage, "}}"));
+      torch::manual_seed(3);
+      torch::nn::Linear layer(2, 2);
+      const at::Tensor expected = layer(at::ones({1, 2})).detach();
+      const testing::KeptWarnings kept;
+      if (stage == 1 || stage == 2) {
+        EXPECT_HAS(testing::error_of<c10::ValueError>([&] { initialize(layer, config, comm::Mesh(group)); }),
+                   c10::str("[initialize] zero_optimization.stage ", stage, " requires an optimizer; pass one or use"));
+        return;
+      }
+      Recipe grouped;
+      grouped.groups = {{.params = layer->parameters()}};
+      EXPECT_HAS(testing::error_of<c10::ValueError>([&] { initialize(layer, config, comm::Mesh(group), grouped); }),
+                 "Recipe::groups has groups, and there is no optimizer for them");
+      auto engine = initialize(layer, config, comm::Mesh(group));
+      {
+        const at::NoGradGuard no_grad;
+        EXPECT_TRUE(engine.forward(at::ones({1, 2})).equal(expected));
+      }
+      EXPECT_TRUE(kept.lines.empty()) << kept.lines;
+      for (const auto& [name, call] : std::map<std::string, std::function<void()>>{
+               {"step", [&] { engine.step(); }},
+               {"backward", [&] { engine.backward(at::ones({})); }},
+               {"scale", [&] { engine.scale(at::ones({})); }},
+               {"grad_norm", [&] { engine.grad_norm(); }},
+               {"clip_grad_norm", [&] { engine.clip_grad_norm(1); }},
+               {"add_param_group", [&] { engine.add_param_group(layer->parameters(), {}); }}})
+        EXPECT_EQ(testing::error_of<UsageError>(call),
+                  "[engine." + name + "] there is no optimizer; set optimizer.type, or give Recipe::optimizer");
+      EXPECT_EQ(engine.module_state_dict().size(), 2U);
+    });
+}
+
+// An engine's buffers are those of the checkpoint, or the names say which are not.
+TEST(Session, BuffersOfACheckpointAreTheModels) {
+  const io::TempFolder folder;
+  const auto with = [&](const std::vector<std::string>& names) {
+    auto module = std::make_shared<torch::nn::LinearImpl>(2, 2);
+    for (const std::string& name : names)
+      module->register_buffer(name, at::zeros({2}));
+    return Session(module, Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}})"),
+                   comm::Mesh());
+  };
+  with({"a", "b"}).save_checkpoint(folder.path());
+  auto other = with({"b", "c"});
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { static_cast<void>(other.load_checkpoint(folder.path())); }),
+             "[engine.load_checkpoint] buffers of '" + (folder / "global_step0") +
+                 "' do not fit this model:\n  not in the checkpoint: 'c'\n  not in the model: 'a'");
+  const Loaded loaded = other.load_checkpoint(folder.path(), "", {.strict = false});
+  EXPECT_EQ(loaded.missing, std::vector<std::string>{"c"});
+  EXPECT_EQ(loaded.unexpected, std::vector<std::string>{"a"});
+}
+
+// `engine = initialize(...)` inside a hold of the engine before.
+TEST(Session, WhatHoldsAnEngineMayOutliveIt) {
+  const auto make = [] {
+    return initialize(torch::nn::Linear(2, 2),
+                      Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"},
+        "zero_optimization": {"stage": 3}})"));
+  };
+  std::optional first(make());
+  {
+    const auto held = first->no_sync();
+    const GatheredParameters whole(*first, first->module().parameters());
+    first.emplace(make());
+  }
+  first->backward(first->forward(at::ones({1, 2})).sum());
+  EXPECT_TRUE(first->step());
 }
 
 // What a rank finds wrong alone: the others do not wait for it.

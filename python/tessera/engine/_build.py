@@ -38,10 +38,7 @@ def check_optimizer(settings: _core.Config, configured: bool, base: Base, nothin
     placements, stage = settings.placements, settings.zero_optimization.stage
     requires = placements.shards_states and not placements.shards_params
     if not configured:
-        if requires:
-            raise ConfigError(
-                f"[initialize] zero_optimization.stage {stage} requires an optimizer; pass one or use stage 0"
-            )
+        _core.check_without_optimizer(settings)
         return []
     if nothing and base is None and requires:
         raise ConfigError(

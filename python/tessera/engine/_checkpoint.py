@@ -116,12 +116,7 @@ class Checkpoints:
         settings = self._run._settings
         gathers = settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if settings.placements.shards_params and not gathers:
-            self._run._warn_user(
-                [
-                    "[engine.save_16bit_model] nothing is written: parameters are partitioned; set "
-                    "zero_optimization.stage3_gather_16bit_weights_on_model_save to gather them for the file"
-                ]
-            )
+            self._run._warn_user([_core.NOTHING_EXPORTED])
             return False
         with _called_by_all("save_16bit_model"):
             export(self._run, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)

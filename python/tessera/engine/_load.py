@@ -103,7 +103,7 @@ def _look(run: Run, request: LoadRequest, restore: _core.Restore) -> Found:
     optimizer = request.optimizer and whole_run
     client = saved.blob("client_state", {})
     extra = _extra_from(run, saved)
-    buffers = _buffers_from(run, restore, request.strict and request.custom_load_fn is None)
+    buffers = restore.buffers(buffers_of(run))
     states = states_from(run, restore, saved, names_of(run)) if optimizer else None
     groups = groups_from(run, saved, reader) if optimizer else None
     check_groups(run, groups)
@@ -154,25 +154,6 @@ def _check_random_states(states: dict[str, Any], name: str) -> None:
         try_random_states(states)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
         raise IoError(f"[checkpoint] '{name}' is damaged: no state of the generators: {error}") from error
-
-
-def _buffers_from(run: Run, restore: _core.Restore, strict: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    saved = {name for name, kind, *_ in restore.reader.tensors() if kind == "buffer"}
-    here = buffers_of(run)
-    missing, more = sorted(here.keys() - saved), [] if run._program.of_several else sorted(saved - here.keys())
-    problems = [f"not in the checkpoint: '{name}'" for name in missing if strict]
-    problems += [f"not in the model: '{name}'" for name in more if strict]
-    found = []
-    for name, buffer in here.items():
-        value = restore.buffer(name)
-        if value is not None and value.shape != buffer.shape:
-            problems.append(f"'{name}' has shape {list(value.shape)} there and {list(buffer.shape)} here")
-        elif value is not None:
-            found.append((buffer, value))
-    if problems:
-        text = "".join(f"\n  {problem}" for problem in problems)
-        raise ConfigError(f"[engine.load_checkpoint] buffers of '{restore.folder}' do not fit this model:{text}")
-    return found
 
 
 def _extra_from(run: Run, saved: Saved) -> dict[str, Any]:

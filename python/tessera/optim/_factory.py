@@ -63,16 +63,8 @@ def build_optimizer(
             f"[initialize] stochastic_rounding of {type(built).__name__} is for programs without an engine; an engine "
             "rounds as tessera.rounding of its configuration says"
         )
-    sharded = config.placements.shards_states
-    if (sharded or is_cut) and not config.zero_allow_untested_optimizer and not is_tested(built):
-        stage = f"stage {config.zero_optimization.stage}"
-        gives = " and ".join([*([stage] if sharded else ()), *(["tensor_parallel.autotp_size"] if is_cut else ())])
-        raise ConfigError(
-            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as {gives} "
-            f"{'give' if sharded and is_cut else 'gives'} them; set "
-            '"zero_allow_untested_optimizer": true if it updates element by element, or use stage 0'
-            f"{' without tensor parallelism' if is_cut else ''}"
-        )
+    if not is_tested(built):
+        _core.refuse_slices(config, type(built).__name__, is_cut)
     return built
 
 

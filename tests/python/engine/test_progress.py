@@ -59,6 +59,18 @@ def test_progress_lines_reach_who_has_no_logging(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("end", ["sys.stderr.close()", "sys.stderr = None", "sys.stderr = open('elsewhere', 'w')"])
+def test_progress_lines_go_where_standard_error_is_now(tmp_path: Path, end: str) -> None:
+    program = PROGRAM.format(every=2, setup="").replace("for _", f"{end}\nfor _")
+    program += "logging.shutdown()\nsys.stderr and not sys.stderr.closed and sys.stderr.flush()\n"
+    process = PROCESSES.Process(target=run_program, args=(f"import os\nos.chdir({str(tmp_path)!r})\n{program}", tmp_path))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and "step=" not in (tmp_path / "errors").read_text()
+    if "elsewhere" in end:
+        assert (tmp_path / "elsewhere").read_text().count("[tessera] step=") == 2
+
+
 def test_on_a_terminal_there_is_one_line(tmp_path: Path) -> None:
     """Of the loss, too, and of how many steps there are."""
     before_loop = (
