@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -21,6 +22,12 @@ struct Catcher {
     return ended == nullptr ? std::vector<std::string>() : ended->texts();
   }
   std::unique_ptr<CaughtWarnings> caught = std::make_unique<CaughtWarnings>(false);
+};
+
+struct Forward {
+  engine::Watch& watch;
+  bool trains;
+  std::optional<engine::Watch::Forward> now;
 };
 
 py::dict row_of(const engine::CallRow& row) {
@@ -70,6 +77,9 @@ void bind_watch(py::module_& m) {
   m.def("json_metrics", &io::json_metrics, py::arg("path"));
   m.def("metrics_folder", &io::metrics_folder, py::arg("output_path"), py::arg("job_name"), py::arg("standard"));
 
+  py::class_<Forward>(m, "WatchedForward")
+      .def("__enter__", [](Forward& forward) { forward.now.emplace(forward.watch, forward.trains); })
+      .def("__exit__", [](Forward& forward, const py::args&) { forward.now.reset(); });
   // Catches warnings of the thread that makes it, until stop().
   py::class_<Catcher>(m, "CaughtWarnings").def(py::init<>()).def("stop", &Catcher::stop);
   m.def("warn", [](const std::string& text) { TORCH_WARN(text); }, py::arg("text"));
@@ -94,6 +104,10 @@ void bind_watch(py::module_& m) {
       .def("memory", &Watch::memory, py::arg("core"))
       .def("expect", &Watch::expect, py::arg("steps"), py::arg("tokens_per_sample"))
       .def("count_flops", &Watch::count_flops, py::arg("core"), py::arg("per_sample"), py::arg("peak"))
+      .def("count_flops_of_step", &Watch::count_flops_of_step, py::arg("core"), py::arg("peak"))
+      .def(
+          "around_forward", [](Watch& watch, bool trains) { return std::unique_ptr<Forward>(new Forward{watch, trains, {}}); }, py::arg("trains"),
+          py::keep_alive<0, 1>())
       .def_property(
           "in_place", [](Watch& watch) { return watch.line().in_place(); },
           [](Watch& watch, bool in_place) { watch.line().set_in_place(in_place); })

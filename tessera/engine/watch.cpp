@@ -199,6 +199,7 @@ Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates, c
     step_seconds_ = seconds_;
     report.lines.push_back(times_line(seconds_));
   }
+  if (counted_) end_count(engine, report.warnings);
   loss_ = engine.take_loss();
   if (loss_ && !std::isfinite(*loss_) && !std::exchange(warned_of_loss_, true))
     report.warnings.push_back(c10::str(
@@ -319,6 +320,34 @@ std::string Watch::time_left(int64_t step) const {
   const double a_step = passed / static_cast<double>(step - first_step_);
   const auto left = static_cast<long>(a_step * static_cast<double>(expected_steps_ - step));
   return formatted(", left=%ld:%02ld:%02ld", left / 3600, left / 60 % 60, left % 60);
+}
+
+void Watch::count_flops_of_step(const Engine& engine, std::optional<double> peak) {
+  TESSERA_CHECK_VALUE(peak.value_or(1) > 0 && std::isfinite(peak.value_or(1)), "engine.count_flops",
+                      "peak, operations of a device's second, must be > 0, got ", peak.value_or(1));
+  peak_ = peak;
+  counted_ = 0;
+  counted_from_ = engine.micro_steps();
+}
+
+Watch::Forward::Forward(Watch& watch, bool trains) : watch_(watch) {
+  if (watch.counted_ && trains) counter_.emplace();
+}
+
+Watch::Forward::~Forward() {
+  if (counter_ && watch_.counted_) *watch_.counted_ += counter_->total();
+}
+
+// A backward has twice the operations of a forward.
+void Watch::end_count(const Engine& engine, std::vector<std::string>& warnings) {
+  const double operations = *std::exchange(counted_, std::nullopt);
+  const int64_t samples = (engine.micro_steps() - counted_from_) * engine.options().micro_batch_size;
+  if (operations > 0 && samples > 0)
+    count_flops(engine, 3 * operations / static_cast<double>(samples), peak_);
+  else
+    warnings.emplace_back(
+        "[engine.count_flops] no products of matrices, convolutions or attentions were counted in the forwards of this "
+        "engine: give per_sample");
 }
 
 void Watch::count_flops(const Engine& engine, double per_sample, std::optional<double> peak) {

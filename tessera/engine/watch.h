@@ -16,6 +16,7 @@
 #include "tessera/config/config.h"
 #include "tessera/config/estimate.h"
 #include "tessera/engine/engine.h"
+#include "tessera/engine/flops.h"
 #include "tessera/io/metrics.h"
 #include "tessera/io/progress.h"
 
@@ -67,6 +68,21 @@ class Watch {
   // the time from one update to the next. `peak`: what a device can do in a second; with it also Train/Samples/mfu, their quotient.
   // Value error for a number that is not > 0.
   void count_flops(const Engine& engine, double per_sample, std::optional<double> peak = {});
+  // The same by three times what FlopCounter counts in the forwards of the next optimizer step, with a warning where that is nothing.
+  // Value error for a peak that is not > 0.
+  void count_flops_of_step(const Engine& engine, std::optional<double> peak = {});
+  // Around a forward: counts while the object lives, where that is wanted and `trains`.
+  class [[nodiscard]] Forward {
+   public:
+    Forward(Watch& watch, bool trains);
+    ~Forward();
+    Forward(const Forward&) = delete;
+    Forward& operator=(const Forward&) = delete;
+
+   private:
+    Watch& watch_;
+    std::optional<FlopCounter> counter_;
+  };
   // Seconds of the last optimizer step by phase: gather and reduce lie inside others. Empty without wall_clock_breakdown, and
   // before the first step.
   using Seconds = std::array<double, kPhases.size()>;
@@ -74,6 +90,7 @@ class Watch {
 
  private:
   Seconds take_times(const Engine& engine);
+  void end_count(const Engine& engine, std::vector<std::string>& warnings);
   void add_times(int64_t step, std::vector<io::Metric>& metrics) const;
   void add_numbers(Engine& engine, const std::vector<double>& rates, std::vector<io::Metric>& metrics);
   void add_norm(const Engine& engine, std::vector<io::Metric>& metrics) const;
@@ -106,6 +123,8 @@ class Watch {
   std::optional<Seconds> step_seconds_;
   double flops_ = 0;  // of a sample; 0: not counted
   std::optional<double> peak_;
+  std::optional<double> counted_;  // operations of forwards, while they are counted
+  int64_t counted_from_ = 0;       // micro-steps before
   int64_t every_ = 0, expected_steps_ = 0;  // 0: no progress line; not known
   double tokens_ = 0;                       // of a sample; 0: not known
   bool speaks_ = false, listens_ = false;

@@ -285,6 +285,7 @@ Loaded Pipeline::load_checkpoint(const std::string& dir, const std::string& tag,
 
 Tensors Pipeline::forward(int chunk, const Tensors& inputs) {
   if (core().pre_forward()) warn_of_region();
+  const engine::Watch::Forward watched = watched_forward();
   Tensors made;
   try {
     made = module_->run(chunk, inputs, recompute_interval_, recompute_options_, options_.checkpointable_layers);

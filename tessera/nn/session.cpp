@@ -452,6 +452,10 @@ bool Session::save_16bit_model(const std::string& dir, const std::string& name, 
   return true;
 }
 
+engine::Watch::Forward Session::watched_forward() {
+  return {watch_, c10::GradMode::is_enabled() && module_->is_training()};
+}
+
 void Session::look_before_update() {
   for (auto& [param, note] : cuts_)
     keep_cut(param, note);

@@ -257,8 +257,13 @@ class Session {
   // Gives numbers of the program's own to all of these. Does nothing on other ranks. Local.
   void write_metrics(const std::vector<io::Metric>& metrics);
   // Among the numbers are tflops and, with the `peak` of a device, mfu: engine::Watch::count_flops(). `per_sample` in forward and
-  // backward, as linear_flops(module) times the tokens of a sample.
-  void count_flops(double per_sample, std::optional<double> peak = {}) { watch_.count_flops(live(), per_sample, peak); }
+  // backward, as linear_flops(module) times the tokens of a sample; not given: as Watch::count_flops_of_step() finds it.
+  void count_flops(std::optional<double> per_sample = {}, std::optional<double> peak = {}) {
+    if (per_sample)
+      watch_.count_flops(live(), *per_sample, peak);
+    else
+      watch_.count_flops_of_step(live(), peak);
+  }
   // For the progress line (steps_per_print) and metrics: Watch::expect().
   void expect(int64_t steps, double tokens_per_sample = 0) {
     live();
@@ -294,6 +299,8 @@ class Session {
   std::string fault();
 
  protected:
+  // Around the module's forward.
+  engine::Watch::Forward watched_forward();
   // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
   void look_before_update();
   // Warns, on one rank, that a forward has switched an autocast region of the caller's off.

@@ -134,8 +134,8 @@ class Info:
     def count_flops(self, per_sample: float | None = None, peak: float | None = None) -> None:
         """Events Train/Samples/tflops, of each rank, and with the `peak` of a device, in operations a second, mfu:
         `per_sample` operations in forward and backward of a sample, over the time from one update to the next. None:
-        three times those of the forwards of the next optimizer step, as torch's FlopCounterMode counts them, with a
-        warning where it counts none; in a pipeline the first stage's, of its ranks. Local."""
+        three times those of the products of matrices, convolutions and attentions in the forwards of the next
+        optimizer step, with a warning where there are none; in a pipeline the first stage's, of its ranks. Local."""
         self._engine._watch.count_flops(self._engine.core, per_sample, peak)
 
     def memory(self) -> _core.MemoryUse:

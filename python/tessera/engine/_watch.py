@@ -4,7 +4,6 @@ monitors and the profile of a forward. One Watch belongs to one engine; rank 0 l
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -13,8 +12,7 @@ from torch import nn
 
 from tessera import _core
 from tessera._warnings import warn_user
-from tessera.engine._report import logger, show_progress, shows_in_place, warn_of
-from tessera.errors import ConfigError
+from tessera.engine._report import logger, show_progress, shows_in_place
 from tessera.flops import FlopsProfiler
 from tessera.monitor import Monitor
 
@@ -54,9 +52,6 @@ class Watch:
         self._numbers = _core.Watch(config)
         self._terminal = self._numbers.in_place
         self._listens = False
-        self._operations: int | None = None  # of forwards since count_flops(), while they are counted
-        self._counted_from = 0  # micro-steps before the first of them
-        self._peak: float | None = None
         self.calls = self._numbers.calls
         self.monitor = Monitor(config, rank, warnings)
         if config.log_level:
@@ -89,9 +84,7 @@ class Watch:
     def around_forward(self, engine: Watched) -> contextlib.AbstractContextManager[None]:
         if self._profiles(engine):
             return self._profiled(engine)
-        if self._operations is not None and torch.is_grad_enabled() and engine.module.training:
-            return self._counted(engine.core)
-        return contextlib.nullcontext()
+        return self._numbers.around_forward(torch.is_grad_enabled() and engine.module.training)
 
     def _profiles(self, engine: Watched) -> bool:
         """The next forward is the one to profile: the first of its optimizer step."""
@@ -127,8 +120,6 @@ class Watch:
     def stepped(self, engine: Watched) -> None:
         """Called after every optimizer step."""
         self._listen(engine)
-        if self._operations is not None:
-            self._end_count(engine.core, self._operations)
         if self._every and self._speaks:
             self._numbers.in_place = self._terminal and shows_in_place()
         rates = [float(rate) for rate in engine.get_lr()] if self._numbers.wants_rates(engine.core) else []
@@ -171,33 +162,10 @@ class Watch:
         return self._numbers.memory(core)
 
     def count_flops(self, core: _core.Engine, per_sample: float | None, peak: float | None) -> None:
-        if peak is not None and not 0 < peak < math.inf:
-            raise ConfigError(f"[engine.count_flops] peak, operations of a device's second, must be > 0, got {peak}")
-        self._operations = 0 if per_sample is None else None
-        self._peak = peak
         if per_sample is not None:
             self._numbers.count_flops(core, per_sample, peak)
-
-    @contextlib.contextmanager
-    def _counted(self, core: _core.Engine) -> Iterator[None]:
-        from torch.utils.flop_counter import FlopCounterMode  # imports much
-
-        if not self._operations:
-            self._counted_from = core.micro_steps()
-        with FlopCounterMode(display=False) as counter:
-            yield
-        self._operations = (self._operations or 0) + counter.get_total_flops()
-
-    def _end_count(self, core: _core.Engine, operations: int) -> None:
-        """A backward has twice the operations of a forward."""
-        self._operations = None
-        if operations:
-            samples = (core.micro_steps() - self._counted_from) * core.options().micro_batch_size
-            self._numbers.count_flops(core, 3 * operations / samples, self._peak)
-        elif self._speaks:
-            text = "[engine.count_flops] torch counts no operations in the forwards of this engine: give per_sample"
-            warn_of([text])
-            self.monitor.warn(text, core.global_samples())
+        else:
+            self._numbers.count_flops_of_step(core, peak)
 
     # ---------------------------------------------------------------- collectives
 
