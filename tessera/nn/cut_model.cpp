@@ -17,9 +17,9 @@
 #include "tessera/base/error.h"
 #include "tessera/config/partition_rules.h"
 #include "tessera/nn/cut_layers.h"
-#include "tessera/nn/inside.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/parallel.h"
+#include "tessera/nn/summed_params.h"
 #include "tessera/parallel/cutting.h"
 #include "tessera/parallel/functions.h"
 
@@ -203,7 +203,7 @@ class Cutter {
       parts_[path] = part;
       if (kind_of(*part, "") == Kind::List) lists.push_back(path);
     }
-    inside_ = std::make_shared<Inside>(module, std::move(lists), group);
+    summed_ = std::make_shared<SummedParams>(module, std::move(lists), group);
     for (const auto& item : module.named_parameters()) {
       names_.emplace(item.value().unsafeGetTensorImpl(), item.key());
       params_[item.key()] = item.value();
@@ -232,7 +232,7 @@ class Cutter {
     for (const Decision& d : plan_.decisions)
       carry_out(d);
     for (const std::string& name : summed_names)
-      inside_->sum_gradient(params_.at(name));
+      summed_->sum_gradient(params_.at(name));
     for (Noted& noted : notes_)
       cut(noted);
   }
@@ -291,7 +291,7 @@ class Cutter {
     const at::Tensor weight = own_param(part, "weight"), bias = own_param(part, "bias");
     if (d.sum_gradient)
       for (const at::Tensor& param : part.parameters(/*recurse=*/false))
-        inside_->sum_gradient(param);
+        summed_->sum_gradient(param);
     if (d.partition == Partition::Skip) {
       if (d.own_use.empty()) return;
       const auto layer = layer_of(d, CutLayer::Kind::SharedTail);
@@ -329,7 +329,7 @@ class Cutter {
   void use_linear(const Decision& d, torch::nn::Module& part, CutParam& note) {
     const bool column = d.partition == Partition::Column;
     const auto layer = layer_of(d, column ? CutLayer::Kind::Column : CutLayer::Kind::Row);
-    if (!column) layer->inside = inside_;
+    if (!column) layer->summed = summed_;
     note.linear = layer;
     const int64_t mine = layer->sizes[group_->rank()];
     if (auto* linear = part.as<LinearImpl>())
@@ -368,7 +368,7 @@ class Cutter {
   std::map<std::string, std::shared_ptr<parallel::Entrance>> entrances_;  // by path of the parent
   std::vector<Noted> notes_;  // in the order of the decisions, which is the same on all ranks
   std::unordered_map<const void*, size_t> places_;
-  std::shared_ptr<Inside> inside_;
+  std::shared_ptr<SummedParams> summed_;
 };
 
 }  // namespace
