@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,14 @@ class PipelineShape:
 def training_table(name: str, shape: PipelineShape, stage: int) -> list[StageAction]: ...
 def forward_table(shape: PipelineShape, stage: int) -> list[StageAction]: ...
 def split_weights(weights: Sequence[float], parts: int) -> list[int]: ...
+def partition_bounds(
+    method: str,
+    parts: int,
+    count: int,
+    trained_elements: Callable[[int], int],
+    class_name: Callable[[int], str],
+    matcher: Callable[[str], Callable[[str], bool]],
+) -> list[int]: ...
 
 class PipelineRanks:
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tessera import _core
 from tessera.errors import ConfigError
-from tessera.pipeline._partition import bounds_of
 
 LayerFunction = Callable[[Any], Any]
 
@@ -221,10 +222,17 @@ class PipelineModule(nn.Module):
             modules.add(id(layer))
 
     def _bounds(self, method: str) -> list[int]:
-        parts = self.num_stages * self.num_chunks
-        needs_counts = method.lower() in ("parameters", "best") and parts > 1
-        counts = [_count(layer) if needs_counts else 0 for layer in self._list]
-        return bounds_of(method, parts, counts, [_class_name(layer) for layer in self._list])
+        layers = self._list
+        if method.lower() == "best":
+            method = "parameters"
+        return _core.partition_bounds(
+            method,
+            self.num_stages * self.num_chunks,
+            len(layers),
+            lambda number: _count(layers[number]),
+            lambda number: _class_name(layers[number]),
+            _matcher,
+        )
 
 
 def units_of_layers(model: nn.Module) -> dict[str, str]:
@@ -252,6 +260,11 @@ def _count(layer: Layer) -> int:
     if not isinstance(layer, nn.Module):
         return 0
     return sum(param.numel() for param in layer.parameters() if param.requires_grad)
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    expression = re.compile(pattern, re.IGNORECASE)
+    return lambda name: expression.search(name) is not None
 
 
 def _checkpoint(function: LayerFunction, inputs: Any) -> Any:
