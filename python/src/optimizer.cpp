@@ -86,6 +86,7 @@ void bind_whole(py::module_& m) {
   m.def(
       "check_group", [](Rule rule, const GroupOptions& group) { check(type_of(rule), group); }, py::arg("rule"),
       py::arg("group"));
+  m.def("refuse_slices", &refuse_slices, py::arg("optimizer"), py::arg("stage"), py::arg("is_cut"));
   m.def("options_of_type", &options_of_type, py::arg("type"), py::arg("adam_w_mode") = true);
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -43,6 +43,7 @@ class OptimizerOptions:
 
 class Shards: ...
 
+def refuse_slices(optimizer: str, stage: str, is_cut: bool) -> NoReturn: ...
 def options_of_type(type: str, adam_w_mode: bool = True) -> OptimizerOptions: ...
 def group_values(rule: Rule, group: GroupOptions) -> dict[str, Any]: ...
 def group_options(rule: Rule, values: Mapping[str, Any]) -> GroupOptions: ...

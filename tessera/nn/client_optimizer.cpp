@@ -149,13 +149,7 @@ void ClientOptimizer::check_cut(const std::string& stage, bool is_cut, bool allo
                      type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
                      type == typeid(torch::optim::RMSprop) || type == typeid(ElementOptimizer);
   if (whole_ != nullptr || known || allow || (stage.empty() && !is_cut)) return;
-  const char* const cut = "tensor_parallel.autotp_size";
-  TESSERA_CHECK_VALUE(
-      false, "initialize", class_of(o), " is not known to work on slices of parameters, as ",
-      stage.empty() ? cut
-      : is_cut      ? stage + " and " + cut + " give"
-                    : stage + " gives",
-      " them; set \"zero_allow_untested_optimizer\": true if it updates element by element, or use stage 0");
+  optim::refuse_slices(class_of(o), stage, is_cut);
 }
 
 std::string ClientOptimizer::description() const {

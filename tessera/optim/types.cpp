@@ -175,6 +175,15 @@ OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode) {
   return options;
 }
 
+void refuse_slices(const std::string& optimizer, const std::string& stage, bool is_cut) {
+  const std::string cut = is_cut ? "tensor_parallel.autotp_size" : "";
+  const char* const both = stage.empty() || cut.empty() ? "" : " and ";
+  TESSERA_FAIL(c10::ValueError, "[initialize] ", optimizer, " is not known to work on slices of parameters, as ", stage,
+               both, cut, *both == '\0' ? " gives" : " give",
+               " them; set \"zero_allow_untested_optimizer\": true if it updates element by element, or use stage 0",
+               is_cut ? " without tensor parallelism" : "");
+}
+
 std::string wrong_in(const Type& type, const GroupOptions& group) {
   std::ostringstream wrong;
   const auto add = [&]() -> std::ostream& { return wrong << (wrong.tellp() > 0 ? "; " : ""); };

@@ -61,6 +61,10 @@ bool is_native_type(const std::string& type);
 // `adam_w_mode` is false (DeepSpeed's rule).
 OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = true);
 
+// Value error for a client's optimizer that is not known to update element by element, where parameters are cut: by `stage` (empty: not
+// by it), and where `is_cut` by tensor parallelism.
+[[noreturn]] void refuse_slices(const std::string& optimizer, const std::string& stage, bool is_cut);
+
 // What is out of its bounds, or no finite number: "lr must be >= 0, got -1; ..."; empty where nothing is.
 std::string wrong_in(const Type& type, const GroupOptions& group);
 // Value error that says it, with the type's name as its origin.

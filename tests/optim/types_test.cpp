@@ -62,5 +62,15 @@ TEST(OptimizerOptions, OutOfBounds) {
   EXPECT_HAS(error("Lamb", [](auto& g) { g.min_coeff = 20; }), "0 < min_coeff <= max_coeff must hold, got 20 and 10");
 }
 
+TEST(OptimizerOptions, WhatCutsParametersIsNamed) {
+  const auto error = [](const char* stage, bool is_cut) {
+    return testing::error_of<c10::ValueError>([&] { refuse_slices("Mine", stage, is_cut); });
+  };
+  const std::string begin = "[initialize] Mine is not known to work on slices of parameters, as ";
+  EXPECT_HAS(error("stage 1", false), begin + "stage 1 gives them; set");
+  EXPECT_HAS(error("", true), begin + "tensor_parallel.autotp_size gives them; set");
+  EXPECT_HAS(error("stage 2", true), begin + "stage 2 and tensor_parallel.autotp_size give them; set");
+}
+
 }  // namespace
 }  // namespace tessera::optim

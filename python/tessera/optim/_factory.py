@@ -65,14 +65,8 @@ def build_optimizer(
         )
     sharded = config.placements.shards_states
     if (sharded or is_cut) and not config.zero_allow_untested_optimizer and not is_tested(built):
-        stage = f"stage {config.zero_optimization.stage}"
-        gives = " and ".join([*([stage] if sharded else ()), *(["tensor_parallel.autotp_size"] if is_cut else ())])
-        raise ConfigError(
-            f"[initialize] {type(built).__name__} is not known to work on slices of parameters, as {gives} "
-            f"{'give' if sharded and is_cut else 'gives'} them; set "
-            '"zero_allow_untested_optimizer": true if it updates element by element, or use stage 0'
-            f"{' without tensor parallelism' if is_cut else ''}"
-        )
+        stage = f"stage {config.zero_optimization.stage}" if sharded else ""
+        _core.refuse_slices(type(built).__name__, stage, is_cut)
     return built
 
 
