@@ -161,14 +161,8 @@ void bind_checkpoint(py::module_& m) {
   py::class_<ExportTensor, WeightTensor>(m, "ExportTensor");
   m.def(
       "list_export",
-      [](const py::object& reader, std::optional<at::ScalarType> dtype, bool frozen) {
-        py::list tensors;
-        for (const ExportTensor& tensor : checkpoint::list_export(reader.cast<const Reader&>(), {dtype, 0, frozen})) {
-          const py::object one = py::cast(tensor);
-          py::detail::keep_alive_impl(one, reader);  // the record is the reader's
-          tensors.append(one);
-        }
-        return tensors;
+      [](const Reader& reader, std::optional<at::ScalarType> dtype, bool frozen) {
+        return checkpoint::list_export(reader, {dtype, 0, frozen});
       },
       py::arg("reader"), py::arg("dtype"), py::arg("frozen"));
   m.def("read_export", &checkpoint::read_export, py::arg("reader"), py::arg("tensor"), NoGil());
