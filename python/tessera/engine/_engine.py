@@ -94,7 +94,7 @@ class Engine(nn.Module):
     core: _core.Engine  # the compiled engine
     # The parts, in the order in which they are made; those before the core's exist for the core.
     _settings: _core.Config
-    _front: Front
+    _front: Front[Engine]
     _program: Program
     _loans: Loans
     _ranks: Ranks
@@ -129,11 +129,11 @@ class Engine(nn.Module):
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
         tensor_parallel: int | None = None,
-        front: Front | None = None,
+        front: Front[Engine] | None = None,
         program: Program | None = None,
     ) -> None:
         super().__init__()
-        self._front = front or Front()
+        self._front = front or Front[Engine]()
         self._program = program or Program()
         self._settings = load_config(config)
         self.module = model
