@@ -115,7 +115,7 @@ std::vector<parallel::Module> plan_modules(const torch::nn::Module& module) {
   return modules;
 }
 
-parallel::ModelFacts model_facts(const torch::nn::Module& module, const parallel::ModelFacts& said) {
+parallel::ModelFacts model_facts(const torch::nn::Module& module, const parallel::ModelFacts& given) {
   parallel::ModelFacts facts;
   for (const auto& [path, part] : parts_of(module)) {
     const auto* says = dynamic_cast<const HasFacts*>(part);
@@ -125,12 +125,12 @@ parallel::ModelFacts model_facts(const torch::nn::Module& module, const parallel
     else
       facts.parts[path] = says->facts();
   }
-  if (!said.model_type.empty()) facts.model_type = said.model_type;
+  if (!given.model_type.empty()) facts.model_type = given.model_type;
   using Facts = parallel::ModelFacts;
   for (int64_t Facts::* const number :
        {&Facts::heads, &Facts::kv_heads, &Facts::head_dim, &Facts::hidden, &Facts::vocabulary})
-    if (said.*number > 0) facts.*number = said.*number;
-  for (const auto& [path, part] : said.parts) {
+    if (given.*number > 0) facts.*number = given.*number;
+  for (const auto& [path, part] : given.parts) {
     const auto is_there = [&, &path = path](const auto& one) { return one.first == path; };
     TESSERA_CHECK_VALUE(module.as<StageLayers>() != nullptr || std::ranges::any_of(parts_of(module), is_there),
                         "tensor_parallel", "Recipe::facts has a part '", path, "', and the model has no such module");
@@ -186,8 +186,8 @@ parallel::Plan plan_with(const torch::nn::Module& module, const parallel::ModelF
 }  // namespace
 
 parallel::Plan plan_for(const torch::nn::Module& module, const Config& config, int size,
-                        const parallel::ModelFacts& said) {
-  const parallel::ModelFacts facts = model_facts(module, said);
+                        const parallel::ModelFacts& given) {
+  const parallel::ModelFacts facts = model_facts(module, given);
   return plan_with(module, facts, options_for(facts, config, size));
 }
 
@@ -374,7 +374,7 @@ class Cutter {
 }  // namespace
 
 std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config& config, const comm::GroupPtr& group,
-                                        const Construction* building, const parallel::ModelFacts& said) {
+                                        const Construction* building, const parallel::ModelFacts& given) {
   if (config.tensor_parallel.autotp_size <= 1 || group->size() == 1) return std::nullopt;
   for (const auto& item : module.named_parameters()) {
     const CutParam* param = cut_param(item.value());
@@ -389,7 +389,7 @@ std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config&
   // A stage of a pipeline that is cut by hand may have no such layer.
   const bool stage = module.as<StageLayers>() != nullptr;
   if (!has_rules(config) && (stage || std::ranges::any_of(parts_of(module), by_hand))) return std::nullopt;
-  const parallel::ModelFacts facts = model_facts(module, said);
+  const parallel::ModelFacts facts = model_facts(module, given);
   const parallel::PlanOptions options = options_for(facts, config, group->size());
   std::optional<parallel::Plan> plan = plan_with(module, facts, options);
   std::vector<std::string> summed;

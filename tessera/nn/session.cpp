@@ -179,9 +179,9 @@ void Session::warn(const std::vector<std::string>& warnings) {
 
 void Session::note(const std::vector<std::string>& warnings) {
   for (const std::string& line : logs_ ? warnings : std::vector<std::string>()) {
-    said_.emplace_back(line, core_ == nullptr ? 0 : core_->global_samples());
+    warnings_.emplace_back(line, core_ == nullptr ? 0 : core_->global_samples());
     for (const auto& writer : writers_)
-      writer->warn(line, said_.back().second);
+      writer->warn(line, warnings_.back().second);
   }
 }
 
@@ -357,7 +357,7 @@ void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
   live();
   if (!logs_) return;
   watch_.listen(live());
-  for (const auto& [text, samples] : said_)
+  for (const auto& [text, samples] : warnings_)
     writer->warn(text, samples);
   writers_.push_back(std::move(writer));
 }

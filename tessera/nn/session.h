@@ -341,7 +341,7 @@ class Session {
   bool gathers_for_export_ = true;
   engine::Watch watch_;
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
-  std::vector<std::pair<std::string, int64_t>> said_;  // warnings, and after how many samples; every writer has all
+  std::vector<std::pair<std::string, int64_t>> warnings_;  // warnings, and after how many samples; every writer has all
   std::vector<OnMetric> calls_;
   bool logs_ = false;
   bool logs_memory_ = false;
