@@ -18,7 +18,7 @@ from tessera import _core, _mesh, distributed
 from tessera._config import ConfigLike, load_config
 from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
-from tessera._former import former_methods
+from tessera._former import former_attributes, former_methods
 from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
 from tessera.data import Collate, Indexed, Loader
 from tessera.engine import _build
@@ -66,6 +66,7 @@ from tessera.zero.engines import Partition, partition_again, taken_over, whole_f
 from tessera.zero.leaf import leaf_paths
 
 
+@former_attributes(num_local_io_workers="num_workers")
 @former_methods(get_global_grad_norm="global_grad_norm")
 class Engine(nn.Module):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
@@ -141,7 +142,7 @@ class Engine(nn.Module):
         self.client_optimizer = optimizer
         self.client_lr_scheduler = lr_scheduler
         self.collate_fn = collate_fn
-        self.num_local_io_workers = 0
+        self.num_workers = 0
         self.open_regions = []
         self._loans = Loans()
         this = weak(self)

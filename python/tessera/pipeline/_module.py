@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tessera import _core
+from tessera._former import renamed, takes_former, warn
 from tessera.errors import ConfigError
 
 LayerFunction = Callable[[Any], Any]
@@ -33,8 +34,9 @@ class LayerSpec:
         """The name of its class or function."""
         return getattr(self.typename, "__name__", type(self.typename).__name__)
 
-    def build(self, log: bool = False) -> nn.Module:
-        """Makes the layer. `log` is not read."""
+    @takes_former(renamed("LayerSpec.build", log=None))
+    def build(self) -> nn.Module:
+        """Makes the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -224,6 +226,7 @@ class PipelineModule(nn.Module):
     def _bounds(self, method: str) -> list[int]:
         layers = self._list
         if method.lower() == "best":
+            warn("partition_method='best'", "'parameters'", level=3)
             method = "parameters"
         return _core.partition_bounds(
             method,
