@@ -155,14 +155,8 @@ void bind_checkpoint(py::module_& m) {
   py::class_<ExportTensor, WeightTensor>(m, "ExportTensor");
   m.def(
       "list_export",
-      [](const py::object& reader, std::optional<at::ScalarType> dtype, bool frozen) {
-        py::list tensors;
-        for (const ExportTensor& tensor : checkpoint::list_export(reader.cast<const Reader&>(), {dtype, 0, frozen})) {
-          const py::object one = py::cast(tensor);
-          py::detail::keep_alive_impl(one, reader);  // the record is the reader's
-          tensors.append(one);
-        }
-        return tensors;
+      [](const Reader& reader, std::optional<at::ScalarType> dtype, bool frozen) {
+        return checkpoint::list_export(reader, {dtype, 0, frozen});
       },
       py::arg("reader"), py::arg("dtype"), py::arg("frozen"));
   m.def("read_export", &checkpoint::read_export, py::arg("reader"), py::arg("tensor"), NoGil());
@@ -261,10 +255,11 @@ void bind_checkpoint(py::module_& m) {
       py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("stage"), py::arg("ranks"), py::arg("objects"));
   m.def(
       "to_universal",
-      [](const std::string& dir, const std::string& out, const std::string& tag, Objects objects) {
-        return with_warnings([&] { return checkpoint::to_universal(dir, out, tag, objects); });
+      [](const std::string& dir, const std::string& out, const std::string& tag, Objects objects,
+         const std::string& name) {
+        return with_warnings([&] { return checkpoint::to_universal(dir, out, tag, objects, name); });
       },
-      py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("objects"));
+      py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("objects"), py::arg("name"));
   m.def("is_deepspeeds_key", &checkpoint::deepspeed::is_own_key, py::arg("key"));
   m.def("put_script", &checkpoint::deepspeed::put_script, py::arg("dir"), py::arg("part"));
   // See io/file.h. At the end of a `with` the file is dropped, unless it is finished.
@@ -286,7 +281,9 @@ void bind_checkpoint(py::module_& m) {
       py::arg("size"), py::arg("rank"), py::arg("ranks"), py::arg("shuffle"), py::arg("seed"), py::arg("drop_last"),
       py::arg("epoch"), py::arg("samples"), NoGil());
   m.def("replace_text", &io::replace_text, py::arg("path"), py::arg("text"), NoGil());
-  m.def("set_latest", &checkpoint::set_latest, py::arg("dir"), py::arg("tag"), py::arg("file") = "latest");
+  m.def(
+      "set_latest", [](const std::string& dir, const std::string& tag) { checkpoint::set_latest(dir, tag); },
+      py::arg("dir"), py::arg("tag"));
   m.def("check_tag", &checkpoint::check_tag, py::arg("tag"));
   m.def("wait_for_checkpoint", [](Engine& engine) { engine.checkpoints().wait(); }, py::arg("engine"), NoGil());
   m.def(

@@ -2,12 +2,14 @@
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
 
 #include "bindings.h"
 #include "tessera/base/transforms.h"
 #include "tessera/engine/build.h"
+#include "tessera/engine/client_states.h"
 #include "tessera/engine/logical.h"
 #include "tessera/engine/watch.h"
 #include "tessera/offload/states.h"
@@ -326,24 +328,85 @@ void bind_counters(EngineClass& c) {
       });
 }
 
-void bind_states(py::module_& m) {
-  using engine::OptimizerStates;
-  py::class_<OptimizerStates>(m, "OptimizerStates")
-      .def(py::init<Engine&>(), py::arg("engine"), py::keep_alive<1, 2>())
+// What an optimizer of torch keeps, by an object of Python. Called without the GIL.
+class PyKeptStates final : public engine::KeptStates {
+ public:
+  explicit PyKeptStates(py::object kept) : kept_(std::move(kept)) {}
+
+  std::string name() const override {
+    const py::gil_scoped_acquire gil;
+    return kept_.attr("name").cast<std::string>();
+  }
+  bool has_states() const override {
+    const py::gil_scoped_acquire gil;
+    return kept_.attr("has_states")().cast<bool>();
+  }
+  State state(int param) const override {
+    const py::gil_scoped_acquire gil;
+    State state;
+    for (const auto& [key, value] : kept_.attr("state")(param).cast<py::dict>())
+      state.emplace(py::str(key), value_of(value));
+    return state;
+  }
+  at::Tensor target(int param) const override {
+    const py::gil_scoped_acquire gil;
+    return kept_.attr("target")(param).cast<at::Tensor>();
+  }
+  void write_state(int param, const std::string& key, const at::Tensor& part) override {
+    const py::gil_scoped_acquire gil;
+    kept_.attr("write_state")(param, key, part);
+  }
+
+ private:
+  static c10::IValue value_of(py::handle value) {
+    if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
+    if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
+    if (py::isinstance<py::int_>(value) || py::isinstance<py::float_>(value)) return value.cast<double>();
+    return {};
+  }
+
+  py::object kept_;
+};
+
+struct PyClientStates {
+  PyClientStates(Engine& core, py::object kept) : kept(std::move(kept)), states(core, this->kept) {}
+  PyKeptStates kept;
+  engine::ClientStates states;
+};
+
+// `get`: the values that an object of Python has.
+template <class Class, class Get>
+void bind_values(py::class_<Class>& c, const Get& get) {
+  c.def(
+       "get_full",
+       [get](Class& s, int param, const std::string& key) { return optional_tensor(get(s).get_full(param, key)); },
+       py::arg("number"), py::arg("key"), NoGil())
       .def(
-          "get_full",
-          [](const OptimizerStates& s, int param, const std::string& key) {
-            return optional_tensor(s.get_full(param, key));
+          "set_full",
+          [get](Class& s, int param, const std::string& key, const at::Tensor& full) {
+            get(s).set_full(param, key, full);
           },
-          py::arg("number"), py::arg("key"), NoGil())
-      .def("set_full", &OptimizerStates::set_full, py::arg("number"), py::arg("key"), py::arg("full"), NoGil())
+          py::arg("number"), py::arg("key"), py::arg("full"), NoGil())
       .def(
           "get_local",
-          [](const OptimizerStates& s, int param, const std::string& key) {
-            return optional_tensor(s.get_local(param, key));
-          },
+          [get](Class& s, int param, const std::string& key) { return optional_tensor(get(s).get_local(param, key)); },
           py::arg("number"), py::arg("key"), NoGil())
-      .def("set_local", &OptimizerStates::set_local, py::arg("number"), py::arg("key"), py::arg("part"), NoGil());
+      .def(
+          "set_local",
+          [get](Class& s, int param, const std::string& key, const at::Tensor& part) {
+            get(s).set_local(param, key, part);
+          },
+          py::arg("number"), py::arg("key"), py::arg("part"), NoGil());
+}
+
+void bind_states(py::module_& m) {
+  using engine::OptimizerStates;
+  py::class_<OptimizerStates> core(m, "OptimizerStates");
+  core.def(py::init<Engine&>(), py::arg("engine"), py::keep_alive<1, 2>());
+  bind_values(core, [](OptimizerStates& s) -> OptimizerStates& { return s; });
+  py::class_<PyClientStates> client(m, "ClientStates");
+  client.def(py::init<Engine&, py::object>(), py::arg("engine"), py::arg("kept"), py::keep_alive<1, 2>());
+  bind_values(client, [](PyClientStates& s) -> engine::ClientStates& { return s.states; });
 }
 
 void bind_state(EngineClass& c) {

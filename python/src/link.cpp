@@ -105,7 +105,13 @@ void bind_link(py::module_& m) {
           py::arg("outputs"), py::arg("sample"), py::arg("samples"), py::arg("note"), NoGil())
       .def(
           "gradients", [](LinkSender& end, const std::string& sample) { return end.gradients(sample); },
-          py::arg("sample"), NoGil());
+          py::arg("sample"), NoGil())
+      .def(
+          "check_not_freed",
+          [](const LinkSender& end, const std::string& sample, const std::string& error) {
+            end.check_not_freed(sample, error);
+          },
+          py::arg("sample"), py::arg("error"));
   bind_end<LinkReceiver>(m, "LinkReceiver")
       .def(
           "receive",
@@ -125,6 +131,12 @@ void bind_link(py::module_& m) {
             end.give_back(sample, given);
           },
           py::arg("sample"), py::arg("gradients"), NoGil());
+  m.def(
+      "check_link_dims",
+      [](const py::object& dims, const py::object& layout, const std::string& where) {
+        check(dims_from(dims), layout_from(layout), where);
+      },
+      py::arg("dims"), py::arg("layout"), py::arg("where"));
   m.def(
       "hand_over",
       [](LinkSender& sender, LinkReceiver& receiver, const Tensors& outputs, const std::string& sample,

@@ -12,6 +12,7 @@
 #include "tessera/parallel/attention.h"
 #include "tessera/parallel/cost.h"
 #include "tessera/parallel/functions.h"
+#include "tessera/parallel/inside.h"
 #include "tessera/parallel/layers.h"
 #include "tessera/parallel/plan.h"
 #include "tessera/parallel/sizes.h"
@@ -131,6 +132,17 @@ void bind_layers(py::module_& m) {
         return share_outputs(out, group, {own_use.first, own_use.second}, label);
       },
       py::arg("out"), py::arg("group"), py::arg("own_use"), py::arg("label"), NoGil());
+  py::class_<RegionParam>(m, "RegionParam")
+      .def(py::init([](std::string name, const at::Tensor& param, bool settled, std::string layer) {
+             return RegionParam{std::move(name), param, settled, std::move(layer)};
+           }),
+           py::arg("name"), py::arg("param"), py::arg("settled") = false, py::arg("layer") = "");
+  m.def(
+      "whole_inside",
+      [](const std::string& path, const at::Tensor& x, const std::vector<RegionParam>& params,
+         const std::vector<std::string>& lists) { return whole_inside(path, x, params, lists); },
+      py::arg("path"), py::arg("x"), py::arg("params"), py::arg("lists"), NoGil());
+  m.def("refuse_weight_alone", &refuse_weight_alone, py::arg("path"));
   m.def("vocab_embedding", &vocab_embedding, py::arg("indices"), py::arg("weight"), py::arg("begin"),
         py::arg("vocabulary"), py::arg("padding_idx"), py::arg("region"), NoGil());
   m.def("vocab_cross_entropy", &vocab_cross_entropy, py::arg("logits"), py::arg("target"), py::arg("begin"),

@@ -1,3 +1,4 @@
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -253,6 +254,16 @@ void bind_pipeline(py::module_& m) {
   m.def("training_table", &training, py::arg("name"), py::arg("shape"), py::arg("stage"));
   m.def("forward_table", &forward_only, py::arg("shape"), py::arg("stage"));
   m.def("split_weights", &split, py::arg("weights"), py::arg("parts"));
+  m.def(
+      "partition_bounds",
+      [](const std::string& method, int parts, int count, std::function<int64_t(int)> trained_elements,
+         std::function<std::string(int)> class_name,
+         std::function<ListedLayers::Predicate(const std::string&)> matcher) {
+        return bounds_of(method, parts,
+                         {count, std::move(trained_elements), std::move(class_name), std::move(matcher)});
+      },
+      py::arg("method"), py::arg("parts"), py::arg("count"), py::arg("trained_elements"), py::arg("class_name"),
+      py::arg("matcher"));
   bind_runner(m);
 }
 

@@ -96,7 +96,7 @@ class _TensorParallel:
     preset_model: Final[str | None]
     partition_config: Final[Any]
     tp: Final[_TensorParallelTp]
-    dtype: Final[torch.dtype]
+    dtype: Final[torch.dtype | None]
     tp_overlap_comm: Final[bool]
     vocab_parallel_lm_head: Final[Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NoReturn
 
 import torch
 
@@ -93,6 +94,12 @@ def own_inputs(
     x: torch.Tensor, group: Group, total: int, ranges: Sequence[tuple[int, int]], label: str
 ) -> torch.Tensor: ...
 def share_outputs(out: torch.Tensor, group: Group, own_use: tuple[int, int], label: str) -> torch.Tensor: ...
+
+class RegionParam:
+    def __init__(self, name: str, param: torch.Tensor, settled: bool = ..., layer: str = ...) -> None: ...
+
+def whole_inside(path: str, x: torch.Tensor, params: Sequence[RegionParam], lists: Sequence[str]) -> list[int]: ...
+def refuse_weight_alone(path: str) -> NoReturn: ...
 def vocab_embedding(
     indices: torch.Tensor, weight: torch.Tensor, begin: int, vocabulary: int, padding_idx: int, region: Region
 ) -> torch.Tensor: ...

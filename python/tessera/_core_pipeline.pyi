@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,14 @@ class PipelineShape:
 def training_table(name: str, shape: PipelineShape, stage: int) -> list[StageAction]: ...
 def forward_table(shape: PipelineShape, stage: int) -> list[StageAction]: ...
 def split_weights(weights: Sequence[float], parts: int) -> list[int]: ...
+def partition_bounds(
+    method: str,
+    parts: int,
+    count: int,
+    trained_elements: Callable[[int], int],
+    class_name: Callable[[int], str],
+    matcher: Callable[[str], Callable[[str], bool]],
+) -> list[int]: ...
 
 class PipelineRanks:
     def __init__(
@@ -98,11 +106,13 @@ class _LinkEnd:
 class LinkSender(_LinkEnd):
     def send(self, outputs: Sequence[torch.Tensor], sample: str, samples: Sequence[int] | None, note: str) -> None: ...
     def gradients(self, sample: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]: ...
+    def check_not_freed(self, sample: str, error: str) -> None: ...
 
 class LinkReceiver(_LinkEnd):
     def receive(self, sample: str) -> tuple[list[torch.Tensor], str]: ...
     def give_back(self, sample: str, gradients: Sequence[torch.Tensor | None] | None) -> None: ...
 
+def check_link_dims(dims: Any, layout: Any, where: str) -> None: ...
 def hand_over(
     sender: LinkSender,
     receiver: LinkReceiver,

@@ -119,6 +119,16 @@ def of_zero_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
     return args
 
 
+def renamed(where: str, **names: str | None) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
+    """For takes_former(): keywords only, `names` as of rename()."""
+
+    def turn(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        rename(kwargs, where, names)
+        return args
+
+    return turn
+
+
 def former_names(
     module: str, names: Mapping[str, str], where: Mapping[str, Any], shapes: Mapping[str, Any] | None = None
 ) -> Callable[[str], Any]:
@@ -143,6 +153,29 @@ def former_methods(**names: str) -> Callable[[type], type]:
         return cls
 
     return decorate
+
+
+def former_attributes(**names: str) -> Callable[[type], type]:
+    """Attributes of a class's objects by the names that they had."""
+
+    def decorate(cls: type) -> type:
+        for old, new in names.items():
+            setattr(cls, old, _attribute_of(f"{cls.__name__}.{old}", new))
+        return cls
+
+    return decorate
+
+
+def _attribute_of(old: str, new: str) -> property:
+    def get(self: object) -> Any:
+        warn(old, new)
+        return getattr(self, new)
+
+    def put(self: object, value: object) -> None:
+        warn(old, new)
+        setattr(self, new, value)
+
+    return property(get, put, doc=f"{new}, by the name that it had before.")
 
 
 def _method(old: str, new: str) -> Callable[..., Any]:

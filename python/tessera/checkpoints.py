@@ -134,12 +134,17 @@ def to_deepspeed(
 
 
 def to_universal(
-    folder: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None, *, trusted: bool = False
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    trusted: bool = False,
+    name: str | None = None,
 ) -> str:
     """Writes the checkpoint in DeepSpeed's universal layout, which loads at any stage and number of ranks (there with
-    checkpoint.load_universal), into `out` under its own tag with "_universal", which is returned. `trusted`: see
-    to_deepspeed()."""
-    return _core.to_universal(os.fspath(folder), os.fspath(out), tag or "", _objects(trusted))
+    checkpoint.load_universal), into `out` under the tag `name` (default: its own with "_universal"), which is returned.
+    `trusted`: see to_deepspeed()."""
+    return _core.to_universal(os.fspath(folder), os.fspath(out), tag or "", _objects(trusted), name or "")
 
 
 def _objects(trusted: bool) -> _core.Objects:

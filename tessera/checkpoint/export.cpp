@@ -13,15 +13,16 @@ std::vector<ExportTensor> list_export(const Reader& reader, const ExportOptions&
     const bool casts = options.dtype && c10::isFloatingType(param.dtype);
     std::vector<std::string> names{param.name};
     names.insert(names.end(), param.aliases.begin(), param.aliases.end());
-    all.push_back({{names, casts ? *options.dtype : param.dtype, param.shape}, record});
+    all.push_back({{names, casts ? *options.dtype : param.dtype, param.shape}, {}});
+    if (record != nullptr) all.back().record = *record;
   }
   for (const TensorRecord& record : reader.manifest().tensors)
-    if (record.kind == "buffer") all.push_back({{{record.name}, record.dtype, record.shape}, &record});
+    if (record.kind == "buffer") all.push_back({{{record.name}, record.dtype, record.shape}, record});
   return all;
 }
 
 at::Tensor read_export(const Reader& reader, const ExportTensor& tensor) {
-  if (tensor.record == nullptr) return at::empty(tensor.shape, at::TensorOptions(tensor.dtype));
+  if (!tensor.record) return at::empty(tensor.shape, at::TensorOptions(tensor.dtype));
   const TensorRecord& record = *tensor.record;
   reader.verify(record, {{}, record.order, {0, record.numel()}});
   return reader.read_whole(record).to(tensor.dtype).contiguous();

@@ -19,7 +19,7 @@ struct ExportOptions {
 };
 
 struct ExportTensor : WeightTensor {
-  const TensorRecord* record = nullptr;  // null: without elements
+  std::optional<TensorRecord> record;  // a copy, which needs no Reader; none: without elements
 };
 // All parameters and buffers, the exact value where a parameter has a master.
 std::vector<ExportTensor> list_export(const Reader& reader, const ExportOptions& options);

@@ -71,7 +71,7 @@ struct TensorParallel {
   std::optional<std::string> preset_model;
   Value partition_config;
   TensorParallelGroup tp;
-  c10::ScalarType dtype = c10::ScalarType::Half;
+  std::optional<c10::ScalarType> dtype;
   bool tp_overlap_comm = false;
   Value vocab_parallel_lm_head;
 };

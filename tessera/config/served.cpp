@@ -152,7 +152,7 @@ const std::vector<Refusal>& python_reads() {
        "times are those of wall_clock_breakdown, and of a profiler of torch"},
       {"dataloader_drop_last", "true", [](C c) { return c.dataloader_drop_last; },
        "the program makes its loader: LoaderOptions::drop_last"},
-      {"tensor_parallel.dtype", "any", [](C c) { return c.given.contains("tensor_parallel.dtype"); },
+      {"tensor_parallel.dtype", "any", [](C c) { return c.tensor_parallel.dtype.has_value(); },
        "slices have the dtype of the parameters, which the precision says"},
   };
   return all;

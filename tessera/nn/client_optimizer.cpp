@@ -414,9 +414,17 @@ ClientOptimizer::State ClientOptimizer::state(int param) const {
   return mine.defined() && mine.numel() > 0 ? state_of(mine) : State();
 }
 
-void ClientOptimizer::put_state(int param, State state) {
+void ClientOptimizer::write_state(int param, const std::string& key, const at::Tensor& part) {
   auto states = all_states();
-  states[target(param).unsafeGetTensorImpl()] = std::move(state);
+  c10::IValue& value = states.at(target(param).unsafeGetTensorImpl()).at(key);
+  if (value.isInt()) {
+    value = static_cast<int64_t>(part.item<double>());
+  } else if (value.isDouble()) {
+    value = part.item<double>();
+  } else {
+    const at::Tensor before = value.toTensor();
+    value = part.detach().to(before.options(), /*non_blocking=*/false, /*copy=*/true).view(before.sizes());
+  }
   load(archive_of(states));
 }
 

@@ -18,6 +18,7 @@
 
 #include "tessera/config/config.h"
 #include "tessera/engine/checkpoint.h"
+#include "tessera/engine/client_states.h"
 #include "tessera/engine/engine.h"
 #include "tessera/nn/whole_optimizer.h"
 
@@ -25,7 +26,7 @@ namespace tessera::nn {
 
 inline constexpr const char* kNeedsClosure = "torch::optim::LBFGS needs a closure, which engine.step() does not take";
 
-class ClientOptimizer {
+class ClientOptimizer final : public engine::KeptStates {
  public:
   // Marks in `specs` the groups of its parameters. Value error: no tensor of it is in `specs`, one is not, a parameter is in two
   // groups, it has states already. Not-implemented error for LBFGS, which needs a closure. Local.
@@ -55,13 +56,12 @@ class ClientOptimizer {
   // The update.
   void run(engine::Engine& core);
 
-  // ---- states of a parameter (client_states.h), by key; empty before the first step, and where this rank has nothing of it
-  using State = std::map<std::string, c10::IValue>;
-  std::string name() const;
-  bool has_states() const { return !optimizer_->state().empty(); }
-  State state(int param) const;
-  void put_state(int param, State state);
-  at::Tensor target(int param) const;  // what the optimizer updates; undefined where that is nothing
+  // ---- states of a parameter
+  std::string name() const override;
+  bool has_states() const override { return !optimizer_->state().empty(); }
+  State state(int param) const override;
+  void write_state(int param, const std::string& key, const at::Tensor& part) override;
+  at::Tensor target(int param) const override;  // undefined where that is nothing
 
   // ---- checkpoints, with the files of Python's engines
   // states(): values of this rank's elements; numbers(): the other states by parameter name and key, a dict of dicts.

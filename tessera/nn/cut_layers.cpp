@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
-#include "tessera/nn/inside.h"
+#include "tessera/nn/summed_params.h"
 #include "tessera/parallel/held.h"
 #include "tessera/parallel/vocabulary.h"
 #include "tessera/shard/storage.h"
@@ -105,23 +105,11 @@ at::Tensor looked_at(const at::Tensor& t, const std::string& op) {
   return is_keyed(t) && parallel::records(t) ? aliased(t, {.refused = op}) : t;
 }
 
-// Marks in the graph where a region begins: Note [Whole parameters in regions].
-struct BorderFunction : torch::autograd::Function<BorderFunction> {
-  static at::Tensor forward(AutogradContext* /*ctx*/, const at::Tensor& t) { return alias_of(t, {}); }
-  static variable_list backward(AutogradContext* /*ctx*/, variable_list& gradients) {
-    return {std::move(gradients[0])};
-  }
-};
-at::Tensor bordered(const at::Tensor& t) {
-  return parallel::records(t) ? BorderFunction::apply(t) : t;
-}
-
 // ---- layers
 
 at::Tensor joined(const at::Tensor& own, const CutLayer& layer) {
   const auto& [group, label] = std::tie(layer.region.group, layer.region.label);
-  if (layer.kind == CutLayer::Kind::SharedTail)
-    return bordered(parallel::share_outputs(own, group, layer.own_use, label));
+  if (layer.kind == CutLayer::Kind::SharedTail) return parallel::share_outputs(own, group, layer.own_use, label);
   return parallel::join_outputs(own, group, layer.gather, layer.sizes, layer.tail, label);
 }
 
@@ -133,7 +121,7 @@ at::Tensor linear_of(const CutLayer& layer, const at::Tensor& x, const at::Tenso
   switch (layer.kind) {
     case CutLayer::Kind::Row: {
       const at::Tensor mine = parallel::own_inputs(x, region.group, layer.total, layer.ranges, region.label);
-      if (layer.inside != nullptr && mine.is_same(x)) layer.inside->look(region.label, x);
+      if (layer.summed != nullptr && mine.is_same(x)) layer.summed->look(region.label, x);
       return parallel::row_linear(mine, own, added, region);
     }
     case CutLayer::Kind::SharedTail:

@@ -22,7 +22,7 @@
 
 namespace tessera::nn {
 
-class Inside;
+class SummedParams;
 
 // How a layer uses a parameter, and which ranks have what of it.
 struct CutLayer {
@@ -35,9 +35,9 @@ struct CutLayer {
   bool gather = false;      // all outputs on every rank
   parallel::Sizes tail;     // see parallel::Decision
   shard::Range own_use;
-  int64_t padding = -1;            // of an embedding, in the whole's numbers; -1: none
-  std::string rule;                // the rule that took the layer
-  std::shared_ptr<Inside> inside;  // Row
+  int64_t padding = -1;                  // of an embedding, in the whole's numbers; -1: none
+  std::string rule;                      // the rule that took the layer
+  std::shared_ptr<SummedParams> summed;  // Row
 };
 using CutLayerPtr = std::shared_ptr<const CutLayer>;
 

@@ -17,9 +17,9 @@
 #include "tessera/base/error.h"
 #include "tessera/config/partition_rules.h"
 #include "tessera/nn/cut_layers.h"
-#include "tessera/nn/inside.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/parallel.h"
+#include "tessera/nn/summed_params.h"
 #include "tessera/parallel/cutting.h"
 #include "tessera/parallel/functions.h"
 
@@ -115,7 +115,7 @@ std::vector<parallel::Module> plan_modules(const torch::nn::Module& module) {
   return modules;
 }
 
-parallel::ModelFacts model_facts(const torch::nn::Module& module, const parallel::ModelFacts& said) {
+parallel::ModelFacts model_facts(const torch::nn::Module& module, const parallel::ModelFacts& given) {
   parallel::ModelFacts facts;
   for (const auto& [path, part] : parts_of(module)) {
     const auto* says = dynamic_cast<const HasFacts*>(part);
@@ -125,12 +125,12 @@ parallel::ModelFacts model_facts(const torch::nn::Module& module, const parallel
     else
       facts.parts[path] = says->facts();
   }
-  if (!said.model_type.empty()) facts.model_type = said.model_type;
+  if (!given.model_type.empty()) facts.model_type = given.model_type;
   using Facts = parallel::ModelFacts;
   for (int64_t Facts::* const number :
        {&Facts::heads, &Facts::kv_heads, &Facts::head_dim, &Facts::hidden, &Facts::vocabulary})
-    if (said.*number > 0) facts.*number = said.*number;
-  for (const auto& [path, part] : said.parts) {
+    if (given.*number > 0) facts.*number = given.*number;
+  for (const auto& [path, part] : given.parts) {
     const auto is_there = [&, &path = path](const auto& one) { return one.first == path; };
     TESSERA_CHECK_VALUE(module.as<StageLayers>() != nullptr || std::ranges::any_of(parts_of(module), is_there),
                         "tensor_parallel", "Recipe::facts has a part '", path, "', and the model has no such module");
@@ -186,8 +186,8 @@ parallel::Plan plan_with(const torch::nn::Module& module, const parallel::ModelF
 }  // namespace
 
 parallel::Plan plan_for(const torch::nn::Module& module, const Config& config, int size,
-                        const parallel::ModelFacts& said) {
-  const parallel::ModelFacts facts = model_facts(module, said);
+                        const parallel::ModelFacts& given) {
+  const parallel::ModelFacts facts = model_facts(module, given);
   return plan_with(module, facts, options_for(facts, config, size));
 }
 
@@ -203,7 +203,7 @@ class Cutter {
       parts_[path] = part;
       if (kind_of(*part, "") == Kind::List) lists.push_back(path);
     }
-    inside_ = std::make_shared<Inside>(module, std::move(lists), group);
+    summed_ = std::make_shared<SummedParams>(module, std::move(lists), group);
     for (const auto& item : module.named_parameters()) {
       names_.emplace(item.value().unsafeGetTensorImpl(), item.key());
       params_[item.key()] = item.value();
@@ -232,7 +232,7 @@ class Cutter {
     for (const Decision& d : plan_.decisions)
       carry_out(d);
     for (const std::string& name : summed_names)
-      inside_->sum_gradient(params_.at(name));
+      summed_->sum_gradient(params_.at(name));
     for (Noted& noted : notes_)
       cut(noted);
   }
@@ -291,7 +291,7 @@ class Cutter {
     const at::Tensor weight = own_param(part, "weight"), bias = own_param(part, "bias");
     if (d.sum_gradient)
       for (const at::Tensor& param : part.parameters(/*recurse=*/false))
-        inside_->sum_gradient(param);
+        summed_->sum_gradient(param);
     if (d.partition == Partition::Skip) {
       if (d.own_use.empty()) return;
       const auto layer = layer_of(d, CutLayer::Kind::SharedTail);
@@ -329,7 +329,7 @@ class Cutter {
   void use_linear(const Decision& d, torch::nn::Module& part, CutParam& note) {
     const bool column = d.partition == Partition::Column;
     const auto layer = layer_of(d, column ? CutLayer::Kind::Column : CutLayer::Kind::Row);
-    if (!column) layer->inside = inside_;
+    if (!column) layer->summed = summed_;
     note.linear = layer;
     const int64_t mine = layer->sizes[group_->rank()];
     if (auto* linear = part.as<LinearImpl>())
@@ -368,13 +368,13 @@ class Cutter {
   std::map<std::string, std::shared_ptr<parallel::Entrance>> entrances_;  // by path of the parent
   std::vector<Noted> notes_;  // in the order of the decisions, which is the same on all ranks
   std::unordered_map<const void*, size_t> places_;
-  std::shared_ptr<Inside> inside_;
+  std::shared_ptr<SummedParams> summed_;
 };
 
 }  // namespace
 
 std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config& config, const comm::GroupPtr& group,
-                                        const Construction* building, const parallel::ModelFacts& said) {
+                                        const Construction* building, const parallel::ModelFacts& given) {
   if (config.tensor_parallel.autotp_size <= 1 || group->size() == 1) return std::nullopt;
   for (const auto& item : module.named_parameters()) {
     const CutParam* param = cut_param(item.value());
@@ -389,7 +389,7 @@ std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config&
   // A stage of a pipeline that is cut by hand may have no such layer.
   const bool stage = module.as<StageLayers>() != nullptr;
   if (!has_rules(config) && (stage || std::ranges::any_of(parts_of(module), by_hand))) return std::nullopt;
-  const parallel::ModelFacts facts = model_facts(module, said);
+  const parallel::ModelFacts facts = model_facts(module, given);
   const parallel::PlanOptions options = options_for(facts, config, group->size());
   std::optional<parallel::Plan> plan = plan_with(module, facts, options);
   std::vector<std::string> summed;

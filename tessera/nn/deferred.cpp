@@ -23,13 +23,13 @@ namespace tessera::nn {
 namespace deferred {
 
 // A tensor on the meta device, when an operator took or gave it.
-struct Place {
+struct MetaTensor {
   c10::Storage storage;  // kept, so that no other gets its address
   std::vector<int64_t> sizes, strides;
   int64_t offset;
   at::ScalarType dtype;
 
-  explicit Place(const at::Tensor& t)
+  explicit MetaTensor(const at::Tensor& t)
       : storage(t.storage()),
         sizes(t.sizes().vec()),
         strides(t.strides().vec()),
@@ -38,8 +38,8 @@ struct Place {
   const void* key() const { return storage.unsafeGetStorageImpl(); }
 };
 
-// An argument: a value, or tensors, each of them a place or one that had values already.
-using Item = std::variant<at::Tensor, Place>;
+// An argument: a value, or tensors, each of them on the meta device, or one that had values already.
+using Item = std::variant<at::Tensor, MetaTensor>;
 struct OpArgument {
   enum class Kind : uint8_t { Value, Tensor, Tensors, OptionalTensors } kind = Kind::Value;
   c10::IValue value;
@@ -49,7 +49,7 @@ struct OpArgument {
 struct Operation {
   c10::OperatorHandle op;
   std::vector<OpArgument> arguments;
-  std::vector<Place> results;  // tensors, in their order
+  std::vector<MetaTensor> results;  // tensors, in their order
 };
 
 // Of a storage: the numbers of the operations that use it, and the tensors over it that the program holds in the end.
@@ -63,9 +63,9 @@ struct Use {
 namespace {
 
 using deferred::Item;
+using deferred::MetaTensor;
 using deferred::OpArgument;
 using deferred::Operation;
-using deferred::Place;
 using deferred::Use;
 using torch::jit::Stack;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
@@ -164,7 +164,7 @@ OpArgument argument_of(const c10::IValue& value) {
     return argument;
   }
   const auto add = [&](const at::Tensor& t) {
-    argument.items.push_back(!t.defined() ? Item(t) : t.is_meta() ? Item(Place(t)) : Item(kept_value(t)));
+    argument.items.push_back(!t.defined() ? Item(t) : t.is_meta() ? Item(MetaTensor(t)) : Item(kept_value(t)));
   };
   if (argument.kind == Kind::OptionalTensors) {
     for (const std::optional<at::Tensor>& t : value.toOptionalTensorVector())
@@ -238,16 +238,16 @@ void Deferred::Tape::give_memory_free_arguments(const c10::FunctionSchema& schem
 // By storage.
 std::unordered_map<const void*, Use> Deferred::Tape::uses(const std::vector<at::Tensor>& held) const {
   std::unordered_map<const void*, Use> found;
-  const auto use = [&](const Place& place, size_t number) {
-    auto& numbers = found[place.key()].numbers;
+  const auto use = [&](const MetaTensor& meta, size_t number) {
+    auto& numbers = found[meta.key()].numbers;
     if (numbers.empty() || numbers.back() != number) numbers.push_back(number);
   };
   for (size_t i = 0; i < operations.size(); ++i) {
     for (const OpArgument& argument : operations[i].arguments)
       for (const Item& item : argument.items)
-        if (const auto* place = std::get_if<Place>(&item)) use(*place, i);
-    for (const Place& place : operations[i].results)
-      use(place, i);
+        if (const auto* meta = std::get_if<MetaTensor>(&item)) use(*meta, i);
+    for (const MetaTensor& meta : operations[i].results)
+      use(meta, i);
   }
   std::unordered_set<const void*> seen;
   const auto hold = [&](const at::Tensor& t) {
@@ -263,9 +263,9 @@ std::unordered_map<const void*, Use> Deferred::Tape::uses(const std::vector<at::
 
 namespace {
 
-at::Tensor tensor_over(const c10::Storage& storage, const Place& place) {
-  const auto options = at::TensorOptions().dtype(place.dtype).device(storage.device());
-  return at::empty({0}, options).set_(storage, place.offset, place.sizes, place.strides);
+at::Tensor tensor_over(const c10::Storage& storage, const MetaTensor& meta) {
+  const auto options = at::TensorOptions().dtype(meta.dtype).device(storage.device());
+  return at::empty({0}, options).set_(storage, meta.offset, meta.sizes, meta.strides);
 }
 
 c10::Storage memory_like(const c10::Storage& meta, c10::Device device) {
@@ -292,7 +292,7 @@ class Run {
   // A storage with memory, or one that was put away.
   struct Live {
     c10::Storage memory;  // null: the keeper has its tensor
-    std::optional<Place> kept;
+    std::optional<MetaTensor> kept;
     size_t next = 0;  // in Use::numbers
   };
 
@@ -300,7 +300,7 @@ class Run {
   void settle(const Operation& operation);
   void put(const void* key);
   const at::Tensor* kept(const void* key) const;
-  at::Tensor value_of(const Place& place);
+  at::Tensor value_of(const MetaTensor& meta);
   c10::IValue value_of(const OpArgument& argument);
   size_t next_use(const void* key) const {
     const auto& numbers = uses_.at(key).numbers;
@@ -325,26 +325,26 @@ const at::Tensor* Run::kept(const void* key) const {
   return found == holders.end() ? nullptr : &*found;
 }
 
-at::Tensor Run::value_of(const Place& place) {
-  const auto found = live_.find(place.key());
+at::Tensor Run::value_of(const MetaTensor& meta) {
+  const auto found = live_.find(meta.key());
   TESSERA_CHECK(found != live_.end(), "construction",
                 "a tensor of the meta device that was not made inside build() is used there: it has no values");
   Live& live = found->second;
   if (!live.memory) {  // operators see what they saw before, whatever the keeper made of it
-    const at::Tensor& param = *kept(place.key());
+    const at::Tensor& param = *kept(meta.key());
     keeper_.take(param);
-    live.memory = memory_like(place.storage, c10::kCPU);
+    live.memory = memory_like(meta.storage, c10::kCPU);
     tensor_over(live.memory, *live.kept).copy_(param.detach());
-    whole_.push_back(place.key());
-    whole_bytes_ += static_cast<int64_t>(place.storage.nbytes());
+    whole_.push_back(meta.key());
+    whole_bytes_ += static_cast<int64_t>(meta.storage.nbytes());
   }
-  return tensor_over(live.memory, place);
+  return tensor_over(live.memory, meta);
 }
 
 c10::IValue Run::value_of(const OpArgument& argument) {
   const auto tensor = [&](const Item& item) {
-    const auto* place = std::get_if<Place>(&item);
-    return place != nullptr ? value_of(*place) : std::get<at::Tensor>(item);
+    const auto* meta = std::get_if<MetaTensor>(&item);
+    return meta != nullptr ? value_of(*meta) : std::get<at::Tensor>(item);
   };
   if (argument.kind == OpArgument::Kind::Tensor) return tensor(argument.items.front());
   if (argument.kind == OpArgument::Kind::Tensors) {
@@ -372,17 +372,17 @@ void Run::call(const Operation& operation) {
   size_t next = 0;
   for (const c10::IValue& result : stack) {
     each_tensor(result, [&](const at::Tensor& t) {
-      const Place& place = operation.results.at(next++);
-      const auto [at, is_new] = live_.try_emplace(place.key());
+      const MetaTensor& meta = operation.results.at(next++);
+      const auto [at, is_new] = live_.try_emplace(meta.key());
       Live& live = at->second;
       if (is_new) live.memory = t.storage();
-      const bool same = t.sizes() == place.sizes && t.strides() == place.strides && t.storage_offset() == place.offset;
+      const bool same = t.sizes() == meta.sizes && t.strides() == meta.strides && t.storage_offset() == meta.offset;
       TESSERA_CHECK(same && t.storage().is_alias_of(live.memory), "construction", operation.op.schema().name(),
                     " makes another tensor with memory than without: call it outside build(), and give build() the "
                     "device rather than a module's to()");
-      if (!is_new || kept(place.key()) == nullptr) return;
-      whole_.push_back(place.key());
-      whole_bytes_ += static_cast<int64_t>(place.storage.nbytes());
+      if (!is_new || kept(meta.key()) == nullptr) return;
+      whole_.push_back(meta.key());
+      whole_bytes_ += static_cast<int64_t>(meta.storage.nbytes());
     });
   }
 }
@@ -396,13 +396,13 @@ void Run::put(const void* key) {
   c10::Storage memory = live.memory;
   if (device_ && memory.device() != *device_) {
     memory = memory_like(memory, *device_);
-    const Place bytes(
+    const MetaTensor bytes(
         at::empty({static_cast<int64_t>(memory.nbytes())}, at::TensorOptions().dtype(at::kByte).device(at::kMeta)));
     tensor_over(memory, bytes).copy_(tensor_over(live.memory, bytes));
   }
   for (const at::Tensor& t : uses_.at(key).holders) {
     if (t.is_meta())
-      t.unsafeGetTensorImpl()->shallow_copy_from(tensor_over(memory, Place(t)).getIntrusivePtr());
+      t.unsafeGetTensorImpl()->shallow_copy_from(tensor_over(memory, MetaTensor(t)).getIntrusivePtr());
     else if (&t == param)
       t.detach().copy_(tensor_over(memory, *live.kept));
   }
@@ -415,12 +415,12 @@ void Run::put(const void* key) {
 
 void Run::settle(const Operation& operation) {
   std::vector<const void*> used;
-  const auto add = [&](const Place& place) {
-    if (std::ranges::find(used, place.key()) == used.end()) used.push_back(place.key());
+  const auto add = [&](const MetaTensor& meta) {
+    if (std::ranges::find(used, meta.key()) == used.end()) used.push_back(meta.key());
   };
   for (const OpArgument& argument : operation.arguments)
     for (const Item& item : argument.items)
-      if (const auto* place = std::get_if<Place>(&item)) add(*place);
+      if (const auto* meta = std::get_if<MetaTensor>(&item)) add(*meta);
   std::ranges::for_each(operation.results, add);
   for (const void* key : used) {
     if (++live_.at(key).next < uses_.at(key).numbers.size()) continue;

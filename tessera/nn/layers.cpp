@@ -82,14 +82,32 @@ void build(Layer& layer) {
   if (const auto make = std::exchange(layer.build, nullptr)) make(layer);
 }
 
-// Of a layer that is not built a copy is.
-double weight_by_type(Layer layer, const std::regex& pattern) {
-  build(layer);
-  return std::regex_search(layer.name, pattern) ? 1 : 0;
-}
+// Builds copies of layers that are not built, and leaves the generator as it was.
+class Trial {
+ public:
+  Trial() = default;
+  Trial(const Trial&) = delete;
+  Trial& operator=(const Trial&) = delete;
+  ~Trial() {
+    if (!state_.defined()) return;
+    const std::scoped_lock lock(generator_.mutex());
+    generator_.set_state(state_);
+  }
+  Layer built(Layer layer) {
+    if (layer.build && !state_.defined()) {
+      const std::scoped_lock lock(generator_.mutex());
+      state_ = generator_.get_state();
+    }
+    build(layer);
+    return layer;
+  }
 
-int64_t trained_elements(Layer layer) {
-  build(layer);
+ private:
+  at::Generator generator_ = at::detail::getDefaultCPUGenerator();
+  at::Tensor state_;
+};
+
+int64_t trained_elements(const Layer& layer) {
   int64_t count = 0;
   if (!layer.module) return count;
   for (const at::Tensor& param : layer.module->parameters())
@@ -97,27 +115,13 @@ int64_t trained_elements(Layer layer) {
   return count;
 }
 
-// "type:REGEX"; empty for another method.
-std::optional<std::regex> pattern_of(const std::string& method) {
-  if (!method.starts_with("type:")) return {};
-  try {
-    return std::regex(method.substr(5), std::regex::icase);
-  } catch (const std::regex_error& error) {
-    TESSERA_FAIL(c10::ValueError, "[pipeline] partition '", method, "' is no regular expression: ", error.what());
-  }
-}
-
-std::string classes_of(const Layers& layers) {
-  std::set<std::string> names;
-  for (int number = 0; number < layers.size(); ++number) {
-    Layer layer = layers[number];
-    build(layer);
-    names.insert(layer.name);
-  }
-  std::string text;
-  for (const std::string& name : names)
-    text += (text.empty() ? "" : ", ") + name;
-  return text;
+pipeline::ListedLayers::Predicate matcher_of(const std::string& pattern) try {
+  return [regex = std::regex(pattern, std::regex::icase)](const std::string& name) {
+    return std::regex_search(name, regex);
+  };
+} catch (const std::regex_error& error) {
+  TESSERA_FAIL(c10::ValueError, "[pipeline] '", pattern,
+               "' of a partition method is no regular expression: ", error.what());
 }
 
 std::map<std::string, std::vector<int>> ties_of(const Layers& layers, const std::vector<int>& bounds, int stages) {
@@ -229,30 +233,13 @@ engine::UnitNames units_of_layers(const torch::nn::Module& module) {
 }
 
 std::vector<int> bounds_of(const std::string& method, int parts, const Layers& layers) {
-  std::vector<double> weights(layers.size(), 1.0);
-  const std::optional<std::regex> pattern = pattern_of(method);
-  TESSERA_CHECK_VALUE(pattern || method == "uniform" || method == "parameters", "pipeline", "there is no partition '",
-                      method, "'; use 'uniform', 'parameters' or 'type:REGEX'");
-  if (method != "uniform" && parts > 1) {
-    auto generator = at::detail::getDefaultCPUGenerator();
-    const at::Tensor state = [&] {
-      const std::scoped_lock lock(generator.mutex());
-      return generator.get_state();
-    }();
-    // Layers without parameters are shared out, too, where nothing else decides.
-    for (int number = 0; number < layers.size(); ++number)
-      weights[number] = 1e-6 + (pattern ? weight_by_type(layers[number], *pattern)
-                                        : static_cast<double>(trained_elements(layers[number])));
-    const auto found = std::ranges::count_if(weights, [](double weight) { return weight >= 1; });
-    const std::string classes = pattern && found < parts ? classes_of(layers) : "";
-    {
-      const std::scoped_lock lock(generator.mutex());
-      generator.set_state(state);
-    }
-    TESSERA_CHECK_VALUE(!pattern || found >= parts, "pipeline", "partition '", method, "' finds ", found,
-                        " layers for ", parts, " parts; the layers are ", classes);
-  }
-  return pipeline::split(weights, parts);
+  Trial trial;
+  return pipeline::bounds_of(
+      method, parts,
+      {.count = layers.size(),
+       .trained_elements = [&](int number) { return trained_elements(trial.built(layers[number])); },
+       .class_name = [&](int number) { return trial.built(layers[number]).name; },
+       .matcher = &matcher_of});
 }
 
 }  // namespace tessera::nn

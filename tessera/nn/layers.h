@@ -252,9 +252,7 @@ class StageLayers : public torch::nn::Module {
 // Names a unit for each layer and each tied module (UnitPolicy).
 engine::UnitNames units_of_layers(const torch::nn::Module& module);
 
-// Boundaries of `parts` runs of layers: "uniform" (numbers of layers), "parameters" (of trained elements) or "type:REGEX" (layers whose
-// class the expression finds, whatever its letter case), as Python's partition_method. Layers that are not built are for the last two,
-// one at a time.
+// pipeline::bounds_of() for these layers. Those that are not built are for all methods but "uniform", one at a time.
 std::vector<int> bounds_of(const std::string& method, int parts, const Layers& layers);
 
 }  // namespace tessera::nn

@@ -2,11 +2,12 @@
 
 #include "tessera/base/error.h"
 #include "tessera/config/text.h"
+#include "tessera/engine/client_states.h"
 #include "tessera/engine/logical.h"
-#include "tessera/nn/client_states.h"
 
 namespace tessera::nn {
 
+using engine::ClientStates;
 using engine::OptimizerStates;
 using engine::Quantity;
 

@@ -34,8 +34,8 @@ class ReadStates {
   at::Tensor full_param(const ParamKey& param) const;
   // As step() will use it, before clipping; before its reduction this rank's own.
   at::Tensor full_grad(const ParamKey& param) const;
-  // `key` as in torch's optimizer state: "exp_avg", "step" (engine::OptimizerStates; ClientStates where an optimizer runs itself,
-  // which makes its states in its first step).
+  // `key` as in torch's optimizer state: "exp_avg", "step" (engine::OptimizerStates; engine::ClientStates where an optimizer runs
+  // itself, which makes its states in its first step).
   at::Tensor full_state(const ParamKey& param, const std::string& key) const;
 
   int number(const ParamKey& param) const;  // in engine::Engine::params(). Local.

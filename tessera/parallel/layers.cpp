@@ -5,6 +5,7 @@
 #include "tessera/base/error.h"
 #include "tessera/parallel/functions.h"
 #include "tessera/parallel/held.h"
+#include "tessera/parallel/inside.h"
 #include "tessera/parallel/transfers.h"
 
 namespace tessera::parallel {
@@ -290,8 +291,8 @@ at::Tensor own_inputs(const at::Tensor& x, const comm::GroupPtr& group, int64_t 
 
 at::Tensor share_outputs(const at::Tensor& out, const comm::GroupPtr& group, shard::Range own_use, comm::Label label) {
   const at::Tensor shared = copy_to_ranks(out.narrow(-1, own_use.begin, own_use.size()), group, label);
-  return at::cat({out.narrow(-1, 0, own_use.begin), shared, out.narrow(-1, own_use.end, out.size(-1) - own_use.end)},
-                 -1);
+  const at::Tensor after = out.narrow(-1, own_use.end, out.size(-1) - own_use.end);
+  return border(at::cat({out.narrow(-1, 0, own_use.begin), shared, after}, -1));
 }
 
 }  // namespace tessera::parallel

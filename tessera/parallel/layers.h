@@ -46,7 +46,7 @@ at::Tensor join_outputs(const at::Tensor& own, const comm::GroupPtr& group, bool
 // A row layer's inputs: this rank's `ranges`, where `x` has all `total` of them, from a layer that is not cut; else `x`.
 at::Tensor own_inputs(const at::Tensor& x, const comm::GroupPtr& group, int64_t total, const Ranges& ranges,
                       comm::Label label = {});
-// A whole layer's outputs, of which every rank uses those of `own_use` for its own heads.
+// A whole layer's outputs, of which every rank uses those of `own_use` for its own heads: regions begin at them (border()).
 at::Tensor share_outputs(const at::Tensor& out, const comm::GroupPtr& group, shard::Range own_use,
                          comm::Label label = {});
 

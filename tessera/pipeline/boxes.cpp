@@ -81,6 +81,11 @@ Layout Layout::of(const comm::MeshShape& shape) {
   return {shape.size(comm::kBatchAxes), shape.size(comm::Axis::Sp), shape.size(comm::kModelAxes)};
 }
 
+void check(const Dims& dims, const Layout& layout, const std::string& where) {
+  TESSERA_CHECK_VALUE(layout.sequence == 1 || dims.sequence, "hybrid", where, ": ", layout.sequence,
+                      " ranks share a sequence; say sequence_dim, its dim");
+}
+
 WholeTensor whole_of(const Layout& layout, const Dims& dims, const std::vector<Sizes>& shapes,
                      const std::string& where) {
   const Sizes& first = shapes[0];

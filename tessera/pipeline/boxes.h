@@ -37,6 +37,9 @@ struct Dims {
   std::optional<int> sequence;
 };
 
+// Value error, beginning with `where`, where the ranks of a side share a sequence and no dim of it is known.
+void check(const Dims& dims, const Layout& layout, const std::string& where);
+
 struct WholeTensor {
   Sizes sizes;
   std::vector<Box> held;  // by part

@@ -122,7 +122,7 @@ std::pair<Tensors, Tensors> LinkSender::gradients(const Sample& sample) {
   return pairs;
 }
 
-void LinkSender::check_not_freed(const Sample& sample, const std::exception& error) const {
+void LinkSender::check_not_freed(const Sample& sample, const std::string& error) const {
   TESSERA_CHECK(!is_of_freed_graph(error), "hybrid", me_, ": the graph of sample ", sample,
                 " was freed before its gradient came: another backward went through it; let that keep the graph "
                 "(retain_graph)");
@@ -134,7 +134,7 @@ void LinkSender::backward(const Sample& sample) {
   try {
     torch::autograd::backward(roots, found);
   } catch (const std::exception& error) {
-    check_not_freed(sample, error);
+    check_not_freed(sample, error.what());
     throw;
   }
 }

@@ -38,8 +38,8 @@ class LinkSender : public LinkEnd {
   void backward(const Sample& sample);
   // For a front end that runs the backward itself: outputs, times the loss scale, and their gradients, where there is one.
   std::pair<Tensors, Tensors> gradients(const Sample& sample);
-  // After a backward that threw: UsageError where another one has freed the graph.
-  void check_not_freed(const Sample& sample, const std::exception& error) const;
+  // After a backward that threw this `error`: UsageError where another one has freed the graph.
+  void check_not_freed(const Sample& sample, const std::string& error) const;
   // To be called once a step, on all ranks of both sides: UsageError where numbers of messages differ, or a gradient is out.
   void step();
 

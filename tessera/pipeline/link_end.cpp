@@ -19,10 +19,8 @@ LinkEnd::LinkEnd(LinkRanks ranks, LinkEngine engine, bool sends)
       sends_(sends),
       part_((sends ? ranks_.source : ranks_.target).part(ranks_.place)),
       me_(name_of(sends, ranks_.place)) {
-  for (const auto* layout : {&ranks_.source, &ranks_.target})
-    TESSERA_CHECK_VALUE(layout->sequence == 1 || ranks_.dims.sequence, "hybrid",
-                        ranks_.sides[layout == &ranks_.source ? 0 : 1], ": ", layout->sequence,
-                        " ranks share a sequence; say sequence_dim, its dim");
+  check(ranks_.dims, ranks_.source, ranks_.sides[0]);
+  check(ranks_.dims, ranks_.target, ranks_.sides[1]);
   std::vector<int> places = takers();
   for (const int place : givers())
     if (std::find(places.begin(), places.end(), place) == places.end()) places.push_back(place);

@@ -1,8 +1,10 @@
 #include "tessera/pipeline/partition.h"
 
 #include <algorithm>
+#include <cctype>
 #include <limits>
 #include <numeric>
+#include <set>
 
 #include "tessera/base/error.h"
 
@@ -37,6 +39,49 @@ std::vector<int> split(const std::vector<double>& weights, int parts) {
   bounds.push_back(0);
   std::reverse(bounds.begin(), bounds.end());
   return bounds;
+}
+
+namespace {
+
+std::vector<double> weights_by_type(const std::string& method, int parts, const ListedLayers& layers) {
+  const ListedLayers::Predicate finds = layers.matcher(method.substr(method.find(':') + 1));
+  std::vector<double> weights;
+  std::set<std::string> names;
+  int found = 0;
+  for (int layer = 0; layer < layers.count; ++layer) {
+    const std::string name = layers.class_name(layer);
+    const bool here = finds(name);
+    weights.push_back(here ? 1 : 0);
+    found += here ? 1 : 0;
+    names.insert(name);
+  }
+  std::string text;
+  for (const std::string& name : names)
+    text += (text.empty() ? "" : ", ") + name;
+  TESSERA_CHECK_VALUE(found >= parts, "pipeline", "partition method '", method, "' finds ", found, " layers for ",
+                      parts, " parts; the layers are ", text);
+  return weights;
+}
+
+}  // namespace
+
+std::vector<int> bounds_of(const std::string& method, int parts, const ListedLayers& layers) {
+  std::string wanted = method;
+  std::ranges::transform(wanted, wanted.begin(), [](unsigned char c) { return std::tolower(c); });
+  std::vector<double> weights(layers.count, 1.0);
+  if (wanted == "uniform") return split(weights, parts);
+  if (wanted.starts_with("type:")) {
+    weights = weights_by_type(method, parts, layers);
+  } else {
+    TESSERA_CHECK_VALUE(wanted == "parameters", "pipeline", "there is no partition method '", method,
+                        "'; use 'uniform', 'parameters' or 'type:REGEX'");
+    for (int layer = 0; layer < layers.count && parts > 1; ++layer)
+      weights[layer] = static_cast<double>(layers.trained_elements(layer));
+  }
+  // Layers without parameters are shared out, too, where nothing else decides.
+  for (double& weight : weights)
+    weight += 1e-6;
+  return split(weights, parts);
 }
 
 }  // namespace tessera::pipeline

@@ -141,7 +141,7 @@ void Run::backward(Cell cell) {
       backward_of(live.outputs, taken(gradients_, cell).tensors);
     }
   } catch (const std::exception& error) {
-    TESSERA_CHECK(!is_of_freed_graph(error), "pipeline", "stage ", number_, ": the graph of micro-batch ", micro,
+    TESSERA_CHECK(!is_of_freed_graph(error.what()), "pipeline", "stage ", number_, ": the graph of micro-batch ", micro,
                   " was freed before its backward; a layer, a hook or the loss function has called backward() on it. "
                   "The pipeline's engine calls it itself");
     throw;

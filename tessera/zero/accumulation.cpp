@@ -65,7 +65,7 @@ void Accumulation::put(const HeldGradient& gradient) {
   if (!gradient.reduced) return driver_.reducer().put(unit, p, gradient.values);
   const shard::Range owned = unit.owned_slice(p);
   TESSERA_ASSERT(unit.has_sum());
-  if (unit.in_pieces()) unit.make_run(p);
+  unit.make_run(p);
   const auto [buffer, there] = unit.gradient(p, owned);
   buffer.write(there, gradient.values);
 }
@@ -75,7 +75,7 @@ void Accumulation::end(const State& state) {
     Unit& unit = *units_[counts.param].unit;
     const Param& p = *units_[counts.param].param;
     unit.restore_grad(p, counts.has_grad, counts.filled, counts.additions);
-    if (p.grad.has() && unit.in_pieces()) unit.make_run(p);
+    if (p.grad.has()) unit.make_run(p);
     unit.restore_sums(counts.sums);
   }
   driver_.resume(state.unreduced, state.flushed, state.scaled, state.replicas_agree);

@@ -380,7 +380,7 @@ void BackwardDriver::put_gradient(const Place& place, const at::Tensor& flat) {
 void BackwardDriver::have_gradient(const Place& place) {
   const Param& p = *place.param;
   if (place.unit->progress().state() == GradState::Empty) settle_empty_units();
-  if (place.unit->in_pieces()) place.unit->make_run(p);
+  place.unit->make_run(p);
   place.unit->grad_came(p);
   if (place.unit->grads_are_visible()) p.tensor.mutable_grad() = place.unit->visible(p);
 }
@@ -420,7 +420,7 @@ void BackwardDriver::adopt_visible(const Place& place) {
     reducer_->accumulate(unit, p, given.is_sparse() ? given.to_dense() : given, 1.0);
     grad = unit.visible(p);
   } else {
-    if (unit.in_pieces()) unit.make_run(p);
+    unit.make_run(p);
     unit.visible(p).copy_(grad.is_sparse() ? grad.to_dense() : grad);
     unit.show_grad(p, true);
   }

@@ -53,22 +53,6 @@ void Contributions::release(Unit& unit) {
   if (unit.progress().pooled()) buckets_.contributions.release(memory);
 }
 
-// Where contributions to `param` add up: `row` itself where that is defined, which then is the first contribution.
-shard::Memory Contributions::slot(Unit& unit, const Param& param, const at::Tensor& row) {
-  if (!unit.in_pieces()) return shard::memory_of(unit.partial(), param.range.begin);
-  Run& run = unit.run_of(param);
-  if (row.defined()) {
-    unit.drop_run(run);
-    run.grad = shard::Buffer(row);
-  } else if (!run.grad.has_memory()) {
-    memory_for([&] { run.grad.make(); }, "the gradients of unit '", unit.name(), "'");
-    for (const shard::Range& gap : unit.layout().padding())
-      if (const shard::Range r = shard::intersect(gap, run.range); !r.empty())
-        shard::fill_zero(shard::part_of(run.grad.tensor(), {r.begin - run.range.begin, r.end - run.range.begin}));
-  }
-  return shard::memory_of(run.grad.tensor(), param.range.begin - run.range.begin);
-}
-
 void Contributions::add(Unit& unit, const Param& param, const at::Tensor& grad, double scale, bool ours) {
   unit.on_this_stream();
   begin(unit);
@@ -77,12 +61,13 @@ void Contributions::add(Unit& unit, const Param& param, const at::Tensor& grad, 
   if (grad.strides() != param.form.strides) source = shard::flatten_like_param(grad, param.form);
   if (source.scalar_type() == at::kDouble) source = source.to(at::kFloat);
   at::Tensor row;  // the gradient in a row, where it may be kept as it is
-  if (unit.in_pieces() && unit.run_of(param).alone && !param.grad.filled() && (ours || !source.is_alias_of(grad)) &&
+  if (unit.lies_alone(param) && !param.grad.filled() && (ours || !source.is_alias_of(grad)) &&
       source.dtype() == unit.grad_options().dtype())
     row = source.dim() == 1 ? source : shard::flatten_like_param(source, param.form);
   const int64_t n = param.range.size();
   if (one_rank(unit)) scale *= averaging_.mean_of(unit).rest;
-  const shard::Memory to = slot(unit, param, row), from = shard::memory_of(source);
+  row.defined() ? unit.keep_row(param, row) : unit.make_slot(param);
+  const shard::Memory to = unit.slot(param), from = shard::memory_of(source);
   if (!param.grad.filled()) {
     if (to.data != from.data || scale != 1) shard::scaled_copy(to, from, scale, n);
   } else if (stochastic_) {
@@ -101,7 +86,7 @@ void Contributions::add(Unit& unit, const Param& param, const at::Tensor& grad, 
 void Contributions::put(Unit& unit, const Param& param, const at::Tensor& values) {
   unit.on_this_stream();
   begin(unit);
-  if (unit.in_pieces()) unit.make_run(param);
+  unit.make_run(param);
   unit.contribution(param).copy_(values);
   unit.fill_grad(param);
 }
@@ -135,14 +120,13 @@ void Contributions::clear(Unit& unit, const Param& param) {
     const shard::Range r = unit.owned_slice(param);
     unit.gradients().fill(r, 0);
   }
-  if (unit.in_pieces() && unit.run_of(param).alone) unit.drop_run(unit.run_of(param));
+  if (unit.lies_alone(param)) unit.drop_row(param);
   unit.drop_grad(param);
 }
 
 void Contributions::zero_unfilled(Unit& unit) {
   for (const Param& p : unit.params())
-    if (!p.grad.filled() && !(unit.in_pieces() && !unit.run_of(p).grad.has_memory()))
-      shard::fill_zero(unit.contribution(p));
+    if (!p.grad.filled() && unit.has_slot(p)) shard::fill_zero(unit.contribution(p));
 }
 
 at::Tensor Contributions::filled(const Unit& unit) {

@@ -51,7 +51,6 @@ class Contributions {
 
  private:
   void acquire(Unit& unit);
-  static shard::Memory slot(Unit& unit, const Param& param, const at::Tensor& row);
   kernels::RandomKey key_of(const Param& param, uint64_t first, uint64_t number) const;
 
   const Averaging& averaging_;

@@ -181,6 +181,11 @@ void FlatParams::leave_space() {
   space_.reset();
 }
 
+void FlatParams::send(const HomeMaker& home) {
+  if (residence() != shard::Residence::Device) return;
+  if (const auto made = home(shard::Quantity::Weight, local_size(), options())) send_to(made);
+}
+
 void FlatParams::send_to(const shard::HomePtr& home) {
   TESSERA_ASSERT(!shares() && (!sharded_ || state_ == ParamState::Sharded));
   if (!buffer_.is_here()) return;

@@ -130,9 +130,9 @@ class FlatParams {
   void end_private_copy(int index);
   bool has_private_copy(int index) const { return space_.copy_of(index).defined(); }
 
-  // Values on the device go to `home` for a while, and come back. Whole parameters have no data meanwhile, and an access says
-  // what to call. Not for gathered or shared parameters. Local.
-  void send_to(const shard::HomePtr& home);
+  // Values on the device go to what `home` makes for a while (null: they stay), and come back. Whole parameters have no data
+  // meanwhile, and an access says what to call. Not for gathered or shared parameters. Local.
+  void send(const HomeMaker& home);
   void bring_back();
   bool is_sent() const { return buffer_.is_sent(); }
 
@@ -146,6 +146,7 @@ class FlatParams {
   void abandon(const std::string& message);
 
  private:
+  void send_to(const shard::HomePtr& home);
   OwnSlice own() const { return {buffer_, slice_, layout().size()}; }
   shard::Range there(int index, shard::Range part) const;
   void leave_space();

@@ -7,14 +7,6 @@
 
 namespace tessera::zero {
 
-enum class StateKind : uint8_t {
-  OptimizerStates,
-  Masters,    // separate ones, with residuals; where a weight is its own master there are none
-  Weights,    // parameters that the engine holds
-  Gradients,  // reduced or accumulated
-  Buckets,    // the memory kept for gathers and reductions: freed, and made again when needed
-};
-
 inline std::vector<StateKind> all_state_kinds() {
   using enum StateKind;
   return {OptimizerStates, Masters, Weights, Gradients, Buckets};
@@ -35,11 +27,9 @@ class Moving {
 
  private:
   void check() const;
-  void leave(Unit& unit, StateKind kind, const HomeMaker& home);
 
   Units& units_;
   BackwardDriver& driver_;
-  std::vector<Unit*> accumulating_;  // whose contributions lie in the gradients that are away
 };
 
 }  // namespace tessera::zero

@@ -105,9 +105,9 @@ void Unit::restore_grad(const Param& param, bool has, bool filled, uint64_t addi
   progress_.restore(own(param).grad, has, filled, additions);
 }
 
-std::vector<shard::Buffer*> Unit::grad_buffers() {
-  std::vector<shard::Buffer*> all{&grads_};
-  for (Run& run : runs_)
+std::vector<const shard::Buffer*> Unit::grad_buffers() const {
+  std::vector<const shard::Buffer*> all{&grads_};
+  for (const Run& run : runs_)
     all.push_back(&run.grad);
   return all;
 }
@@ -167,10 +167,30 @@ void Unit::lie_in_pieces() {
 }
 
 void Unit::make_run(const Param& param) {
-  Run& run = run_of(param);
-  if (run.grad.has_memory()) return;
+  if (has_slot(param)) return;
+  make_slot(param);
+  shard::fill_zero(runs_[param.run].grad.tensor());
+}
+
+void Unit::make_slot(const Param& param) {
+  if (has_slot(param)) return;
+  Run& run = runs_[param.run];
   memory_for([&] { run.grad.make(); }, "the gradients of unit '", name_, "'");
-  shard::fill_zero(run.grad.tensor());
+  for (const shard::Range& gap : layout_.padding())
+    if (const shard::Range r = shard::intersect(gap, run.range); !r.empty())
+      shard::fill_zero(shard::part_of(run.grad.tensor(), {r.begin - run.range.begin, r.end - run.range.begin}));
+}
+
+shard::Memory Unit::slot(const Param& param) const {
+  if (!in_pieces()) return shard::memory_of(partial_, param.range.begin);
+  const Run& run = runs_[param.run];
+  return shard::memory_of(run.grad.tensor(), param.range.begin - run.range.begin);
+}
+
+void Unit::keep_row(const Param& param, at::Tensor row) {
+  Run& run = runs_[param.run];
+  drop_run(run);
+  run.grad = shard::Buffer(std::move(row));
 }
 
 void Unit::drop_run(Run& run) {
@@ -250,6 +270,49 @@ void Unit::flush() const {
   for (const shard::Buffer* buffer : state_buffers())
     if (buffer->defined()) buffer->flush();
   flat_->flush();
+}
+
+std::vector<shard::Buffer*> Unit::sendable() {
+  std::vector<shard::Buffer*> all{&master_, &residual_, &states_[0], &states_[1], &grads_};
+  for (Run& run : runs_)
+    all.push_back(&run.grad);
+  return all;
+}
+
+void Unit::send(StateKind kind, const HomeMaker& home) {
+  on_this_stream();
+  const auto send = [&](shard::Buffer& buffer, shard::Quantity what) {
+    if (buffer.defined() && buffer.is_here()) buffer.send_to(home(what, buffer.size(), buffer.options()));
+  };
+  if (kind == StateKind::OptimizerStates) {
+    send(states_[0], shard::Quantity::State0);
+    send(states_[1], shard::Quantity::State1);
+  } else if (kind == StateKind::Masters) {
+    send(master_, shard::Quantity::Master);
+    send(residual_, shard::Quantity::Master);
+  } else if (kind == StateKind::Weights) {
+    flat_->send(home);
+  } else if (kind == StateKind::Gradients) {
+    send(grads_, shard::Quantity::Gradient);
+    for (Run& run : runs_)
+      send(run.grad, shard::Quantity::Gradient);
+    if (partial_.defined() && !grads_.is_here()) {
+      partial_.reset();
+      partial_is_sent_ = true;
+    }
+  }
+}
+
+void Unit::bring_back() {
+  for (shard::Buffer* buffer : sendable())
+    memory_for([&] { buffer->bring_back(); }, "the states of unit '", name_, "', which come back");
+  note_master();
+  if (std::exchange(partial_is_sent_, false)) partial_ = grads_.tensor();
+}
+
+bool Unit::is_sent() const {
+  const auto sent = [](const shard::Buffer* buffer) { return buffer->is_sent(); };
+  return std::ranges::any_of(state_buffers(), sent) || std::ranges::any_of(grad_buffers(), sent) || flat_->is_sent();
 }
 
 void Unit::drop_states() {

@@ -12,6 +12,7 @@
 
 #include "tessera/optim/norm.h"
 #include "tessera/optim/optimizer.h"
+#include "tessera/shard/dtype.h"
 #include "tessera/shard/layout.h"
 #include "tessera/shard/placement.h"
 #include "tessera/shard/side_stream.h"
@@ -52,14 +53,16 @@ struct Param {
   ParamGrad grad{};
 };
 
-// Parameters that lie one after the other, and whose gradients have memory together; without memory they are zero.
-struct Run {
-  shard::Range range;  // in the flat space
-  bool alone = false;  // one parameter, whose gradient may be a tensor of autograd's
-  shard::Buffer grad;
-};
-
 using shard::kTile;
+
+// What can be sent elsewhere for a while (moving.h).
+enum class StateKind : uint8_t {
+  OptimizerStates,
+  Masters,    // separate ones, with residuals; where a weight is its own master there are none
+  Weights,    // parameters that the engine holds
+  Gradients,  // reduced or accumulated
+  Buckets,    // the memory kept for gathers and reductions: freed, and made again when needed
+};
 
 // Where a unit's masters and optimizer states are: whether they live where Options::home says, and whether the device updates
 // them there, which else their dtype decides (device_of_update()). by_device asks for page-locked memory.
@@ -118,7 +121,6 @@ class Unit {
   void restore_grad(const Param& param, bool has, bool filled, uint64_t additions);
   // Gives the contributions' memory away, as it moves or its values are dropped.
   at::Tensor give_partial() { return std::exchange(partial_, at::Tensor()); }
-  void put_partial(at::Tensor memory) { partial_ = std::move(memory); }  // the same values, elsewhere
   // Ends all gradients; the memory of contributions was given away.
   void end_grads();
 
@@ -133,7 +135,7 @@ class Unit {
   // Takes memory for the sums of the owned range, whose contributions no longer lie there.
   void take_grads(shard::Buffer memory) { grads_ = std::move(memory); }
   // All buffers that gradients are kept in.
-  std::vector<shard::Buffer*> grad_buffers();
+  std::vector<const shard::Buffer*> grad_buffers() const;
   // The gradients of the owned range, wherever they live; owned_grads(): a view of them where they live on the device.
   shard::Buffer gradients() const;
   at::Tensor owned_grads() const;
@@ -148,10 +150,18 @@ class Unit {
   // Whether gradients lie in separate runs: one rank, all of the unit on the device. Note [Gradients in pieces], contributions.h
   bool in_pieces() const { return !runs_.empty(); }
   void lie_in_pieces();
-  // Makes memory for the run of `param`, zeros; nothing happens where there is some.
+  // In pieces: makes memory for the run of `param`, zeros (make_slot(): only what no parameter has is zero); nothing happens where
+  // there is some, and elsewhere.
   void make_run(const Param& param);
-  void drop_run(Run& run);
-  Run& run_of(const Param& param) { return runs_[param.run]; }
+  void make_slot(const Param& param);
+  // Whether the gradient of `param` has a tensor of its own, which may be one of autograd's.
+  bool lies_alone(const Param& param) const { return in_pieces() && runs_[param.run].alone; }
+  // Such a gradient is `row` from now on; drop_row(): it has no memory any more.
+  void keep_row(const Param& param, at::Tensor row);
+  void drop_row(const Param& param) { drop_run(runs_[param.run]); }
+  // Where contributions to `param` add up, and whether that has memory.
+  shard::Memory slot(const Param& param) const;
+  bool has_slot(const Param& param) const { return !in_pieces() || runs_[param.run].grad.has_memory(); }
   // The buffer with the gradient of elements `range` of the owned range, which are all of `param`, and their place in the buffer.
   std::pair<shard::Buffer, shard::Range> gradient(const Param& param, shard::Range range) const;
   // All elements of `param`: where its contributions add up (while accumulates()), and as p.grad shows them in stage 0.
@@ -235,7 +245,12 @@ class Unit {
   const StateResidence& state_residence() const { return state_residence_; }
   // Buffers of master, residual and states, whether or not there are such.
   std::array<const shard::Buffer*, 4> state_buffers() const { return {&master_, &residual_, &states_[0], &states_[1]}; }
-  std::array<shard::Buffer*, 4> state_buffers() { return {&master_, &residual_, &states_[0], &states_[1]}; }
+  // Moves what of `kind` lives on the device to what `home` makes for it; null: it stays. Contributions that lie in such gradients go
+  // with them.
+  void send(StateKind kind, const HomeMaker& home);
+  // Brings it back, but for the weights, which flat() brings.
+  void bring_back();
+  bool is_sent() const;  // whether anything of the unit's is away by send(), or by flat()
   // Returns when what was written to these, or to the weights, is where they live; throws what went wrong on the way.
   void flush() const;
   // Frees gradients, masters and states.
@@ -246,7 +261,16 @@ class Unit {
   void refresh_weights();
 
  private:
+  // Parameters that lie one after the other, and whose gradients have memory together; without memory they are zero.
+  struct Run {
+    shard::Range range;  // in the flat space
+    bool alone = false;  // one parameter
+    shard::Buffer grad;
+  };
+
   Param& own(const Param& param) { return params_[param.item]; }
+  void drop_run(Run& run);
+  std::vector<shard::Buffer*> sendable();  // all but the weights'
   shard::Buffer make(shard::Quantity what, const at::TensorOptions& options) const;
   void note_updated(Param& param);
   void adopt_changed(const Param& param, const at::Tensor& before, const at::Tensor& now);
@@ -271,7 +295,8 @@ class Unit {
   shard::Buffer grads_;
   std::vector<Run> runs_;  // in place of grads_, where in_pieces()
   std::shared_ptr<HostGrads> host_grads_;
-  at::Tensor partial_;  // grads_ itself or a pooled bucket
+  at::Tensor partial_;            // grads_ itself or a pooled bucket
+  bool partial_is_sent_ = false;  // with grads_
   at::Tensor squares_, client_grads_;
 
   shard::Buffer master_, residual_;

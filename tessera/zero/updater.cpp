@@ -468,7 +468,7 @@ void Updater::complete_pieces(const std::vector<bool>& present) {
   if (units_.options().update_in_backward) return;
   for (const auto& unit : units_.all())
     for (const Param& p : unit->params())
-      if (unit->in_pieces() && present[p.id]) unit->make_run(p);
+      if (present[p.id]) unit->make_run(p);
 }
 
 void Updater::prepare_update() {

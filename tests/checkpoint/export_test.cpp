@@ -50,6 +50,15 @@ TEST(Export, AllWeightsOnceInTheDtypeThatIsAskedFor) {
   EXPECT_EQ(list_export(reader, {.dtype = {}, .frozen = false}).size(), 3u);
 }
 
+TEST(Export, AListOutlivesItsReader) {
+  const io::TempFolder folder;
+  const std::string path = make(folder);
+  const auto all = list_export(open_folder(path), {});
+  const Reader reader = open_folder(path);
+  EXPECT_TRUE(read_export(reader, all[0]).equal((at::arange(40, at::kFloat).view({8, 5}) / 3).to(at::kBFloat16)));
+  EXPECT_TRUE(read_export(reader, all[3]).equal(at::arange(3)));
+}
+
 TEST(Export, Files) {
   const io::TempFolder folder;
   const Reader reader = open_folder(make(folder));

@@ -96,9 +96,9 @@ TEST(Layers, Partition) {
   EXPECT_EQ(bounds_of("type:LINEAR|none", 2, layers)[1], 2);
   EXPECT_EQ(bounds_of("type:^Tanh$", 1, layers), (Ints{0, 4}));
   EXPECT_HAS(error_of([&] { bounds_of("type:tanh", 2, layers); }),
-             "partition 'type:tanh' finds 1 layers for 2 parts; the layers are Linear, Tanh");
-  EXPECT_HAS(error_of([&] { bounds_of("type:(", 2, layers); }), "partition 'type:(' is no regular expression");
-  EXPECT_HAS(error_of([&] { bounds_of("profile", 2, layers); }), "no partition 'profile'");
+             "partition method 'type:tanh' finds 1 layers for 2 parts; the layers are Linear, Tanh");
+  EXPECT_HAS(error_of([&] { bounds_of("type:(", 2, layers); }), "'(' of a partition method is no regular expression");
+  EXPECT_HAS(error_of([&] { bounds_of("profile", 2, layers); }), "no partition method 'profile'");
   EXPECT_HAS(error_of([&] { bounds_of("uniform", 5, layers); }), "4 layers cannot be cut into 5 parts");
 }
 

@@ -55,5 +55,28 @@ TEST(Partition, TheHeaviestPartIsAsLightAsCanBe) {
   EXPECT_THROW(split({1, 1}, 3), c10::ValueError);
 }
 
+TEST(Partition, MethodsOfLayers) {
+  const std::vector<int64_t> elements{100, 6, 6, 0, 6, 6, 6};
+  const std::vector<std::string> classes{"Embed", "Block", "Block", "relu", "Block", "Block", "Linear"};
+  int counted = 0;
+  const ListedLayers layers{
+      .count = 7,
+      .trained_elements = [&](int layer) { return ++counted, elements[layer]; },
+      .class_name = [&](int layer) { return classes[layer]; },
+      .matcher =
+          [](const std::string& pattern) { return [pattern](const std::string& name) { return name == pattern; }; }};
+  const auto error = [&](const char* method) {
+    return testing::error_of<c10::ValueError>([&] { bounds_of(method, 2, layers); });
+  };
+  EXPECT_EQ(bounds_of("uniform", 2, layers), (Ints{0, 3, 7}));
+  EXPECT_EQ(bounds_of("parameters", 1, layers), (Ints{0, 7}));
+  EXPECT_EQ(counted, 0) << "nobody needs to build the layers";
+  EXPECT_EQ(bounds_of("Parameters", 2, layers), (Ints{0, 1, 7}));
+  const int middle = bounds_of("type:Block", 2, layers)[1];
+  EXPECT_TRUE(middle == 3 || middle == 4) << "two blocks each";
+  EXPECT_HAS(error("type:Embed"), "finds 1 layers for 2 parts; the layers are Block, Embed, Linear, relu");
+  EXPECT_HAS(error("profile"), "no partition method 'profile'");
+}
+
 }  // namespace
 }  // namespace tessera::pipeline

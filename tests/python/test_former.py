@@ -12,7 +12,7 @@ import torch
 from support import config, make
 
 import tessera
-from tessera import sequence, zero
+from tessera import pipeline, sequence, zero
 
 
 def calls(folder: Path) -> dict[str, tuple[tuple[Any, ...], dict[str, Any], str]]:
@@ -69,11 +69,18 @@ def test_other_names(recwarn: pytest.WarningsRecorder) -> None:
     assert zero.z3_leaf_module is zero.is_leaf_module
     engine = tessera.initialize(model=model, config=config(0))[0]
     assert engine.get_global_grad_norm() is engine.global_grad_norm() is None
+    engine.num_local_io_workers = engine.num_local_io_workers + 1
+    assert engine.num_workers == 1
+    assert engine.data_loader([torch.ones(5)] * 2, num_local_io_workers=0) is not None
+    engine.load_module_state_dict(engine.module_state_dict(), fetch_z3_params=True)
+    spec = pipeline.LayerSpec(torch.nn.Linear, 2, 2)
+    assert pipeline.PipelineModule([spec], 1, partition_method="best").bounds == [0, 1]
+    assert isinstance(spec.build(log=True), torch.nn.Linear)
     with zero.Init(config_dict_or_path=config(3), mem_efficient_linear=True):
         make()
     texts = [str(w.message) for w in recwarn if issubclass(w.category, FutureWarning)]
     norm = "get_global_grad_norm() is DeepSpeed's name, and goes with 0.3.0; here it is global_grad_norm()"
-    assert len(texts) == 5 and norm in texts
+    assert len(texts) == 11 and norm in texts
     with pytest.raises(AttributeError, match="no_such"):
         _ = zero.no_such
 

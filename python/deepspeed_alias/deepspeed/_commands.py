@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tessera import _core, checkpoints
+from tessera import checkpoints
 
 
 def _status(error: BaseException) -> int:
@@ -69,10 +69,7 @@ def universal(args: argparse.Namespace | Sequence[str] | None = None) -> None:
     given = args if isinstance(args, argparse.Namespace) else _universal_parser().parse_args(args)
     folder, tag = os.path.split(os.path.abspath(given.input_folder))
     parent, wanted = os.path.split(os.path.abspath(given.output_folder))
-    made = checkpoints.to_universal(folder, parent, tag)
-    if made != wanted:
-        os.replace(os.path.join(parent, made), os.path.join(parent, wanted))
-        _core.set_latest(parent, wanted, "latest_universal")
+    checkpoints.to_universal(folder, parent, tag, name=wanted)
 
 
 def _universal_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from deepspeed._getters import Getters, refusal
 from deepspeed._lazy import NotServed
 from deepspeed._logging import log_dist_once, warning_once
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
-from tessera import _core
+from tessera import _core, zero
 
 
 def _counter(name: str) -> Any:
@@ -60,6 +60,9 @@ class DeepSpeedEngine(nn.Module):
         own["_given"] = users_dict(config if given is None else given)
         own["_front"] = Front()
         _params.settle(model.parameters())
+        for module in model.modules():  # DeepSpeed's mark of a leaf, which programs set themselves
+            if (marked := vars(module).get("_z3_leaf")) is not None:
+                zero.set_leaf_module(module, marked)
         own["_engine"] = engine = self._made_of(model, config, front=self._front, **kwargs)
         own["_getters"] = Getters(engine.config)
         super().__init__()
@@ -137,9 +140,38 @@ class DeepSpeedEngine(nn.Module):
     ) -> torch.Tensor:
         return self._engine.backward(loss, retain_graph, scale_wrt_gas)
 
-    def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
         """A loader, as tessera.Engine.data_loader() makes it."""
-        return self._engine.data_loader(*args, **kwargs)
+        return self._engine.data_loader(
+            dataset, batch_size, route, pin_memory, data_sampler, collate_fn, num_local_io_workers
+        )
+
+    @property
+    def num_local_io_workers(self) -> int:
+        return self._engine.num_workers
+
+    @num_local_io_workers.setter
+    def num_local_io_workers(self, number: int) -> None:
+        self._engine.num_workers = number
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[[dict[str, Any], nn.Module], None] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """That of tessera.Engine, which gathers parameters where it must, whatever `fetch_z3_params` says."""
+        self._engine.load_module_state_dict(checkpoint, strict, custom_load_fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._engine.zero_grad(set_to_none)

@@ -17,7 +17,7 @@ from tessera import _core
 from tessera.engine import front
 
 
-class Front(front.Front):
+class Front(front.Front[tessera.Engine]):
     counts_empty_steps = True  # DeepSpeed's engine does so
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from tessera.data import RepeatingLoader
 from tessera.errors import ConfigError
+from torch import nn
 
 from deepspeed import _groups
 from deepspeed._engine import DeepSpeedEngine
@@ -27,7 +28,14 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-class TiedLayerSpec(pipeline.TiedLayerSpec):
+class LayerSpec(pipeline.LayerSpec):
+    """tessera.pipeline.LayerSpec; `log` of build() is not read."""
+
+    def build(self, log: bool = False) -> nn.Module:
+        return super().build()
+
+
+class TiedLayerSpec(pipeline.TiedLayerSpec, LayerSpec):
     """tessera.pipeline.TiedLayerSpec: all parameters of the module are tied, whatever `tied_weight_attr` says."""
 
     def __init__(self, *args: Any, tied_weight_attr: str | Sequence[str] = "weight", **kwargs: Any) -> None:
@@ -37,13 +45,18 @@ class TiedLayerSpec(pipeline.TiedLayerSpec):
 
 class PipelineModule(pipeline.PipelineModule):
     """tessera.pipeline.PipelineModule; `topology`, in place of `num_stages`, is an object whose get_dim("pipe") says
-    them."""
+    them, and a `partition_method` "best" is "parameters"."""
 
     def __init__(
         self,
         layers: Sequence[Any],
         num_stages: int | None = None,
         topology: Any = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], object] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
         *args: Any,
         dynamic_shape: bool = False,
         **kwargs: Any,
@@ -55,7 +68,8 @@ class PipelineModule(pipeline.PipelineModule):
             num_stages = pipe
         if num_stages is None:
             raise ConfigError("[PipelineModule] pass num_stages or a topology")
-        super().__init__(layers, num_stages, *args, **kwargs)
+        method = "parameters" if partition_method.lower() == "best" else partition_method
+        super().__init__(layers, num_stages, loss_fn, seed_layers, seed_fn, base_seed, method, *args, **kwargs)
         self._rank, ranks = _place()
         self._topology = topology or PipeDataParallelTopology(num_stages, ranks // num_stages)
 

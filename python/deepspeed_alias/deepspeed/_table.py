@@ -45,7 +45,7 @@ _BWC = (
     "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
     "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group"
 )
-_PIPE = {**_same("._pipe", "PipelineModule TiedLayerSpec"), **_same("tessera.pipeline", "LayerSpec")}
+_PIPE = _same("._pipe", "PipelineModule LayerSpec TiedLayerSpec")
 _TOPOLOGIES = _same(
     "._topology",
     "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",

@@ -116,7 +116,7 @@ def take_record(model: nn.Module, config: tessera.Config, mpu: Any) -> Record | 
     for key, part, dtype in (("bf16", config.bf16, torch.bfloat16), ("fp16", config.fp16, torch.float16)):
         if part.enabled and record.dtype != dtype:
             raise ConfigError(f"[initialize] Conflicting dtype: {key}.enabled, but tp_model_init said {record.dtype}")
-    if "tensor_parallel.dtype" in config.given and section.dtype != record.dtype:
+    if section.dtype not in (None, record.dtype):
         raise ConfigError(
             f"[initialize] Conflicting tensor_parallel.dtype: the configuration says "
             f"{section.dtype}, tp_model_init said {record.dtype}"

@@ -18,7 +18,7 @@ from tessera import _core, _mesh, distributed
 from tessera._config import ConfigLike, load_config
 from tessera._copies import without_repeats
 from tessera._device import checked_device, emulated
-from tessera._former import former_methods
+from tessera._former import former_attributes, former_methods
 from tessera._loans import Loans, add_param_group_of, step_of, zero_grad_of, zero_grad_of_optimizer
 from tessera._warnings import caught_warnings, warn_user
 from tessera.data import Collate, Indexed, Loader
@@ -67,6 +67,7 @@ from tessera.zero.engines import Partition, partition_again, taken_over, whole_f
 from tessera.zero.leaf import leaf_paths
 
 
+@former_attributes(num_local_io_workers="num_workers")
 @former_methods(get_global_grad_norm="global_grad_norm")
 class Engine(nn.Module):
     """Trains `model` as `config` says. tessera.initialize() builds one from the usual arguments.
@@ -95,7 +96,7 @@ class Engine(nn.Module):
     core: _core.Engine  # the compiled engine
     # The parts, in the order in which they are made; those before the core's exist for the core.
     _settings: _core.Config
-    _front: Front
+    _front: Front[Engine]
     _program: Program
     _loans: Loans
     _ranks: Ranks
@@ -130,11 +131,11 @@ class Engine(nn.Module):
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
         tensor_parallel: int | None = None,
-        front: Front | None = None,
+        front: Front[Engine] | None = None,
         program: Program | None = None,
     ) -> None:
         super().__init__()
-        self._front = front or Front()
+        self._front = front or Front[Engine]()
         self._program = program or Program()
         self._settings = load_config(config)
         self.module = model
@@ -142,7 +143,7 @@ class Engine(nn.Module):
         self.client_optimizer = optimizer
         self.client_lr_scheduler = lr_scheduler
         self.collate_fn = collate_fn
-        self.num_local_io_workers = 0
+        self.num_workers = 0
         self.open_regions = []
         self._loans = Loans()
         this = weak(self)

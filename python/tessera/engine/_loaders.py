@@ -7,6 +7,7 @@ from typing import Protocol
 from torch.utils.data import Dataset, Sampler
 
 from tessera import _core
+from tessera._former import renamed, takes_former
 from tessera.data import Collate, Indexed, Loader, make_loader
 from tessera.engine._ranks import Ranks
 
@@ -17,7 +18,7 @@ class Loading(Protocol):
     @property
     def collate_fn(self) -> Collate | None: ...
     @property
-    def num_local_io_workers(self) -> int: ...
+    def num_workers(self) -> int: ...
     @property
     def _ranks(self) -> Ranks: ...
     @property
@@ -29,6 +30,7 @@ class Loaders:
     def __init__(self, engine: Loading) -> None:
         self._engine = engine
 
+    @takes_former(renamed("Engine.data_loader", num_local_io_workers="num_workers"))
     def data_loader(
         self,
         dataset: Dataset[object] | Indexed[object],
@@ -37,7 +39,7 @@ class Loaders:
         pin_memory: bool = False,
         data_sampler: Sampler[int] | Sampler[list[int]] | None = None,
         collate_fn: Collate | None = None,
-        num_local_io_workers: int | None = None,
+        num_workers: int | None = None,
     ) -> Loader:
         """A loader of this rank's part of `dataset`; the micro batch is the default batch size."""
         engine = self._engine
@@ -50,6 +52,6 @@ class Loaders:
             pin_memory=pin_memory,
             data_sampler=data_sampler,
             collate_fn=collate_fn or engine.collate_fn,
-            num_workers=engine.num_local_io_workers if num_local_io_workers is None else num_local_io_workers,
+            num_workers=engine.num_workers if num_workers is None else num_workers,
             drop_last=engine._settings.dataloader_drop_last,
         )

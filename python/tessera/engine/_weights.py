@@ -12,6 +12,7 @@ from torch import nn
 
 from tessera import _core
 from tessera._copies import own_copies
+from tessera._former import renamed, takes_former
 from tessera.engine._on_all import on_all
 from tessera.errors import ConfigError
 from tessera.parallel.engines import TensorParallel
@@ -75,12 +76,12 @@ class Weights:
                     state.pop(prefix + name, None)
         return state
 
+    @takes_former(renamed("Engine.load_module_state_dict", fetch_z3_params=None))
     def load_module_state_dict(
         self,
         checkpoint: dict[str, Any],
         strict: bool = True,
         custom_load_fn: Callable[[dict[str, Any], nn.Module], None] | None = None,
-        fetch_z3_params: bool = False,
     ) -> None:
         """module.load_state_dict(); the masters follow. Every rank loads the same values. ConfigError, with nothing
         changed, for values that no tensor of the module can take. Collective in stage 3."""

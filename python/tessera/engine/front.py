@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -40,7 +40,10 @@ def values_of_all(own: Any) -> list[Any]:
     return [json.loads(text) for text in texts]
 
 
-class Front:
+E = TypeVar("E")  # the class of the engine, which this module does not see
+
+
+class Front(Generic[E]):
     """The calls by which an object that has an Engine takes part in its work: here none does anything. An object that
     needs more is of a derived class, and is passed to the engine (Engine(front=...))."""
 
@@ -52,13 +55,13 @@ class Front:
         of the configuration. Errors refuse it: nothing of the model has changed."""
         return base
 
-    def optimizer_class(self, engine: Any) -> type[Optimizer]:
+    def optimizer_class(self, engine: E) -> type[Optimizer]:
         """The class of engine.optimizer where that is not the client's own."""
         return Optimizer
 
-    def settle(self, engine: Any) -> None:
+    def settle(self, engine: E) -> None:
         """Called before all ranks save, load or read whole parameters. May be collective."""
 
-    def stepping(self, engine: Any) -> contextlib.AbstractContextManager[None]:
+    def stepping(self, engine: E) -> contextlib.AbstractContextManager[None]:
         """Around every step()."""
         return contextlib.nullcontext()

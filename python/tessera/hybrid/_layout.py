@@ -57,10 +57,6 @@ class Dims:
     batch: int = 0
     sequence: int | None = None
 
-    def check(self, layout: Layout, where: str) -> None:
-        if layout.sequence > 1 and self.sequence is None:
-            raise ConfigError(f"[hybrid] {where}: {layout.sequence} ranks share a sequence; say sequence_dim, its dim")
-
 
 SIDES = ("source", "target")
 _ONE_RANK = Layout()
@@ -83,7 +79,7 @@ class Terms:
         if self.transport not in ("auto", "group", "ray"):
             raise ConfigError(f"[hybrid] transport must be 'auto', 'group' or 'ray', got {self.transport!r}")
         for layout, side in zip((self.source, self.target), self.sides, strict=True):
-            self.dims.check(layout, f"link '{self.name}', {side}")
+            _core.check_link_dims(self.dims, layout, f"link '{self.name}', {side}")
 
     @property
     def dims(self) -> Dims:

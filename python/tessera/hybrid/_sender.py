@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from tessera import _core
-from tessera.errors import UsageError
 from tessera.hybrid._end import VALUES, End, text_of
 from tessera.hybrid._joining import Store
 from tessera.hybrid._layout import HasCore, Terms
@@ -40,9 +39,5 @@ class Sender(End):
         try:
             torch.autograd.backward(roots, gradients)
         except RuntimeError as error:
-            if "through the graph a second time" not in str(error):
-                raise
-            raise UsageError(
-                f"{self._me}: the graph of sample {sample!r} was freed before its gradient came: another backward "
-                "went through it; call that with retain_graph=True"
-            ) from error
+            self._joining.call(f"sample {sample!r}", "check_not_freed", text_of(sample), str(error))
+            raise

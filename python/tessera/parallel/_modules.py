@@ -21,7 +21,6 @@ from tessera.parallel._draws import Draws
 
 CUT = "_tessera_cut"  # on modules: ModuleCut
 UP, DOWN = EXPERTS = ("gate_up_proj", "down_proj")  # parameters of experts in one tensor each
-BORDER = "tessera border"  # metadata of nodes of the autograd graph: what goes on is for this rank's slices
 SEQUENCE_DIM = 1  # dim of activations between blocks, [batch, sequence, hidden]
 
 
@@ -245,11 +244,7 @@ class _SharedTail(_CutModule):
         out: torch.Tensor = super().forward(input)
         if cut.is_partial:
             return out
-        joined: torch.Tensor = _core.share_outputs(out, cut.ranks.group, cut.own_use, cut.label)
-        if joined.grad_fn is not None:
-            metadata: Any = joined.grad_fn.metadata
-            metadata[BORDER] = True
-        return joined
+        return _core.share_outputs(out, cut.ranks.group, cut.own_use, cut.label)
 
 
 class SharedTailLinear(_SharedTail, nn.Linear):

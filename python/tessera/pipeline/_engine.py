@@ -85,7 +85,7 @@ class PipelineEngine(Engine):
         unit_policy: UnitPolicy | None = None,
         sequence_parallel: int | None = None,
         tensor_parallel: int | None = None,
-        front: Front | None = None,
+        front: Front[Engine] | None = None,
     ) -> None:
         self._everyone = everyone = Everyone()
         self._stages = stages = Stages(everyone)

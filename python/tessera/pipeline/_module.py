@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tessera import _core
+from tessera._former import renamed, takes_former, warn
 from tessera.errors import ConfigError
-from tessera.pipeline._partition import bounds_of
 
 LayerFunction = Callable[[Any], Any]
 
@@ -32,8 +34,9 @@ class LayerSpec:
         """The name of its class or function."""
         return getattr(self.typename, "__name__", type(self.typename).__name__)
 
-    def build(self, log: bool = False) -> nn.Module:
-        """Makes the layer. `log` is not read."""
+    @takes_former(renamed("LayerSpec.build", log=None))
+    def build(self) -> nn.Module:
+        """Makes the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -221,10 +224,18 @@ class PipelineModule(nn.Module):
             modules.add(id(layer))
 
     def _bounds(self, method: str) -> list[int]:
-        parts = self.num_stages * self.num_chunks
-        needs_counts = method.lower() in ("parameters", "best") and parts > 1
-        counts = [_count(layer) if needs_counts else 0 for layer in self._list]
-        return bounds_of(method, parts, counts, [_class_name(layer) for layer in self._list])
+        layers = self._list
+        if method.lower() == "best":
+            warn("partition_method='best'", "'parameters'", level=3)
+            method = "parameters"
+        return _core.partition_bounds(
+            method,
+            self.num_stages * self.num_chunks,
+            len(layers),
+            lambda number: _count(layers[number]),
+            lambda number: _class_name(layers[number]),
+            _matcher,
+        )
 
 
 def units_of_layers(model: nn.Module) -> dict[str, str]:
@@ -252,6 +263,11 @@ def _count(layer: Layer) -> int:
     if not isinstance(layer, nn.Module):
         return 0
     return sum(param.numel() for param in layer.parameters() if param.requires_grad)
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    expression = re.compile(pattern, re.IGNORECASE)
+    return lambda name: expression.search(name) is not None
 
 
 def _checkpoint(function: LayerFunction, inputs: Any) -> Any:

@@ -178,7 +178,7 @@ class Partition:
 
     def __init__(
         self,
-        engine: Any,
+        engine: object,
         core: _core.Engine,
         loans: Loans,
         model: nn.Module,

@@ -60,7 +60,9 @@ class Home(Mark):
 
     __slots__ = ("engine", "holder", "number", "partition")
 
-    def __init__(self, holder: Holder, number: int, engine: Any = None, partition: Hooks | None = None) -> None:
+    def __init__(
+        self, holder: Holder, number: int, engine: object | None = None, partition: Hooks | None = None
+    ) -> None:
         self.holder = weakref.ref(holder)
         self.number = number
         self.engine = None if engine is None else weakref.ref(engine)

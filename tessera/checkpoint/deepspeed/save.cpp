@@ -168,8 +168,9 @@ std::string to_deepspeed(const std::string& dir, const std::string& out, const s
   return tag;
 }
 
-std::string to_universal(const std::string& dir, const std::string& out, const std::string& given, Objects objects) {
-  const std::string tag = given.empty() ? latest_tag(dir) : given, name = tag + "_universal";
+std::string to_universal(const std::string& dir, const std::string& out, const std::string& given, Objects objects,
+                         const std::string& wanted) {
+  const std::string tag = given.empty() ? latest_tag(dir) : given, name = wanted.empty() ? tag + "_universal" : wanted;
   const Reader reader = open(dir, tag, {{}, {}, true, objects});
   deepspeed::naming(dir, [&] {
     deepspeed::Source source(reader, objects);

@@ -19,9 +19,10 @@ struct DeepSpeedLayout {
 std::string to_deepspeed(const std::string& dir, const std::string& out, const std::string& tag, DeepSpeedLayout layout,
                          Objects objects = Objects::Refused);
 // Does what to_deepspeed() does, in DeepSpeed's universal layout, which loads at any stage (1 to 3) and number of ranks, there
-// with checkpoint.load_universal. The returned tag has "_universal" behind the checkpoint's own and stands in `latest_universal`.
+// with checkpoint.load_universal. The new tag is `name` (empty: the checkpoint's own with "_universal" behind it) and stands in
+// `latest_universal`.
 std::string to_universal(const std::string& dir, const std::string& out, const std::string& tag,
-                         Objects objects = Objects::Refused);
+                         Objects objects = Objects::Refused, const std::string& name = {});
 
 namespace deepspeed {
 

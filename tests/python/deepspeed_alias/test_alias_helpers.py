@@ -455,7 +455,11 @@ def test_leaf_modules_and_the_init_of_shards() -> None:
     cfg = config(3, zero={"mics_shard_size": 1})
     with deepspeed.zero.MiCS_Init(config_dict_or_path=cfg):
         model = make()
+    first = next(model.children())
+    first._z3_leaf = True  # as programs mark a leaf
     engine, *_ = deepspeed.initialize(model=model, config=cfg)
+    assert deepspeed.utils.get_z3_leaf_modules(model) == [first]
+    assert deepspeed.utils.z3_leaf_parameter(next(first.parameters()))
     engine.backward(engine(*batch(0)))
     engine.allreduce_gradients()
     engine.step()

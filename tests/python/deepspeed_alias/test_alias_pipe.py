@@ -138,7 +138,10 @@ def test_evaluation_without_a_loss() -> None:
 def test_names_are_those_of_the_package() -> None:
     assert issubclass(PipelineModule, tessera.pipeline.PipelineModule) and PipelineModule is deepspeed.PipelineModule
     assert issubclass(TiedLayerSpec, tessera.pipeline.TiedLayerSpec)
-    assert TiedLayerSpec("key", torch.nn.Embedding, 3, 2, tied_weight_attr=["weight"]).build().weight.shape == (3, 2)
+    assert issubclass(LayerSpec, tessera.pipeline.LayerSpec) and issubclass(TiedLayerSpec, LayerSpec)
+    tied = TiedLayerSpec("key", torch.nn.Embedding, 3, 2, tied_weight_attr=["weight"])
+    assert tied.build(log=True).weight.shape == (3, 2)  # type: ignore[operator]
+    assert PipelineModule(layers(), num_stages=1, partition_method="best").parts == [0, len(layers())]
     for made in (PipelineModule, tessera.pipeline.PipelineModule):
         engine: Any = deepspeed.initialize(model=made(layers(), num_stages=1, loss_fn=loss_fn), config=config())[0]
         assert type(engine) is deepspeed.runtime.pipe.engine.PipelineEngine and engine.grid.pipe_parallel_size == 1

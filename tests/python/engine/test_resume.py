@@ -193,7 +193,7 @@ def start():
     }
     engine = tessera.initialize(model=model, config=config)[0]
     data = Stream() if kind == "stream" else Rows()
-    loader = engine.data_loader(data, data_sampler=sampler, num_local_io_workers=workers)
+    loader = engine.data_loader(data, data_sampler=sampler, num_workers=workers)
     if kind == "own generator":
         own = torch.Generator().manual_seed(seed)
         loader = Loader(torch.utils.data.DataLoader(data, 2, shuffle=True, num_workers=workers, generator=own))

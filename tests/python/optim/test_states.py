@@ -122,7 +122,7 @@ def test_errors_are_those_of_all_ranks(stage: int) -> None:
 def test_states_that_are_not_by_element() -> None:
     def body(engine: tessera.Engine, rank: int) -> Any:
         run(engine, rank, 1)
-        with pytest.raises(ValueError, match=r"'row_var' is not one value for each element: read optimizer\.state"):
+        with pytest.raises(ValueError, match=r"'row_var' is not one value for each element"):
             state.get_full_optimizer_state(engine, engine.module.head.weight, "row_var")
         assert state.get_full_optimizer_state(engine, engine.module.head.bias, "variance").shape == (3,)
 

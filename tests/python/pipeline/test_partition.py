@@ -34,7 +34,7 @@ def methods(rank: int) -> None:
     assert middle in (3, 4), "two blocks each"
     with pytest.raises(ConfigError, match="finds 1 layers for 2 parts"):
         bounds("type:embed")
-    with pytest.raises(ConfigError, match="no partition_method 'profile'"):
+    with pytest.raises(ConfigError, match="no partition method 'profile'"):
         bounds("profile")
     with pytest.raises(ConfigError, match="cannot be cut"):
         bounds("uniform", parts=8)

@@ -1,19 +1,23 @@
-#include "tessera/nn/client_states.h"
+#include "tessera/engine/client_states.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <limits>
-#include <utility>
 
 #include "tessera/base/error.h"
 
-namespace tessera::nn {
+namespace tessera::engine {
 namespace {
 
 double number_in(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().item<double>();
+  if (value.isBool()) return value.toBool() ? 1 : 0;
   return value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble();
+}
+
+bool is_number(const c10::IValue& value) {
+  return value.isInt() || value.isDouble() || value.isBool() || (value.isTensor() && value.toTensor().dim() == 0);
 }
 
 }  // namespace
@@ -23,18 +27,17 @@ ClientStates::Kind ClientStates::kind_of(int param, const State& state, const st
   const auto found = state.find(key);
   if (found == state.end()) return Kind::Unknown;
   const c10::IValue& value = found->second;
-  if (value.isTensor() && value.toTensor().sizes() == optimizer_.target(param).sizes()) return Kind::Part;
-  const bool is_number = value.isInt() || value.isDouble() || (value.isTensor() && value.toTensor().dim() == 0);
-  return is_number ? Kind::Number : Kind::Other;
+  if (value.isTensor() && value.toTensor().sizes() == kept_.target(param).sizes()) return Kind::Part;
+  return is_number(value) ? Kind::Number : Kind::Other;
 }
 
 void ClientStates::refuse(Kind kind, const std::string& key, const State& state) const {
   std::string there;
   for (const auto& item : state)
     there += (there.empty() ? "; there are " : ", ") + item.first;
-  TESSERA_CHECK_VALUE(kind != Kind::Unknown, "state", optimizer_.name(), " has no state '", key, "' of this parameter",
+  TESSERA_CHECK_VALUE(kind != Kind::Unknown, "state", kept_.name(), " has no state '", key, "' of this parameter",
                       there);
-  TESSERA_CHECK_VALUE(kind != Kind::Other, "state", optimizer_.name(), "'s state '", key,
+  TESSERA_CHECK_VALUE(kind != Kind::Other, "state", kept_.name(), "'s state '", key,
                       "' is not one value for each element: read the optimizer's own");
 }
 
@@ -42,11 +45,16 @@ ClientStates::Kind ClientStates::agreed(int param, const State& state, const std
   const auto mine = static_cast<double>(kind_of(param, state, key));
   const auto kind = static_cast<Kind>(static_cast<int>(core_.states().agree_max(mine)));
   refuse(kind, key, state);
+  if (kind == Kind::Part) {
+    const auto [begin, end] = core_.layout().local_range(param);
+    const bool lacks = core_.states().agree_max(!state.contains(key) && begin < end ? 1 : 0) > 0;
+    TESSERA_CHECK_VALUE(!lacks, "state", "some ranks have no state '", key, "' of their part of this parameter");
+  }
   return kind;
 }
 
 at::Tensor ClientStates::get_full(int param, const std::string& key) const {
-  const State state = optimizer_.state(param);
+  const State state = kept_.state(param);
   const Kind kind = agreed(param, state, key);
   if (kind == Kind::Nothing) return {};
   const auto found = state.find(key);
@@ -55,32 +63,34 @@ at::Tensor ClientStates::get_full(int param, const std::string& key) const {
     return at::scalar_tensor(core_.states().agree_max(mine), at::kFloat);
   }
   const auto options = core_.params()[param].tensor.options().dtype(at::kFloat).requires_grad(false);
-  return core_.states().gather_full(param, found == state.end() ? at::empty({0}, options) : found->second.toTensor());
+  return core_.states().gather_full(param,
+                                    found == state.end() ? at::empty({0}, options) : found->second.toTensor().detach());
 }
 
 void ClientStates::set_full(int param, const std::string& key, const at::Tensor& full) const {
-  State state = optimizer_.state(param);
+  const State state = kept_.state(param);
   const Kind kind = agreed(param, state, key);
-  TESSERA_CHECK_VALUE(kind != Kind::Nothing, "state", optimizer_.name(), " has no state '", key,
+  TESSERA_CHECK_VALUE(kind != Kind::Nothing, "state", kept_.name(), " has no state '", key,
                       "' of this parameter yet: it makes it in a step");
   const at::Tensor part = kind == Kind::Number ? full : core_.states().local_part(param, full);
-  if (!state.empty()) put(param, std::move(state), key, part);
+  if (!state.empty()) kept_.write_state(param, key, part);
 }
 
 at::Tensor ClientStates::get_local(int param, const std::string& key) const {
-  const State state = optimizer_.state(param);
+  const State state = kept_.state(param);
   const Kind kind = kind_of(param, state, key);
   refuse(kind, key, state);
   if (kind == Kind::Nothing) {
     const auto [begin, end] = core_.layout().local_range(param);
-    return begin == end && optimizer_.has_states() ? at::empty({0}) : at::Tensor();
+    return begin == end && kept_.has_states() ? at::empty({0}) : at::Tensor();
   }
   const c10::IValue& value = state.at(key);
-  return kind == Kind::Number ? at::scalar_tensor(number_in(value), at::kFloat) : value.toTensor().to(at::kFloat);
+  return kind == Kind::Number ? at::scalar_tensor(number_in(value), at::kFloat)
+                              : value.toTensor().detach().to(at::kFloat);
 }
 
 void ClientStates::set_local(int param, const std::string& key, const at::Tensor& part) const {
-  State state = optimizer_.state(param);
+  const State state = kept_.state(param);
   const Kind kind = kind_of(param, state, key);
   refuse(kind, key, state);
   if (kind == Kind::Nothing) {
@@ -90,20 +100,7 @@ void ClientStates::set_local(int param, const std::string& key, const at::Tensor
   const int64_t size = kind == Kind::Number ? 1 : state.at(key).toTensor().numel();
   TESSERA_CHECK_VALUE(part.numel() == size, "state", "state '", key, "' has ", size, " values here, not ",
                       part.numel());
-  put(param, std::move(state), key, part);
+  kept_.write_state(param, key, part);
 }
 
-void ClientStates::put(int param, State state, const std::string& key, const at::Tensor& part) const {
-  c10::IValue& value = state.at(key);
-  if (value.isInt()) {
-    value = static_cast<int64_t>(part.item<double>());
-  } else if (value.isDouble()) {
-    value = part.item<double>();
-  } else {
-    const at::Tensor before = value.toTensor();
-    value = part.detach().to(before.options(), /*non_blocking=*/false, /*copy=*/true).view(before.sizes());
-  }
-  optimizer_.put_state(param, std::move(state));
-}
-
-}  // namespace tessera::nn
+}  // namespace tessera::engine
