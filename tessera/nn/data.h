@@ -11,6 +11,7 @@
 #include <torch/data/dataloader.h>
 #include <torch/data/samplers/base.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -110,7 +111,7 @@ class Loader {
 
   // The position for checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
   c10::IValue state() const {
-    return to_value(under_way_ ? DataPosition{epoch_ - 1, given_, size()}
+    return to_value(under_way_ ? DataPosition{epoch_ - 1, std::min(given_, size()), size()}
                                : DataPosition{epoch_, skip_, skip_ > 0 ? size() : 0});
   }
   void load_state(const c10::IValue& state) {
