@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
 
 # Of the user's loader, for those that its passes are made with.
-_KEPT = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-_KEPT += ("prefetch_factor", "in_order", "persistent_workers")
+_KEPT = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
+_KEPT += ["prefetch_factor", "in_order", "persistent_workers"]
 
 
 class Passes:
