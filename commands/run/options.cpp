@@ -9,6 +9,7 @@
 #include <sstream>
 #include <string_view>
 
+#include "tessera/base/launch_options.h"
 #include "tessera/base/launchers.h"
 #include "tessera/base/version.h"
 
@@ -105,7 +106,8 @@ std::optional<std::string> variable(const char* name) {
 }
 
 void check(Options& options) {
-  if (options.command.empty()) throw UsageError("[launch] which program? tessera-run [options] program arguments...");
+  if (options.command.empty()) 
+    throw UsageError("[launch] the program is missing: tessera-run [options] program arguments...");
   if (options.nodes == 0) {
     if (const std::string why = why_not_started_here(variable); !why.empty())
       throw std::invalid_argument("[launch] " + why);
@@ -121,6 +123,10 @@ void check(Options& options) {
   if (options.nodes > 1 && options.master_port == 0) options.master_port = kPort;
   if (options.master_addr.empty()) options.master_addr = "127.0.0.1";
   if (options.ranks == 0) options.ranks = own_devices();
+  if (const std::string why = why_no_host(options.master_addr); !why.empty())
+    throw std::invalid_argument("[launch] " + why);
+  if (options.log_dir.empty()) return;
+  if (const std::string why = why_no_logs(options.log_dir); !why.empty()) throw std::invalid_argument("[launch] " + why);
 }
 
 }  // namespace

@@ -272,8 +272,9 @@ void bind_checkpoint(py::module_& m) {
       .def("__exit__", [](io::WholeFile& whole, const py::args&) { whole.drop(); });
   m.def(
       "check_position",
-      [](int64_t epoch, int64_t samples, int64_t of, int64_t size) { io::check_position({epoch, samples, of}, size); },
-      py::arg("epoch"), py::arg("samples"), py::arg("of"), py::arg("size"));
+      [](int64_t epoch, int64_t samples, int64_t of, std::optional<int64_t> of_workers, int64_t size,
+         std::optional<int64_t> workers) { io::check_position({epoch, samples, of, of_workers}, size, workers); },
+      py::arg("epoch"), py::arg("samples"), py::arg("of"), py::arg("of_workers"), py::arg("size"), py::arg("workers"));
   m.def(
       "rank_order",
       [](int64_t size, int rank, int ranks, bool shuffle, uint64_t seed, bool drop_last, int64_t epoch,

@@ -11,6 +11,7 @@
 #include "bindings.h"
 #include "tessera/base/error.h"
 #include "tessera/base/free_port.h"
+#include "tessera/base/launch_options.h"
 #include "tessera/comm/averages.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/c10d/point_to_point.h"
@@ -209,6 +210,8 @@ void bind_comm(py::module_& m) {
       py::arg("rank"), py::arg("size"), py::arg("discover"), py::arg("rendezvous"), py::arg("port"));
   m.def("launched_local_rank", [] { return launched_local_rank(); });
   m.def("why_not_started_here", [] { return why_not_started_here(); });
+  m.def("why_no_host", &why_no_host, py::arg("host"), NoGil());
+  m.def("why_no_logs", &why_no_logs, py::arg("folder"), NoGil());
   m.def("free_port", [] { return hold_free_port().port; });  // its socket stays open until the process ends
 
   m.def("host_id", &host_id);

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, IterableDataset, Sampler
 from torch.utils.data import DataLoader as TorchLoader
 
 from tessera import _core
-from tessera._random import aside, random_states
+from tessera._batches import Passes
+from tessera._random import aside, own_generators, put_states, random_states, states_of, try_random_states
 from tessera.errors import ConfigError
 
 __all__ = ["Loader", "RepeatingLoader"]
@@ -46,19 +45,31 @@ class Loader:
 
     def __init__(self, loader: TorchLoader[Any], first_epoch: int = 0, world_size: int | None = None) -> None:
         """`world_size`: over how many ranks the sampler deals the samples out; by default what it says itself
-        (DistributedSampler), else 1. ConfigError where both say it and differ."""
+        (DistributedSampler), else 1. ConfigError where both say it and differ, and for what is no DataLoader."""
+        if not isinstance(loader, TorchLoader):
+            raise ConfigError(
+                f"[data] a Loader is made of a torch.utils.data.DataLoader, got {type(loader).__name__}; for a dataset "
+                "use engine.data_loader(dataset)"
+            )
+        _check_count(first_epoch, "first_epoch", 0)
         self.loader = loader
         self.epoch = first_epoch
-        dealt = next((n for of in _drawing(loader) if isinstance(n := getattr(of, "num_replicas", None), int)), None)
-        if world_size is not None and dealt is not None and world_size != dealt:
-            raise ConfigError(f"[data] world_size is {world_size}, but the sampler deals samples out to {dealt} ranks")
+        dealt = next((n for of in _samplers(loader) if isinstance(n := getattr(of, "num_replicas", None), int)), None)
+        if world_size is not None:
+            _check_count(world_size, "world_size", 1)
+            if dealt is not None and world_size != dealt:
+                raise ConfigError(
+                    f"[data] world_size is {world_size}, but the sampler deals samples out to {dealt} ranks"
+                )
         self._world_size = world_size or dealt or 1
+        self._passes = Passes(loader)
         self._under_way = False
         self._given = 0  # samples of all ranks, of the pass under way
         self._start = 0  # samples that the next pass leaves out
         self._loads = 0
-        self._begin_with: Any = None  # random states of the next pass, where it goes on
-        self._began: Any = None  # those of when the pass under way began
+        self._begin_with: dict[str, Any] | None = None  # `begin` of the next pass, where it goes on
+        self._drawn_with: list[Any] | None = None  # and `drawn`
+        self._began: dict[str, Any] | None = None  # `begin` of the pass under way
 
     def __iter__(self) -> Iterator[Any]:
         """A pass begins with its first batch."""
@@ -80,73 +91,81 @@ class Loader:
 
     def _begun(self) -> Iterator[Any]:
         start, self._start = self._start, 0
-        for of in _drawing(self.loader):
+        for of in _samplers(self.loader):
             if callable(set_epoch := getattr(of, "set_epoch", None)):
                 set_epoch(self.epoch)
         self.epoch += 1
         self._under_way, self._given = True, start
         self._began, self._begin_with = self._begin_with, None
-        if isinstance(self._began, dict):
-            self._put_generators(self._began.get("generators"))
+        drawn, self._drawn_with = self._drawn_with, None
+        if self._began is not None:
+            self._put_generators(self._began)
         if start == 0 or self._began is None:
             self._began = self._random_states()
         if start == 0:
             return self._batches(start)
         with aside(self._began):
-            return self._batches(start)
+            batches = self._batches(start)
+        if drawn is not None and self.loader.num_workers == 0:
+            put_states([*_generators(self.loader), *_generators_of_data(self.loader)], drawn)
+        return batches
 
     @property
-    def begin(self) -> dict[str, object] | torch.Tensor | None:
-        """Where the random generators of this rank are when the pass to go on with begins: of the process, and those
-        that the loader or a sampler has for itself. None where no pass has begun."""
-        if self._under_way or self._begin_with is not None or self._began is None:
-            return self._began if self._begin_with is None else self._begin_with
-        return self._random_states()
+    def begin(self) -> dict[str, Any] | None:
+        """Where the random generators of this rank are when the pass to go on with begins: of the process, those that
+        the loader or a sampler has for itself, and without workers those of the dataset and of collate_fn. None where
+        the state that was loaded does not have it."""
+        if self._begin_with is not None:
+            return self._begin_with
+        if self._under_way:
+            return self._began
+        return None if self._start > 0 else self._random_states()
+
+    @property
+    def drawn(self) -> list[Any] | None:
+        """Where those that are not of the process are now, amid a pass; None with workers, which are ahead of it."""
+        if self.loader.num_workers > 0:
+            return None
+        if self._drawn_with is not None:
+            return self._drawn_with
+        return states_of([*_generators(self.loader), *_generators_of_data(self.loader)])
 
     def _random_states(self) -> dict[str, Any]:
-        return random_states(of_device=False) | {"generators": [g.get_state() for g in _generators(self.loader)]}
+        states = random_states(of_device=False) | {"generators": states_of(_generators(self.loader))}
+        return states | {"data": states_of(of_data)} if (of_data := _generators_of_data(self.loader)) else states
 
-    def _put_generators(self, states: list[torch.Tensor] | None) -> None:
-        own = _generators(self.loader)
-        if states is not None and len(states) != len(own):
-            raise ConfigError(
-                f"[data] the state is of a loader with {len(states)} random generators of its own, and this one has "
-                f"{len(own)}: make it as in that run, or begin without its state"
-            )
-        for generator, state in zip(own, states or [], strict=False):
-            generator.set_state(state)
+    def _put_generators(self, states: dict[str, Any]) -> None:
+        """Of `begin`."""
+        put_states(_generators(self.loader), states.get("generators", []))
+        if self.loader.num_workers == 0 and "data" in states:
+            put_states(_generators_of_data(self.loader), states["data"])
 
     def _batches(self, start: int) -> Iterator[Any]:
-        loader = self.loader
-        batches = loader.batch_sampler
-        own = type(loader).__iter__ is not TorchLoader.__iter__  # what a class of its own does with batches stays
-        if own or batches is None or isinstance(loader.dataset, IterableDataset):
-            self._given = start - start % self._round
-            return _after(iter(loader), start // self._round)
-        seeds = loader.num_workers > 0 and not loader.persistent_workers and loader.worker_init_fn is None
-        if start == 0 and not seeds:
-            return iter(loader)
         skip = start // self._round
-        rest = None if start == 0 else _dealt(loader, start)
-        if rest is not None:
-            after = _After(BatchSampler(rest, self.batch_size or 1, loader.drop_last), skip, 0)
-        else:
-            after = _After(batches, skip, skip)
+        left = None if start == 0 else _dealt(self.loader, start)
+        if left is None or not self._passes.by_index:
             self._given = skip * self._round
-        iterator = iter(_like(loader, _Seeded(loader.dataset) if seeds else loader.dataset, after))
-        after.start()  # the sampler draws once the iterator has drawn its seed
-        return iterator
+            return self._passes.begin(skip)
+        return self._passes.begin(skip, BatchSampler(left, self.batch_size or 1, self.loader.drop_last))
 
     def state_dict(self) -> dict[str, Any]:
         """The pass under way, or the one to come, and the samples of all ranks that it has given, of how many, where
-        the dataset says it."""
+        the dataset says it; of a stream the number of workers."""
         done = self._given if self._under_way else self._start
         state = {"epoch": self.epoch - 1 if self._under_way else self.epoch, "samples": done}
         size = self._size()
-        return {**state, "size": size} if done > 0 and size is not None else state
+        if done == 0:
+            return state
+        if self._passes.of_stream:
+            return {**state, "workers": self.loader.num_workers}
+        if _dealing(self.loader) is not None and size is not None:
+            done = min(done, size)  # the last round may not be full, or have some twice
+        return {**state, "samples": done, "size": size} if size is not None and done <= size else state
 
     def _size(self) -> int | None:
-        dataset: Any = self.loader.dataset
+        """Of what is dealt out: a program may have given the sampler another dataset than the loader's."""
+        sampler = _dealing(self.loader)
+        dataset: Any = self.loader.dataset if sampler is None else sampler.dataset
         if isinstance(dataset, IterableDataset):
             return None
         try:
@@ -154,15 +173,32 @@ class Loader:
         except (TypeError, NotImplementedError):  # it has no length, or says that it has none
             return None
 
+    def check(self, state: dict[str, Any]) -> None:
+        """ConfigError for what load_state_dict() does not take; nothing has changed."""
+        numbers = _numbers(state)
+        workers = self.loader.num_workers if self._passes.of_stream else None
+        _core.check_position(*numbers, self._size() or 0, workers)
+        begin, drawn = _begin_of(state), state.get("drawn")
+        if begin is not None:
+            _check_begin(begin)
+        own, of_data = _generators(self.loader), _generators_of_data(self.loader)
+        if begin is not None:
+            _check_states(own, begin.get("generators", []), "it and its samplers")
+            if self.loader.num_workers == 0 and "data" in begin:
+                _check_states(of_data, begin["data"], "its dataset and collate_fn")
+        if drawn is not None and self.loader.num_workers == 0:
+            _check_states([*own, *of_data], drawn, "it, its samplers, its dataset and collate_fn")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """For the next pass, or the one under way. `begin` beside what state_dict() gave: where the random generators
-        were when the pass began, on this rank. ConfigError for a place in a larger dataset."""
-        _core.check_position(state["epoch"], state["samples"], state.get("size", 0), self._size() or 0)
+        """For the next pass, or the one under way. Beside what state_dict() gave: `begin` and `drawn`, which were the
+        loader's on this rank. ConfigError for a place in a larger dataset, in a stream of other workers, for states of
+        other generators, and for what no loader has given."""
+        self.check(state)
         self.epoch = state["epoch"]
         self._under_way, self._given = False, 0
         self._loads += 1
         self._start = state["samples"]
-        self._began, self._begin_with = None, state.get("begin")
+        self._began, self._begin_with, self._drawn_with = None, _begin_of(state), state.get("drawn")
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -183,88 +219,123 @@ class Loader:
         return self.loader.batch_size
 
 
-def _drawing(loader: TorchLoader[Any]) -> list[object]:
+# ---------------------------------------------------------------- states
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53
+
+
+def _check_count(value: object, what: str, least: int) -> None:
+    if not _is_count(value) or value < least:  # type: ignore[operator]
+        raise ConfigError(f"[data] {what} must be a number from {least}, got {value!r}")
+
+
+def _numbers(state: object) -> tuple[int, int, int, int | None]:
+    """Epoch, samples, size (0: not known) and workers (None: of no stream)."""
+    if not isinstance(state, dict):
+        raise ConfigError(f"[data] the state of a loader is a dict, as state_dict() gives it, got {type(state).__name__}")
+    for key, needed in (("epoch", True), ("samples", True), ("size", False), ("workers", False)):
+        if key not in state and needed:
+            raise ConfigError(f"[data] the state of a loader has no '{key}'; load what state_dict() gave, whole")
+        if key in state and not _is_count(state[key]):
+            raise ConfigError(
+                f"[data] '{key}' of the state of a loader is {state[key]!r:.40}, which is no number that can be; load what "
+                "state_dict() gave, unchanged"
+            )
+    return state["epoch"], state["samples"], state.get("size", 0), state.get("workers")
+
+
+def _begin_of(state: dict[str, Any]) -> dict[str, Any] | None:
+    begin = state.get("begin")
+    if isinstance(begin, torch.Tensor):  # of torch's generator alone
+        return {"torch": begin}
+    if begin is not None and not isinstance(begin, dict):
+        raise ConfigError(f"[data] 'begin' of the state of a loader is a dict, got {type(begin).__name__}")
+    return begin
+
+
+def _check_begin(begin: dict[str, Any]) -> None:
+    try:
+        try_random_states(begin)
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConfigError(
+            f"[data] 'begin' of the state of a loader is no state of the random generators ({error}); load what the "
+            "loader's begin was, unchanged"
+        ) from None
+
+
+def _check_states(generators: list[Any], states: Any, of: str) -> None:
+    """They are as they were afterwards."""
+    if not isinstance(states, list):
+        raise ConfigError(f"[data] states of random generators are a list, got {type(states).__name__}")
+    if len(states) != len(generators):
+        raise ConfigError(
+            f"[data] the state is of a loader with {len(states)} random generators of its own (those of {of}), and this "
+            f"one has {len(generators)}: make it as in that run, its generators in __init__, or begin without its state"
+        )
+    kept = states_of(generators)
+    try:
+        put_states(generators, states)
+    except Exception as error:  # of any kind: they are of torch, Python and numpy
+        raise ConfigError(
+            f"[data] the state of a loader has one of a random generator that {of} do not have, or that is damaged "
+            f"({error}): make the loader as in that run, or begin without its state"
+        ) from None
+    finally:
+        put_states(generators, kept)
+
+
+# ---------------------------------------------------------------- what a loader is made of
+
+
+def _samplers(loader: TorchLoader[Any]) -> list[object]:
     """What decides which samples come: the loader and its samplers."""
     batches = loader.batch_sampler
     return [loader, loader.sampler, batches, getattr(batches, "sampler", None)]
 
 
-def _generators(loader: TorchLoader[Any]) -> list[torch.Generator]:
-    """Generators that these have for themselves, each once."""
-    found = (getattr(of, "generator", None) for of in _drawing(loader))
-    return list({id(g): g for g in found if isinstance(g, torch.Generator) and g.device.type == "cpu"}.values())
+def _generators(loader: TorchLoader[Any]) -> list[Any]:
+    """Random generators that these have for themselves, also in samplers of samplers."""
+    return own_generators(_samplers(loader), _is_sampler)
 
 
-class _Batch(list[Any]):
-    """Indices of a batch, and which of its pass it is."""
-
-    def __init__(self, indices: Iterable[Any], number: int) -> None:
-        super().__init__(indices)
-        self.number = number
-
-    def __reduce__(self) -> Any:
-        return _Batch, (list(self), self.number)
+def _generators_of_data(loader: TorchLoader[Any]) -> list[Any]:
+    """Others that the dataset and collate_fn have, where they work in this process."""
+    if loader.num_workers > 0:
+        return []
+    order = {id(generator) for generator in _generators(loader)}
+    collate = getattr(loader.collate_fn, "__self__", loader.collate_fn)
+    return [each for each in own_generators([loader.dataset, collate], _is_data) if id(each) not in order]
 
 
-class _After:
-    """The batches of a sampler after the first ones, once; the first given has the number `first`."""
-
-    def __init__(self, batches: Iterable[Any], first: int, skip: int) -> None:
-        self.batches, self.skip = batches, skip
-        self.numbers = itertools.count(first)
-        self.rest: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def start(self) -> Iterator[Any]:
-        if self.rest is None:
-            self.rest = _after(iter(self.batches), self.skip)
-        return self.rest
-
-    def __next__(self) -> Any:
-        return _Batch(next(self.start()), next(self.numbers))
+def _is_sampler(value: object) -> bool:
+    kind = type(value)
+    plain = hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__") and hasattr(value, "__dict__")
+    return isinstance(value, Sampler) or (plain and not isinstance(value, (type, Dataset, torch.nn.Module)))
 
 
-class _Seeded(Dataset[Any]):
-    """A dataset whose workers begin each batch with a seed of the batch's: what they draw for it is then the same
-    whoever of them has it, and whatever came before."""
+def _is_data(value: object) -> bool:
+    """A dataset in a dataset, or what is done with its rows."""
+    if isinstance(value, (type, FunctionType, MethodType, BuiltinFunctionType, torch.nn.Module, torch.Tensor)):
+        return False
+    does = callable(value) or hasattr(type(value), "__getitem__")
+    return isinstance(value, Dataset) or (does and hasattr(value, "__dict__"))
 
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
 
-    def __getattr__(self, name: str) -> Any:  # get_worker_info().dataset is this one
-        if name == "dataset":  # not there yet: it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
-
-    def __getitems__(self, batch: _Batch) -> list[Any]:
-        worker = get_worker_info()
-        assert worker is not None
-        seed = worker.seed - worker.id + batch.number
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
-        at_once = getattr(self.dataset, "__getitems__", None)
-        return at_once(list(batch)) if at_once else [self.dataset[index] for index in batch]
+def _dealing(loader: TorchLoader[Any]) -> DistributedSampler[Any] | None:
+    """The sampler of torch that deals samples out to ranks, in batches of torch's."""
+    sampler = loader.sampler
+    of_torch = isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+    return sampler if of_torch and type(loader.batch_sampler) is BatchSampler else None  # type: ignore[return-value]
 
 
 def _dealt(loader: TorchLoader[Any], start: int) -> list[int] | None:
     """The samples that this rank's DistributedSampler gives of a pass whose first samples are gone, whoever had them.
     None for another sampler."""
-    sampler = loader.sampler
-    of_torch = isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
-    if not of_torch or type(loader.batch_sampler) is not BatchSampler:
+    sampler = _dealing(loader)
+    if sampler is None:
         return None
-    assert isinstance(sampler, DistributedSampler)
-    # Sizes of what the sampler deals out: a program may have given it another dataset than the loader's.
     return _core.rank_order(
         len(sampler.dataset),  # type: ignore[arg-type]
         sampler.rank,
@@ -275,19 +346,6 @@ def _dealt(loader: TorchLoader[Any], start: int) -> list[int] | None:
         sampler.epoch,
         start,
     )
-
-
-def _like(loader: TorchLoader[Any], dataset: Dataset[Any], batches: Iterable[Any]) -> TorchLoader[Any]:
-    kept = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"]
-    kept += ["generator", "prefetch_factor", "in_order"]
-    return TorchLoader(dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in kept})
-
-
-def _after(iterator: Iterator[Any], skip: int) -> Iterator[Any]:
-    """Now: what is left out draws its random numbers before this returns."""
-    for _ in itertools.islice(iterator, skip):
-        pass
-    return iterator
 
 
 class RepeatingLoader:

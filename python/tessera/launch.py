@@ -19,13 +19,13 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
 from tessera import _core
 from tessera._command import guarded
 from tessera.errors import ConfigError
 
-__all__ = ["add_option", "add_options", "check", "exit_code", "main", "own_devices", "run_here"]
+__all__ = ["Parser", "add_option", "add_options", "check", "exit_code", "main", "own_devices", "run_here"]
 
 PORT = 29500
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -42,6 +42,24 @@ class _FromOne(argparse.Action):
         if not values.isdecimal() or int(values) < 1:
             raise ConfigError(f"[launch] {option_string} must be a number from 1, got {values!r}")
         setattr(namespace, self.dest, int(values))
+
+
+class _Port(argparse.Action):
+    """A port; ConfigError names the option as it was written."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if not values.isdecimal() or not 1 <= int(values) <= 65535:
+            raise ConfigError(f"[launch] {option_string} must be a number from 1 to 65535, got {values!r}")
+        setattr(namespace, self.dest, int(values))
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command line that ends with a program and its arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        if "required: program" in message:
+            message = f"the program is missing: {self.prog} [options] program arguments..."
+        super().error(message)
 
 
 def add_option(made: argparse.ArgumentParser, *names: str, **options: object) -> None:
@@ -66,7 +84,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     add("--master_addr", default="", metavar="HOST", help="where rank 0 is")
     add(
         "--master_port",
-        type=int,
+        action=_Port,
         default=0,
         metavar="PORT",
         help=f"default: a free port on one host, {PORT} on several",
@@ -113,11 +131,16 @@ def own_devices() -> int:
 def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nodes: int = 1, node: int = 0) -> int:
     """The ranks of this host, one a slot; `named`: slots are the numbers of its devices. Returns the exit code of the
     first that failed, whose errors are shown last, or 128 + the number of a signal that ended them; else 0. ConfigError
-    for a program that is not there, a port that is in use, and where several tasks of srun do this."""
+    for a program that is not there, a host that is not known, a folder of logs that cannot be written into, a port that is
+    in use, and where several tasks of srun do this."""
     if nodes == 1 and options.num_nodes < 1 and (why := _core.why_not_started_here()):
         raise ConfigError(f"[launch] {why}")
     if not options.module:
         _check_program(options.program, options.no_python)
+    if options.master_addr and (why := _core.why_no_host(options.master_addr)):
+        raise ConfigError(f"[launch] {why}")
+    if options.enable_each_rank_log and (why := _core.why_no_logs(options.enable_each_rank_log)):
+        raise ConfigError(f"[launch] {why}")
     try:
         return _run_here(options, slots, named, nodes, node)
     except (KeyboardInterrupt, SystemExit):
@@ -249,7 +272,7 @@ def _show_last(rank: int, code: int, logs: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command `tessera launch`; returns the exit code of the first rank that failed, else 0."""
-    made = argparse.ArgumentParser("tessera launch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    made = Parser("tessera launch", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_options(made)
     options = made.parse_args(argv)
     check(options)

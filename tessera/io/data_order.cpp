@@ -10,12 +10,23 @@
 
 namespace tessera::io {
 
-void check_position(const DataPosition& position, int64_t size) {
-  TESSERA_CHECK_VALUE(position.epoch >= 0 && position.samples >= 0 && position.size >= 0, "data", "pass ",
-                      position.epoch, ", example ", position.samples, " of ", position.size);
+void check_position(const DataPosition& position, int64_t size, std::optional<int64_t> workers) {
+  const bool none_below_0 =
+      position.epoch >= 0 && position.samples >= 0 && position.size >= 0 && position.workers.value_or(0) >= 0;
+  TESSERA_CHECK_VALUE(none_below_0 && (position.size == 0 || position.samples <= position.size), "data",
+                      "the state says pass ", position.epoch, ", example ", position.samples, " of ", position.size,
+                      ", which no loader has given: load what its state was, unchanged");
   TESSERA_CHECK_VALUE(position.samples == 0 || size == 0 || position.size <= size, "data",
                       "the state is of a place in a dataset of ", position.size, " examples, and this one has ", size,
                       ": give the loader the dataset of that run, or begin without its state");
+  if (position.samples == 0 || !position.workers) return;
+  TESSERA_CHECK_VALUE(workers, "data",
+                      "the state is of a place in a stream (IterableDataset), and the dataset here is none: give the "
+                      "loader the dataset of that run, or begin without its state");
+  TESSERA_CHECK_VALUE(*workers == *position.workers, "data", "the state is of a place in a stream that ",
+                      *position.workers, " workers shared, and here num_workers is ", *workers,
+                      ", which would give other samples: make the loader with num_workers=", *position.workers,
+                      ", or begin without its state");
 }
 
 void check_loader(int64_t size, int rank, int ranks, int64_t batch_size) {

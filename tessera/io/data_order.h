@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,9 +12,11 @@ namespace tessera::io {
 struct DataPosition {
   int64_t epoch = 0, samples = 0;
   int64_t size = 0;  // of the dataset that it is of; 0: not known
+  std::optional<int64_t> workers = std::nullopt;  // that share a stream, each a part of it; nothing where it is none
 };
-// Value error for numbers below 0, and for a place in a larger dataset than one of `size` examples (0: not known).
-void check_position(const DataPosition& position, int64_t size);
+// Value error for numbers below 0, for a place behind the end of its dataset, for one in a larger dataset than one of `size`
+// examples (0: not known), and for one in a stream where `workers` here are others or the dataset is none.
+void check_position(const DataPosition& position, int64_t size, std::optional<int64_t> workers = std::nullopt);
 
 // Value error for a dataset that is empty, a batch below 1, and a rank that is none.
 void check_loader(int64_t size, int rank, int ranks, int64_t batch_size);

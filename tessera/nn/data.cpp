@@ -48,6 +48,7 @@ DataPosition data_position(const c10::IValue& value, int64_t size) {
   };
   DataPosition position{count("epoch"), count("samples")};
   if (value.toGenericDict().contains("size")) position.size = count("size");
+  if (value.toGenericDict().contains("workers")) position.workers = count("workers");  // of Python's loader of a stream
   io::check_position(position, size);
   return position;
 }

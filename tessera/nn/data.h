@@ -11,6 +11,7 @@
 #include <torch/data/dataloader.h>
 #include <torch/data/samplers/base.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -81,7 +82,7 @@ class Loader {
   // The position for checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
   c10::IValue state() const {
     const Passes& at = passes();
-    return to_value(at.under_way ? DataPosition{at.epoch - 1, at.given, at.size()}
+    return to_value(at.under_way ? DataPosition{at.epoch - 1, std::min(at.given, at.size()), at.size()}
                                  : DataPosition{at.epoch, at.skip, at.skip > 0 ? at.size() : 0});
   }
   // For the next pass; the loop of one under way goes on from there, too. IoError for what is no state; value error for a place in

@@ -5,21 +5,15 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <nlohmann/json.hpp>
 
-#include "tessera/base/caught_warnings.h"
 #include "tessera/base/error.h"
-#include "tessera/checkpoint/torch_file.h"
 #include "tessera/comm/averages.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
-#include "tessera/config/value.h"
 #include "tessera/engine/build.h"
-#include "tessera/engine/export.h"
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/cut_model.h"
 #include "tessera/nn/parallel.h"
-#include "tessera/nn/saved_values.h"
 
 namespace tessera::nn {
 
@@ -52,14 +46,6 @@ comm::Mesh environment_mesh(const Config& config) {
   return comm::environment_mesh(static_cast<int>(config.zero_optimization.mics_shard_size),
                                 static_cast<int>(config.sequence_parallel_size),
                                 static_cast<int>(std::max<int64_t>(1, config.tensor_parallel.autotp_size)));
-}
-
-template <class F>
-auto Session::noting(const F& call) {
-  const CaughtWarnings caught;
-  auto result = call();
-  note(caught.texts());
-  return result;
 }
 
 Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config, comm::Mesh mesh,
@@ -162,80 +148,11 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
   if (schedule_) optim::check(*schedule_, groups_.size());
 }
 
-void Session::read_checkpoint_section(const Config& config) {
-  const auto& section = config.checkpoint;
-  save_options_.asynchronous = section.asynchronous;
-  save_options_.keep_last = static_cast<int>(section.keep_last);
-  using Tags = engine::SaveOptions::Tags;
-  save_options_.tags = section.tag_validation == config::TagValidation::Fail   ? Tags::Fail
-                       : section.tag_validation == config::TagValidation::Warn ? Tags::Warn
-                                                                               : Tags::Ignore;
-  if (section.format == config::CheckpointFormat::DeepSpeed) {
-    save_options_.deepspeed = {static_cast<int>(config.zero_optimization.stage), 1};
-    config_text_ = config::Value(config.to_dict()).text();
-  }
-  if (section.load_universal) load_from_.latest = "latest_universal";
-  loads_masters_ = config.zero_optimization.load_from_fp32_weights;
-  keeps_random_ = section.random_state;
-}
-
-void Session::warn(const std::vector<std::string>& warnings) {
-  for (const std::string& line : logs_ ? warnings : std::vector<std::string>())
-    TORCH_WARN(line);
-  note(warnings);
-}
-
-void Session::note(const std::vector<std::string>& warnings) {
-  for (const std::string& line : logs_ ? warnings : std::vector<std::string>()) {
-    const int64_t samples = core_ == nullptr ? 0 : core_->global_samples();
-    warnings_.emplace_back(line, samples);
-    for (const auto& writer : writers_)
-      give(*writer, [&] { writer->warn(line, samples); });
-  }
-}
-
-template <class F>
-void Session::give(io::MetricWriter& writer, const F& f) {
-  try {
-    f();
-    failing_.erase(&writer);
-  } catch (const IoError& error) {
-    if (failing_.insert(&writer).second)
-      warn({c10::str(error.what_without_backtrace(),
-                     "; the run goes on, and these numbers are missing until they can be written again")});
-  }
-}
-
 engine::Engine& Session::trained_by(const char* call) const {
   live();
   if (evaluates_)
     TESSERA_FAIL(UsageError, "[engine.", call, "] there is no optimizer; set optimizer.type, or give Recipe::optimizer");
   return *core_;
-}
-
-void Session::warn_of_region() {
-  warn(
-      {"[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
-       "region around it is switched off inside"});
-}
-
-void Session::warn_of_cuts() {
-  const int ranks = live().mesh().size(comm::Axis::Tp);
-  const auto cut = [](const engine::ParamSpec& spec) { return spec.varies.has(comm::Axis::Tp); };
-  if (ranks == 1 || std::ranges::any_of(live().params(), cut)) return;
-  warn({c10::str(
-      "[initialize] the mesh has ", ranks,
-      " ranks along 'tp' (tensor_parallel.autotp_size), and no module of the model is cut over them: all train "
-      "the same whole model; build it of the layers in tessera/nn/parallel.h, or leave the ranks to data "
-      "parallelism")});
-}
-
-void Session::warn_of_frozen() {
-  const auto trains = [](const engine::ParamSpec& spec) { return spec.group >= 0; };
-  if (evaluates_ || std::ranges::any_of(live().params(), trains)) return;
-  warn({c10::str("[initialize] nothing is trained: ",
-                 live().params().empty() ? "the model has no parameters" : "all parameters of the model are frozen",
-                 ": until something is, this engine only evaluates")});
 }
 
 int Session::add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options) {
@@ -354,104 +271,6 @@ at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) c
   return comm::token_mean(live().mesh(), sum, count);
 }
 
-void Session::warn_of_step() {
-  warn(live().take_notices());
-  if (checks_sequence_ == SequenceCheck::Off || !live().was_step_applied()) return;
-  const std::string fault = sequence_fault();
-  // An update in the backward came before the fault could be seen: the next update is refused.
-  if (checks_sequence_ == SequenceCheck::Error && !fault.empty()) return;
-  if (live().mesh().rank(comm::Axis::Sp) == 0 && !fault.empty()) warn({"[engine.step] " + fault});
-  checks_sequence_ = SequenceCheck::Off;
-}
-
-std::string Session::sequence_fault() const {
-  const comm::GroupPtr sequence = live().mesh().group(comm::Axis::Sp);
-  if (sequence->stats().all_to_all.calls > 0) return "";
-  return c10::str(
-      "the mesh has ", sequence->size(),
-      " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
-      "sequence over mesh.group(Axis::Sp): an attention needs parallel::SequenceAttention; where each part "
-      "is treated alone, Recipe::parts_alone says so; without a cut sequence the ranks train the same twice");
-}
-
-void Session::on_metric(OnMetric call) {
-  live();
-  if (!logs_) return;
-  watch_.listen(live());
-  calls_.push_back(std::move(call));
-}
-
-void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
-  live();
-  if (!logs_) return;
-  watch_.listen(live());
-  for (const auto& [text, samples] : warnings_)
-    writer->warn(text, samples);
-  writers_.push_back(std::move(writer));
-}
-
-void Session::write_metrics(const std::vector<io::Metric>& metrics) {
-  live();
-  for (const auto& writer : writers_)
-    give(*writer, [&] { writer->write(metrics); });
-  for (const OnMetric& call : calls_)
-    for (const io::Metric& metric : metrics)
-      call(metric.name, metric.value, metric.step);
-}
-
-std::vector<engine::CallRow> Session::comm_summary(bool stragglers) {
-  live();
-  TESSERA_CHECK(watch_.calls() != nullptr, "engine.comm_summary",
-                "collectives are not timed: set comms_logger.enabled to true");
-  return engine::call_rows(*watch_.calls(), live(), stragglers);
-}
-
-void Session::report_step() {
-  const engine::Watch::Report report = watch_.stepped(live(), lr());
-  if (!logs_) return;
-  warn(report.warnings);
-  for (const std::string& line : report.lines)
-    watch_.line().say("[tessera] " + line);
-  if (!report.progress.empty()) watch_.line().show("[tessera] " + report.progress);
-  if (logs_memory_ && live().global_steps() % steps_per_print_ == 0)
-    watch_.line().say("[tessera] memory (MB) | " + engine::text_of(live().memory()));
-  write_metrics(report.metrics);
-}
-
-// The other names of tied parameters, by the name that the engine has for each.
-std::map<std::string, std::vector<std::string>> Session::aliases() const {
-  std::map<const void*, std::string> own;
-  for (const auto& spec : live().params())
-    own[spec.tensor.unsafeGetTensorImpl()] = spec.name;
-  std::map<std::string, std::vector<std::string>> aliases;
-  for (const auto& item : module_->named_parameters())
-    if (const std::string& name = own[item.value().unsafeGetTensorImpl()]; !name.empty() && name != item.key())
-      aliases[name].push_back(item.key());
-  return aliases;
-}
-
-bool Session::save_16bit_model(const std::string& dir, const std::string& name, const ExportOptions& options) {
-  const auto call = live().enter("save_16bit_model");
-  if (!gathers_for_export_) {
-    warn({engine::kNothingExported});
-    return false;
-  }
-  check_contents("save_16bit_model");
-  const auto aliases = this->aliases();
-  std::vector<engine::LiveTensor> tensors;
-  for (int id = 0; id < static_cast<int>(live().params().size()); ++id) {
-    const engine::ParamSpec& spec = live().params()[id];
-    if (spec.group < 0 && !options.frozen) continue;
-    tensors.push_back({{spec.name}, id});
-    if (const auto found = aliases.find(spec.name); found != aliases.end())
-      tensors.back().names.insert(tensors.back().names.end(), found->second.begin(), found->second.end());
-  }
-  for (const auto& buffer : module_->named_buffers())
-    tensors.push_back({{buffer.key()}, -1, buffer.value()});
-  engine::export_weights(*core_, tensors, dir, name, options.max_shard_bytes);
-  return true;
-}
-
 engine::Watch::Forward Session::watched_forward() {
   return {watch_, c10::GradMode::is_enabled() && module_->is_training()};
 }
@@ -467,119 +286,6 @@ std::string Session::fault() {
   if (!report.warning.empty() && !std::exchange(warned_of_frozen_, true)) warn({report.warning});
   const bool looks = checks_sequence_ == SequenceCheck::Error && report.fault.empty() && live().backwards() > 0;
   return looks ? sequence_fault() : report.fault;
-}
-
-// Throws on all ranks alike.
-void Session::check_contents(const char* call) {
-  const std::string wrong = fault();
-  live().checkpoints().on_all([&] {
-    if (!wrong.empty()) TESSERA_FAIL(UsageError, "[engine.", call, "] ", wrong);
-    live().check_groups(call);
-  });
-}
-
-std::string Session::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options,
-                                     const ClientValues& client) {
-  const auto call = live().enter("save_checkpoint");
-  check_contents("save_checkpoint");
-  engine::SaveOptions chosen = options.value_or(engine::SaveOptions{});
-  if (!chosen.asynchronous) chosen.asynchronous = save_options_.asynchronous;
-  if (!chosen.keep_last) chosen.keep_last = save_options_.keep_last;
-  if (!chosen.tags) chosen.tags = save_options_.tags;
-  if (save_options_.deepspeed)
-    chosen.deepspeed = {save_options_.deepspeed->stage, live().mesh().size(comm::kBatchAxes)};
-  engine::ClientPart part;
-  live().checkpoints().on_all([&] {
-    for (const auto& [name, value] : client)
-      TESSERA_CHECK_VALUE(!chosen.deepspeed || !checkpoint::deepspeed::is_own_key(name), "engine.save_checkpoint",
-                          "the program's values have a key that is DeepSpeed's own: ", name);
-    part = client_part(client);
-  });
-  return noting([&] { return live().checkpoints().save(dir, chosen, std::move(part)); });
-}
-
-// The names of parameters by group of the optimizer.
-std::vector<std::vector<std::string>> Session::trained_names() const {
-  const auto groups = client_ != nullptr ? client_->names(*core_) : engine::names_by_group(*core_);
-  std::vector<std::vector<std::string>> names(groups.size());
-  for (size_t number = 0; number < groups.size(); ++number)
-    for (const auto& [name, is_trained] : groups[number])
-      if (is_trained) names[number].push_back(name);
-  return names;
-}
-
-engine::ClientPart Session::client_part(const ClientValues& client) const {
-  const std::string place = std::to_string(live().checkpoints().place());
-  engine::ClientPart part;
-  part.aliases = aliases();
-  nlohmann::json run{{"schedule_steps", schedule_steps_}};
-  if (own_schedule_ != nullptr) run["own_schedule"] = own_schedule_->state();
-  part.run = run.dump();
-  for (const auto& buffer : module_->named_buffers())
-    part.tensors.push_back({buffer.key(), "buffer", buffer.value()});
-  if (client_ != nullptr) {
-    part.states = client_->states(*core_);
-    part.blobs["optimizer-" + place] = checkpoint::to_torch_file(client_->numbers(*core_), "the optimizer's state");
-  }
-  if (keeps_random_)
-    part.blobs["random-" + place] = checkpoint::to_torch_file(random_states(device()), "the random generators");
-  if (place == "0" && save_options_.deepspeed)
-    part.blobs["python"] = checkpoint::deepspeed::run_blob(config_text_, trained_names());
-  if (place == "0") part.blobs["client_state"] = checkpoint::to_torch_file(dict_of(client), "client_state");
-  return part;
-}
-
-Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, const engine::Restore::Options& given) {
-  const auto call = live().enter("load_checkpoint");
-  check_contents("load_checkpoint");
-  engine::Restore::Options options = given;
-  options.from_master = options.from_master && loads_masters_;
-  engine::Foreign from = load_from_;
-  if (client_ != nullptr) from.groups = client_->names(*core_);
-  auto found = noting([&] { return live().checkpoints().open(dir, tag, options, from); });
-  if (!found) return {};
-  Loaded loaded{found->folder(), found->tag()};
-  const SavedValues saved(*found, live().checkpoints().place());
-  std::map<std::string, at::Tensor> here;
-  for (const auto& buffer : module_->named_buffers())
-    here[buffer.key()] = buffer.value();
-  engine::Restore::Buffers buffers;
-  nlohmann::json run;
-  std::string states, present;
-  std::optional<std::string> schedule;
-  // Every check that can refuse the checkpoint comes before anything changes, on any rank.
-  live().checkpoints().on_all([&] {
-    buffers = found->buffers(here);
-    run = nlohmann::json::parse(found->client_run());
-    if (own_schedule_ != nullptr && options.run && run.contains("own_schedule")) schedule = run["own_schedule"];
-    if (schedule) {  // a trial: what it refuses is refused before anything changes
-      const std::string before = own_schedule_->state();
-      own_schedule_->load_state(*schedule);
-      own_schedule_->load_state(before);
-    }
-    loaded.client = saved.client();
-    if (options.run) saved.try_random(device());
-    if (client_ != nullptr && options.optimizer) states = client_->saved(*core_, *found);
-    if (!states.empty()) {
-      present = client_->present();
-      client_->try_load(states, present);
-    }
-  });
-  noting([&] { return found->apply(), true; });
-  if (client_ != nullptr) client_->keep_options(*core_);
-  if (!states.empty()) client_->load(states);
-  const at::NoGradGuard no_grad;
-  for (const auto& [buffer, value] : buffers)
-    buffer.copy_(value);
-  loaded.missing = found->missing();
-  loaded.unexpected = found->unexpected();
-  if (!options.run) return loaded;
-  schedule_steps_ = run.value("schedule_steps", int64_t{0});
-  if (schedule) live().checkpoints().on_all([&] { own_schedule_->load_state(*schedule); });
-  if (client_ != nullptr) put_rates(lr());
-  apply_schedule();
-  saved.put_random(device());
-  return loaded;
 }
 
 void Session::destroy() {

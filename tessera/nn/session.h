@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/caught_warnings.h"
 #include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/mesh.h"
@@ -339,7 +340,12 @@ class Session {
   void give(io::MetricWriter& writer, const F& f);
   // What `call` returns; writers get what the core warned of meanwhile.
   template <class F>
-  auto noting(const F& call);
+  auto noting(const F& call) {
+    const CaughtWarnings caught;
+    auto result = call();
+    note(caught.texts());
+    return result;
+  }
   void report_step();
   void warn_of_step();
   std::string sequence_fault() const;

@@ -106,5 +106,23 @@ TEST(Resolve, NativeOptimizerAndSchedule) {
   EXPECT_HAS(error_of([&] { native_optimizer(bad); }), "optimizer.params.lr");
 }
 
+TEST(Resolve, WhatNeedsAnOptimizerOrWholeParameters) {
+  const auto of_stage = [](int stage, const char* more = "") {
+    return Config::from_json(c10::str(R"({"zero_optimization": {"stage": )", stage, "}", more, "}"));
+  };
+  for (int stage = 0; stage <= 3; ++stage)
+    EXPECT_EQ(error_of([&] { check_without_optimizer(of_stage(stage)); }).empty(), stage == 0 || stage == 3);
+  const auto error = [&](int stage, bool is_cut, const char* more = "") {
+    return error_of([&] { refuse_slices(of_stage(stage, more), "Mine", is_cut); });
+  };
+  const std::string begin = "[initialize] Mine is not known to work on slices of parameters, as ";
+  EXPECT_EQ(error(0, false), "");
+  EXPECT_HAS(error(1, false), begin + "stage 1 gives them; set");
+  EXPECT_HAS(error(0, true), begin + "tensor_parallel.autotp_size gives them; set");
+  EXPECT_HAS(error(2, true), begin + "stage 2 and tensor_parallel.autotp_size give them; set");
+  EXPECT_HAS(error(2, true), "or use stage 0 without tensor parallelism");
+  EXPECT_EQ(error(2, true, R"(, "zero_allow_untested_optimizer": true)"), "");
+}
+
 }  // namespace
 }  // namespace tessera::config

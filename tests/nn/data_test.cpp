@@ -215,6 +215,25 @@ TEST(Loader, StatesThatAreNoneAreRefused) {
   take(larger, 3);
   EXPECT_HAS(testing::error_of<c10::ValueError>([&] { loader.load_state(larger.state()); }),
              "a place in a dataset of 9 examples, and this one has 4");
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { loader.load_state(to_value({0, 6, 4})); }),
+             "pass 0, example 6 of 4, which no loader has given");
+  auto of_python = to_value({0, 2}).toGenericDict();  // of its loader of a stream
+  of_python.insert("workers", int64_t{2});
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { loader.load_state(of_python); }),
+             "a place in a stream (IterableDataset), and the dataset here is none");
+  EXPECT_EQ(take(loader, 100).size(), 4U);
+}
+
+TEST(Loader, NoPlaceIsBehindTheEndOfADataset) {
+  for (const int ranks : {1, 2, 5}) {
+    Loader<Numbers> loader(Numbers(9), 0, ranks, 2), other(Numbers(9), 0, ranks, 2);
+    for (const auto& batch : loader) {
+      EXPECT_FALSE(batch.empty());
+      EXPECT_LE(loader.state().toGenericDict().at("samples").toInt(), 9);
+      other.load_state(loader.state());  // the last of them is in a round that is not full
+    }
+    EXPECT_TRUE(take(other, 100).empty());
+  }
 }
 
 }  // namespace

@@ -565,32 +565,6 @@ TEST(Recipe, AScheduleHasItsStateBackFromACheckpoint) {
   }
 }
 
-// All ranks are as they were.
-TEST(Recipe, AScheduleThatDoesNotTakeItsStateIsAnErrorOnAllRanks) {
-  const io::TempFolder folder;
-  struct Choosy : Lowered {
-    explicit Choosy(bool refuses) : refuses(refuses) {}
-    void load_state(const std::string& state) override {
-      if (refuses && state != Lowered::state()) throw std::runtime_error("no such state");
-      Lowered::load_state(state);
-    }
-    bool refuses;
-  };
-  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
-    const auto schedule = std::make_shared<Choosy>(rank == 1);
-    auto engine = initialize(net(), config_of_stage(1, kAdamW), comm::Mesh(group), {.schedule = schedule});
-    schedule->scale = 0.25;
-    engine.save_checkpoint(folder.path());
-    schedule->scale = 0.5;
-    const auto before = engine.module_state_dict();
-    engine.forward(batch(0)).square().mean().backward();
-    engine.step();
-    EXPECT_HAS(testing::error_of([&] { static_cast<void>(engine.load_checkpoint(folder.path())); }), "no such state");
-    EXPECT_EQ(schedule->scale, 0.5);
-    EXPECT_EQ(engine.global_steps(), 1);
-  });
-}
-
 // What dropout draws after a resume is what it would have drawn, on each rank. Ranks that are threads share a generator.
 TEST(Recipe, GeneratorsGoOnWhereTheyWereSaved) {
   if (!testing::is_rank()) {

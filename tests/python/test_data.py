@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,15 @@ import torch
 from support import batch, config, engines, make
 from tessera.data import Loader, RepeatingLoader, make_loader
 from tessera.errors import ConfigError
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    get_worker_info,
+)
 
 import tessera
 
@@ -164,9 +173,9 @@ def test_generators_of_its_own_go_on_between_passes_too() -> None:
     resumed.load_state_dict(place)
     assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in plain]
     without = Loader(DataLoader(Numbers(8), 2))
-    without.load_state_dict(place)
-    with pytest.raises(ConfigError, match=r"1 random generators of its own, and this one has 0"):
-        next(iter(without))
+    with pytest.raises(ConfigError, match=r"1 random generators of its own .*, and this one has 0"):
+        without.load_state_dict(place)
+    assert without.state_dict() == {"epoch": 0, "samples": 0} and len(list(without)) == 4
 
 
 def test_a_place_in_a_larger_dataset_is_refused() -> None:
@@ -176,6 +185,98 @@ def test_a_place_in_a_larger_dataset_is_refused() -> None:
     with pytest.raises(tessera.ConfigError, match="a dataset of 9 examples, and this one has 4"):
         smaller.load_state_dict(saved.state_dict())
     assert len(list(smaller)) == 2
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(24))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_place_in_a_stream_is_for_as_many_workers(persistent: bool) -> None:
+    def loader(workers: int) -> Loader:
+        return Loader(DataLoader(Stream(), 2, num_workers=workers, persistent_workers=persistent and workers > 0))
+
+    saved, same, fewer, none = loader(2), loader(2), loader(1), loader(0)
+    for other in (same, fewer, none, Loader(DataLoader(Numbers(24), 2))):
+        other.load_state_dict(saved.state_dict())  # of no pass yet
+    passes = iter(saved)
+    next(passes)
+    state = saved.state_dict()
+    assert state == {"epoch": 0, "samples": 2, "workers": 2}
+    same.load_state_dict(state)
+    assert [batch.tolist() for batch in same] == [batch.tolist() for batch in passes]
+    for workers, other in enumerate((none, fewer)):
+        with pytest.raises(ConfigError, match=f"a stream that 2 workers shared, and here num_workers is {workers}"):
+            other.load_state_dict(state)
+        assert other.state_dict() == {"epoch": 0, "samples": 0}
+    with pytest.raises(ConfigError, match="a place in a stream .*, and the dataset here is none"):
+        Loader(DataLoader(Numbers(24), 2)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "says"),
+    [
+        (lambda: Loader([1, 2]), r"a torch.utils.data.DataLoader, got list; .*engine.data_loader"),  # type: ignore[arg-type]
+        (lambda: Loader(Loader(DataLoader(Numbers(4)))), "got Loader"),  # type: ignore[arg-type]
+        *(
+            (lambda value=value: Loader(DataLoader(Numbers(4)), world_size=value), "world_size must be a number from 1")
+            for value in (0, -1, 1.5, True, "2")
+        ),
+        *(
+            (lambda value=value: Loader(DataLoader(Numbers(4)), value), "first_epoch must be a number from 0")
+            for value in (-1, None, "1")
+        ),
+    ],
+)
+def test_a_loader_of_what_cannot_be_one_is_refused(make_it: Callable[[], Loader], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_it()
+
+
+BAD_STATES: list[tuple[Any, str]] = [
+    ({}, "has no 'epoch'"),
+    ({"epoch": 0}, "has no 'samples'"),
+    ([1], "is a dict, .*, got list"),
+    (None, "is a dict, .*, got NoneType"),
+    *(({"epoch": value, "samples": 0}, "'epoch' .*no number that can be") for value in ("1", 1.0, None, True, 2**70)),
+    *(({"epoch": 0, "samples": 0, key: "1"}, f"'{key}' .*no number that can be") for key in ("size", "workers")),
+    *(
+        ({"epoch": 0, "samples": 0} | bad, "which no loader has given")
+        for bad in ({"epoch": -1}, {"samples": -2}, {"size": -1}, {"samples": 26, "size": 24}, {"workers": -1})
+    ),
+    ({"epoch": 0, "samples": 2, "begin": 3}, "'begin' .* is a dict, got int"),
+    ({"epoch": 0, "samples": 2, "begin": {}}, "no state of the random generators"),
+    ({"epoch": 0, "samples": 2, "drawn": 3}, "are a list, got int"),
+    ({"epoch": 0, "samples": 2, "drawn": [torch.zeros(3)]}, "the state of a loader has one .* damaged"),
+    ({"epoch": 0, "samples": 2, "drawn": [{"python": (3, (), None)}]}, "the state of a loader has one .* damaged"),
+]
+
+
+@pytest.mark.parametrize(("state", "says"), BAD_STATES)
+def test_states_that_no_loader_has_given_are_refused(state: Any, says: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    loader = Loader(DataLoader(Numbers(24), 2, shuffle=True, generator=generator))
+    before = generator.get_state()
+    with pytest.raises(ConfigError, match=says):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == {"epoch": 0, "samples": 0} and torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_no_place_is_behind_the_end_of_a_dataset(ranks: int, drop_last: bool) -> None:
+    """Where the last round is not full; a sampler of one's own may give more than there are."""
+    saved, other = (make_loader(Numbers(9), batch_size=2, rank=0, world_size=ranks, drop_last=drop_last) for _ in "ab")
+    for _ in saved:
+        state = saved.state_dict()
+        assert state["samples"] <= state["size"] == 9
+        other.load_state_dict(state)
+    assert list(other) == []
+    more = [Loader(DataLoader(Numbers(4), 2, sampler=RandomSampler(Numbers(4), True, 10))) for _ in "ab"]
+    for _ in itertools.islice(more[0], 4):
+        more[1].load_state_dict(more[0].state_dict())
+    assert len(list(more[1])) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 2])

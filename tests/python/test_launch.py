@@ -21,6 +21,7 @@ RUN = Path(os.environ.get("TESSERA_BUILD_DIR", ROOT / "build" / "release")) / "c
 # What starts the launcher, and what it needs before a program that is Python.
 LAUNCHERS = {"launch": ([sys.executable, "-m", "tessera.launch"], []), "run": ([str(RUN)], [sys.executable])}
 
+BAD_PORTS = ["0", "-1", "65536", "99999999999", "x", "1.5", ""]
 ROUTES = [
     (["--num_gpus", "2"], ([0, 1], False, 1, 0, "")),
     ([], ([0, 1, 2, 3], False, 1, 0, "")),
@@ -32,7 +33,15 @@ ROUTES = [
     (["--num_gpus", "0"], "--num_gpus must be a number from 1"),
     (["-n", "-2"], "-n must be a number from 1"),
     (["--num-nodes", "x"], "--num-nodes must be a number from 1"),
+    *((["--master_port", port], f"--master_port must be a number from 1 to 65535, got '{port}'") for port in BAD_PORTS),
     (["--module", "--no_python"], "exclude each other"),
+]
+# What is found by looking at this machine, before any rank starts.
+MACHINE = [
+    (["--master_addr", "no.such.host.invalid"], "--master_addr no.such.host.invalid is no host that is known here ("),
+    (["--num_nodes", "2", "--node_rank", "1", "--master_addr", "no.such.host.invalid"], "--master_addr no.such.host"),
+    (["--log_dir", "/dev/null"], "--log_dir /dev/null is no folder that can be written into ("),
+    (["--enable_each_rank_log", "/dev/null/logs"], "--log_dir /dev/null/logs is no folder that can be written into ("),
 ]
 
 
@@ -79,6 +88,25 @@ def test_both_refuse_alike(start: Start, arguments: list[str], says: str) -> Non
     child = start(arguments, "program.py")
     errors = child.communicate(timeout=120)[1]
     assert child.returncode == 1 and says in errors
+
+
+@pytest.mark.parametrize(("arguments", "says"), MACHINE)
+def test_what_ranks_would_wait_for_in_vain_is_refused(
+    start: Start, arguments: list[str], says: str, tmp_path: Path
+) -> None:
+    child = start(["-n", 1, *arguments], "/bin/touch", tmp_path / "ran", python=False)
+    errors = child.communicate(timeout=120)[1]
+    assert child.returncode == 1 and errors.startswith(f"[launch] {says}") and errors.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_program_that_is_missing_is_named(launcher: str) -> None:
+    if launcher == "run" and not RUN.exists():
+        pytest.skip("tessera-run is built with the library (make test-cpp)")
+    done = subprocess.run([*LAUNCHERS[launcher][0], "-n", "1"], stderr=subprocess.PIPE, text=True, timeout=120)
+    name = {"launch": "tessera launch", "run": "tessera-run"}[launcher]
+    assert done.returncode == 2 and f"the program is missing: {name} [options] program arguments..." in done.stderr
 
 
 def test_tasks_of_srun_are_no_worlds_of_their_own(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,41 @@
-"""Warnings of the core are Python's, at the line of the program."""
+"""Warnings of the core are Python's, at the line of the program, and shown where a call fails, too."""
 
 from __future__ import annotations
 
-import warnings
+from pathlib import Path
 
 import pytest
+import torch
+from support import config, make
+from torch import nn
 
-from tessera._warnings import caught_warnings, warn_user
+import tessera
+
+
+def helper(engine: tessera.Engine) -> None:
+    engine.offload_states(device="none")
 
 
 def test_a_warning_names_the_line_that_called_the_package() -> None:
+    engine = tessera.initialize(model=make(lambda: nn.Linear(2, 2)), config=config(1))[0]
     with pytest.warns(UserWarning) as caught:
-        warn_user(["first", "second"])
-    assert [(str(w.message), w.filename) for w in caught] == [("first", __file__), ("second", __file__)]
+        helper(engine)
+        torch.optim.swa_utils.AveragedModel(nn.Linear(1, 1))
+        engine.offload_states(device="none")
+    lines = [(warning.filename, warning.lineno) for warning in caught if "nothing is moved" in str(warning.message)]
+    first = helper.__code__.co_firstlineno + 1
+    assert lines == [(__file__, first), (__file__, first + 9)]
 
 
-def test_what_is_caught_is_not_shown_and_an_error_passes() -> None:
-    taken: list[list[str]] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(KeyError), caught_warnings(taken.append):
-            raise KeyError
-    assert taken == [[]]
+def test_a_call_that_fails_warns_too(tmp_path: Path) -> None:
+    engine = tessera.initialize(model=nn.Linear(2, 2), config=config(0, accumulation=2))[0]
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    other = tessera.initialize(model=nn.Linear(2, 2), config=config(0, accumulation=3))[0]
+
+    def refuse(src: object, dst: object) -> None:
+        raise KeyError
+
+    with pytest.warns(UserWarning, match="was saved inside an accumulation"), pytest.raises(KeyError):
+        other.load_checkpoint(tmp_path, custom_load_fn=refuse)

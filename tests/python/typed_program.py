@@ -86,7 +86,10 @@ def train(folder: Path) -> None:
 
     saved: bool = engine.save_checkpoint(folder / "run", tag="a", client_state={"epoch": 1}, keep_last=2)
     path, client = engine.load_checkpoint(folder / "run")
-    assert saved and path is not None and client is not None and client["epoch"] == 1
+    assert saved and path.endswith("a") and client["epoch"] == 1
+    loaded: tuple[str, dict[str, object]] = engine.load_checkpoint(folder / "run", "a", missing_ok=False)
+    none: tuple[str | None, dict[str, object] | None] = engine.load_checkpoint(folder / "none", missing_ok=True)
+    assert none == (None, None) and loaded[1] == client
     whole: dict[str, torch.Tensor] = checkpoints.state_dict(folder / "run")
     assert len(whole) == 4
     engine.save_16bit_model(folder / "out", "model.safetensors", max_shard_size="5GB")

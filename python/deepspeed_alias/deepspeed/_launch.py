@@ -110,7 +110,7 @@ _REFUSED = (
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser("deepspeed", description=__doc__)
+    made = launch.Parser("deepspeed", description=__doc__)
 
     def add(*names: str, **options: object) -> None:
         launch.add_option(made, *names, **options)

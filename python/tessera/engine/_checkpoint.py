@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch.distributed as dist
 
@@ -68,6 +68,34 @@ class Checkpoints:
         """Returns when an asynchronous save_checkpoint() is complete; raises its error. Collective."""
         _core.wait_for_checkpoint(self._run.core)
 
+    @overload
+    def load_checkpoint(
+        self: Any,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+        *,
+        trusted: bool = False,
+        missing_ok: Literal[False] = False,
+    ) -> tuple[str, dict[str, Any]]: ...
+    @overload
+    def load_checkpoint(
+        self: Any,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., None] | None = None,
+        *,
+        trusted: bool = False,
+        missing_ok: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]: ...
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, over
 
 T = TypeVar("T")
 P = ParamSpec("P")
+Overloaded = TypeVar("Overloaded", bound=Callable[..., Any])
 
 
 class Shown(Generic[T]):
@@ -30,6 +31,11 @@ def method_of(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[C
         return method(getattr(engine, part), *args, **kwargs)
 
     return functools.update_wrapper(call, method)
+
+
+def overloaded_of(part: str, method: Overloaded) -> Overloaded:
+    """method_of() of a method whose overloads, of any `self`, type checkers shall see."""
+    return method_of(part, method)  # type: ignore[return-value]
 
 
 def property_of(part: str, getter: Callable[[Any], T]) -> Shown[T]:

@@ -26,7 +26,7 @@ from tessera.engine import _build
 from tessera.engine._accumulation import Accumulation
 from tessera.engine._checkpoint import Checkpoints
 from tessera.engine._contents import Contents
-from tessera.engine._delegate import method_of, property_of, weak
+from tessera.engine._delegate import method_of, overloaded_of, property_of, weak
 from tessera.engine._device import keep_device, move_to_device, settle_buffers
 from tessera.engine._end import end, give_up
 from tessera.engine._forward import Forward, compute_dtype
@@ -461,7 +461,7 @@ class Engine(nn.Module):
 
     save_checkpoint = method_of("_checkpoints", Checkpoints.save_checkpoint)
     wait_for_checkpoint = method_of("_checkpoints", Checkpoints.wait_for_checkpoint)
-    load_checkpoint = method_of("_checkpoints", Checkpoints.load_checkpoint)
+    load_checkpoint = overloaded_of("_checkpoints", Checkpoints.load_checkpoint)
     save_16bit_model = method_of("_checkpoints", Checkpoints.save_16bit_model)
 
     data_loader = method_of("_loaders", Loaders.data_loader)

@@ -117,7 +117,7 @@ def _look(run: Run, request: LoadRequest, restore: _core.Restore) -> Found:
     random = saved.blob(own) if whole_run else None
     if random is not None:
         _check_random_states(random, own)
-    loader = _loader_from(run, saved, random) if whole_run else None
+    loader = _loader_from(run, saved, random or {}) if whole_run else None
     return Found(client, extra, buffers, states, groups, schedule_state, random, loader)
 
 
@@ -167,7 +167,7 @@ def _extra_from(run: Run, saved: Saved) -> dict[str, Any]:
     return extra
 
 
-def _loader_from(run: Run, saved: Saved, random: dict[str, Any] | None) -> Any:
+def _loader_from(run: Run, saved: Saved, random: dict[str, Any]) -> Any:
     """The state that the loader here shall take; None for none."""
     loader, state = run.training_dataloader, saved.run.get("loader")
     if state is None or not hasattr(loader, "load_state_dict"):
@@ -175,9 +175,16 @@ def _loader_from(run: Run, saved: Saved, random: dict[str, Any] | None) -> Any:
     if not isinstance(loader, Loader):
         check_taken("the loader's state", loader, loader.load_state_dict, state, loader.state_dict())
         return state
-    for key in ("epoch", "samples"):
+    for key in ("epoch", "samples", *(key for key in ("size", "workers") if key in state)):
         count_of(of_kind(state, dict, "the loader's state").get(key), f"the loader's '{key}'")
-    return state if random is None or "pass" not in random else state | {"begin": random["pass"]}
+    name = f"loader-{_core.checkpoint_place(run.core)}"
+    own = saved.blob(name, {})
+    if (begin := own.get("begin")) is not None:
+        _check_random_states(of_kind(begin, dict, f"'{name}'"), name)
+    before = {"begin": random["pass"]} if "pass" in random else {}  # before there was such a blob
+    state = state | before | own
+    loader.check(state)
+    return state
 
 
 def _state_dict(reader: _core.CheckpointReader) -> dict[str, torch.Tensor]:

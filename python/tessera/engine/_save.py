@@ -12,6 +12,7 @@ import torch
 from tessera import _core
 from tessera._blobs import pickled
 from tessera._random import random_states
+from tessera.data import Loader
 from tessera.engine._on_all import on_all
 from tessera.engine._optimizer_parts import client_states
 from tessera.engine._run import Run, buffers_of, names_of
@@ -61,11 +62,11 @@ def save(run: Run, request: SaveRequest) -> None:
         names = names_of(run)
         numbers, states = client_states(run, names)
         blobs = _blobs(run, request.client_state, numbers, group_names)
-        if _given(request.random_state, config.checkpoint.random_state):
-            random = random_states()
-            if (begin := getattr(run.training_dataloader, "begin", None)) is not None:
-                random["pass"] = begin
-            blobs[f"random-{_core.checkpoint_place(run.core)}"] = pickled(random, "the random generators")
+        place, random_state = _core.checkpoint_place(run.core), _given(request.random_state, config.checkpoint.random_state)
+        if random_state:
+            blobs[f"random-{place}"] = pickled(random_states(), "the random generators")
+        if of_loader := _of_loader(run.training_dataloader, random_state):
+            blobs[f"loader-{place}"] = pickled(of_loader, "the loader's random generators")
         values = {}
         if (iteration := getattr(run.lr_scheduler, "last_batch_iteration", None)) is not None:
             values["schedule_steps"] = iteration + 1
@@ -94,6 +95,16 @@ def _check(request: SaveRequest, as_deepspeed: bool, asynchronous: bool) -> None
     if as_deepspeed and (own := [k for k in client_state if isinstance(k, str) and _core.is_deepspeeds_key(k)]):
         own_keys = ", ".join(sorted(own))
         raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own_keys}")
+
+
+def _of_loader(loader: Any, random_state: bool) -> dict[str, Any]:
+    """Where random generators of this rank are for the loader's pass. What rows draw (`data`, `drawn`) goes with
+    `random_state`; the order of the pass (all of `begin` but that) always."""
+    if not isinstance(loader, Loader) or (begin := loader.begin) is None:
+        return {}
+    if random_state:
+        return {"begin": begin, "drawn": loader.drawn}
+    return {"begin": {name: state for name, state in begin.items() if name != "data"}}
 
 
 def _aliases(run: Run, names: dict[int, str]) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ from tessera.sequence import SequenceParallelGroups
 from tessera.units import UnitPolicy
 
 Outputs = list[Any] | None  # of the last layer, by micro-batch; None on other stages
-P = ParamSpec("P")
-T = TypeVar("T")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _of_all_stages(call: str) -> Callable[..., NoReturn]:
@@ -48,15 +47,15 @@ def _of_all_stages(call: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _while_stages_live(method: Callable[Concatenate[Engine, P], T]) -> Callable[Concatenate[Engine, P], T]:
+def _while_stages_live(method: Method) -> Method:
     """A method of engines that is refused where an earlier call of the pipeline has failed."""
 
     @functools.wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         self._checked(method.__name__)
         return method(self, *args, **kwargs)
 
-    return call
+    return call  # type: ignore[return-value]
 
 
 class PipelineEngine(Engine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 import sys
@@ -174,6 +175,37 @@ class Stream(torch.utils.data.IterableDataset):
         return (Rows()[index] for index in range(12))  # of each worker
 
 
+class Drawing(Rows):  # by a generator of its own
+    def __init__(self):
+        self.random = numpy.random.default_rng(seed)
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) + self.random.random()
+
+
+class Collate:
+    def __init__(self):
+        self.random = random.Random(seed)
+
+    def __call__(self, rows):
+        return torch.stack(rows) + self.random.random()
+
+
+class Nested(torch.utils.data.Sampler):
+    def __init__(self, inner=None):
+        self.inner = inner
+        self.rng = torch.Generator().manual_seed(seed) if inner else numpy.random.RandomState(seed)
+
+    def __iter__(self):
+        if self.inner is None:
+            return iter(self.rng.permutation(SIZE).tolist())
+        order = list(self.inner)
+        return (order[at] for at in torch.randperm(SIZE, generator=self.rng).tolist())
+
+    def __len__(self):
+        return SIZE
+
+
 class Shuffled(torch.utils.data.Sampler):  # by Python's generator and numpy's
     def __iter__(self):
         order = random.sample(range(SIZE), SIZE)
@@ -197,6 +229,12 @@ def start():
     if kind == "own generator":
         own = torch.Generator().manual_seed(seed)
         loader = Loader(torch.utils.data.DataLoader(data, 2, shuffle=True, num_workers=workers, generator=own))
+    if kind == "persistent workers":
+        made = torch.utils.data.DataLoader(data, 2, shuffle=True, num_workers=workers, persistent_workers=True)
+        loader = Loader(made)
+    if kind == "generators":
+        of_data = {"dataset": data} if workers else {"dataset": Drawing(), "collate_fn": Collate()}
+        loader = Loader(torch.utils.data.DataLoader(**of_data, batch_size=2, sampler=Nested(Nested()), num_workers=workers))
     engine.training_dataloader = loader
     return engine, RepeatingLoader(loader)
 
@@ -233,8 +271,13 @@ engine.destroy()
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("kind", ["rows", "drawn order", "own sampler", "own generator", "stream"])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        *itertools.product(["rows", "drawn order", "own sampler", "own generator", "generators", "stream"], [0, 1, 3]),
+        ("persistent workers", 3),
+    ],
+)
 def test_a_run_goes_on_amid_an_epoch_bit_for_bit(kind: str, workers: int, tmp_path: Path) -> None:
     """Dropout, orders that are drawn, and rows that draw, in this process and in a new one."""
     program = tmp_path / "program.py"
@@ -245,6 +288,47 @@ def test_a_run_goes_on_amid_an_epoch_bit_for_bit(kind: str, workers: int, tmp_pa
     for (straight, live, fresh), (new,) in zip(ran, again, strict=True):
         assert len(set(straight)) == 8  # no two alike
         assert live == straight and fresh == straight and new == straight
+
+
+ORDER = """
+import json, sys
+import torch, tessera
+from tessera.data import Loader
+
+folder, seed, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+tessera.init_distributed("gloo")
+torch.manual_seed(seed + torch.distributed.get_rank())
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
+engine = tessera.initialize(model=torch.nn.Linear(1, 1), config=config)[0]
+rows = [torch.tensor([float(number)]) for number in range(24)]
+own = torch.Generator().manual_seed(torch.initial_seed()) if "generator" in how else None
+workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"} if "workers" in how else {}
+loader = Loader(torch.utils.data.DataLoader(rows, 2, shuffle=True, generator=own, **workers))
+engine.training_dataloader = loader
+if seed:
+    engine.load_checkpoint(folder)
+seen = []
+for batch in loader:
+    seen.append(batch.flatten().tolist())
+    engine.backward(engine(batch + torch.rand(1)).sum())
+    engine.step()
+    if seed == 0 and engine.global_steps == 5:
+        engine.save_checkpoint(folder)
+        seen.clear()
+print(json.dumps(seen))
+engine.destroy()
+"""
+
+
+@pytest.mark.parametrize("how", ["shuffle", "generator", "workers"])
+def test_a_drawn_order_goes_on_without_the_random_state(how: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ORDER)
+    seen = []
+    for seed in ("0", "10"):
+        printed = run_program([sys.executable, program, tmp_path / "saved", seed, how], 2)
+        seen.append([json.loads(text.splitlines()[-1]) for text in printed])
+    assert seen[0] == seen[1] and seen[0][0] != seen[0][1] and len(seen[0][0]) == 7
 
 
 EPOCH = """
@@ -307,9 +391,11 @@ BAD_BLOBS: list[tuple[str, Any]] = [
     ("optimizer-0", {"embed.weight": {CUT: [0, 1, [2]]}}),
     ("optimizer-0", {"embed.weight": {CUT: [0, 2**64, [2], 0, 1]}}),
     ("python", {"group_names": [3]}),
-    ("python", {"loader": {"epoch": 2**64, "samples": 0}}),
+    *(("python", {"loader": {"epoch": 0, "samples": 0, key: 2**64}}) for key in ("epoch", "samples", "size", "workers")),
+    ("python", {"loader": [0]}),
     ("random-0", {"torch": torch.zeros(3, dtype=torch.uint8)}),
     ("random-0", RANDOM | {"device": [1]}),
+    *(("loader-0", value) for value in ([1], {"begin": [1]}, {"begin": {"torch": torch.zeros(3, dtype=torch.uint8)}})),
     ("extra", {"counted": "x"}),
     *(("schedule", value) for value in ([1], None, {}, "x")),
     *(("schedule", {"last_batch_iteration": value}) for value in ("x", None, [1], 2**70, 0.5)),

@@ -1,0 +1,125 @@
+// What a Session warns of and writes down while it trains.
+#include <algorithm>
+
+#include "tessera/base/error.h"
+#include "tessera/nn/session.h"
+
+namespace tessera::nn {
+
+void Session::warn(const std::vector<std::string>& warnings) {
+  for (const std::string& line : logs_ ? warnings : std::vector<std::string>())
+    TORCH_WARN(line);
+  note(warnings);
+}
+
+void Session::note(const std::vector<std::string>& warnings) {
+  for (const std::string& line : logs_ ? warnings : std::vector<std::string>()) {
+    const int64_t samples = core_ == nullptr ? 0 : core_->global_samples();
+    warnings_.emplace_back(line, samples);
+    for (const auto& writer : writers_)
+      give(*writer, [&] { writer->warn(line, samples); });
+  }
+}
+
+template <class F>
+void Session::give(io::MetricWriter& writer, const F& f) {
+  try {
+    f();
+    failing_.erase(&writer);
+  } catch (const IoError& error) {
+    if (failing_.insert(&writer).second)
+      warn({c10::str(error.what_without_backtrace(),
+                     "; the run goes on, and these numbers are missing until they can be written again")});
+  }
+}
+
+void Session::warn_of_region() {
+  warn(
+      {"[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
+       "region around it is switched off inside"});
+}
+
+void Session::warn_of_cuts() {
+  const int ranks = live().mesh().size(comm::Axis::Tp);
+  const auto cut = [](const engine::ParamSpec& spec) { return spec.varies.has(comm::Axis::Tp); };
+  if (ranks == 1 || std::ranges::any_of(live().params(), cut)) return;
+  warn({c10::str(
+      "[initialize] the mesh has ", ranks,
+      " ranks along 'tp' (tensor_parallel.autotp_size), and no module of the model is cut over them: all train "
+      "the same whole model; build it of the layers in tessera/nn/parallel.h, or leave the ranks to data "
+      "parallelism")});
+}
+
+void Session::warn_of_frozen() {
+  const auto trains = [](const engine::ParamSpec& spec) { return spec.group >= 0; };
+  if (evaluates_ || std::ranges::any_of(live().params(), trains)) return;
+  warn({c10::str("[initialize] nothing is trained: ",
+                 live().params().empty() ? "the model has no parameters" : "all parameters of the model are frozen",
+                 ": until something is, this engine only evaluates")});
+}
+
+void Session::warn_of_step() {
+  warn(live().take_notices());
+  if (checks_sequence_ == SequenceCheck::Off || !live().was_step_applied()) return;
+  const std::string fault = sequence_fault();
+  // An update in the backward came before the fault could be seen: the next update is refused.
+  if (checks_sequence_ == SequenceCheck::Error && !fault.empty()) return;
+  if (live().mesh().rank(comm::Axis::Sp) == 0 && !fault.empty()) warn({"[engine.step] " + fault});
+  checks_sequence_ = SequenceCheck::Off;
+}
+
+std::string Session::sequence_fault() const {
+  const comm::GroupPtr sequence = live().mesh().group(comm::Axis::Sp);
+  if (sequence->stats().all_to_all.calls > 0) return "";
+  return c10::str(
+      "the mesh has ", sequence->size(),
+      " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
+      "sequence over mesh.group(Axis::Sp): an attention needs parallel::SequenceAttention; where each part "
+      "is treated alone, Recipe::parts_alone says so; without a cut sequence the ranks train the same twice");
+}
+
+void Session::on_metric(OnMetric call) {
+  live();
+  if (!logs_) return;
+  watch_.listen(live());
+  calls_.push_back(std::move(call));
+}
+
+void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
+  live();
+  if (!logs_) return;
+  watch_.listen(live());
+  for (const auto& [text, samples] : warnings_)
+    writer->warn(text, samples);
+  writers_.push_back(std::move(writer));
+}
+
+void Session::write_metrics(const std::vector<io::Metric>& metrics) {
+  live();
+  for (const auto& writer : writers_)
+    give(*writer, [&] { writer->write(metrics); });
+  for (const OnMetric& call : calls_)
+    for (const io::Metric& metric : metrics)
+      call(metric.name, metric.value, metric.step);
+}
+
+std::vector<engine::CallRow> Session::comm_summary(bool stragglers) {
+  live();
+  TESSERA_CHECK(watch_.calls() != nullptr, "engine.comm_summary",
+                "collectives are not timed: set comms_logger.enabled to true");
+  return engine::call_rows(*watch_.calls(), live(), stragglers);
+}
+
+void Session::report_step() {
+  const engine::Watch::Report report = watch_.stepped(live(), lr());
+  if (!logs_) return;
+  warn(report.warnings);
+  for (const std::string& line : report.lines)
+    watch_.line().say("[tessera] " + line);
+  if (!report.progress.empty()) watch_.line().show("[tessera] " + report.progress);
+  if (logs_memory_ && live().global_steps() % steps_per_print_ == 0)
+    watch_.line().say("[tessera] memory (MB) | " + engine::text_of(live().memory()));
+  write_metrics(report.metrics);
+}
+
+}  // namespace tessera::nn
