@@ -106,8 +106,9 @@ void bind_watch(py::module_& m) {
       .def("count_flops", &Watch::count_flops, py::arg("core"), py::arg("per_sample"), py::arg("peak"))
       .def("count_flops_of_step", &Watch::count_flops_of_step, py::arg("core"), py::arg("peak"))
       .def(
-          "around_forward", [](Watch& watch, bool trains) { return std::unique_ptr<Forward>(new Forward{watch, trains, {}}); }, py::arg("trains"),
-          py::keep_alive<0, 1>())
+          "around_forward",
+          [](Watch& watch, bool trains) { return std::unique_ptr<Forward>(new Forward{watch, trains, {}}); },
+          py::arg("trains"), py::keep_alive<0, 1>())
       .def_property(
           "in_place", [](Watch& watch) { return watch.line().in_place(); },
           [](Watch& watch, bool in_place) { watch.line().set_in_place(in_place); })

@@ -19,12 +19,13 @@
 namespace tessera::engine {
 
 struct SaveOptions {
-  std::string tag = {};       // empty: "global_step<N>"
-  bool latest = true;         // the tag that a load without one takes
-  bool frozen = true;         // also parameters that are not optimized
+  std::string tag = {};  // empty: "global_step<N>"
+  bool latest = true;    // the tag that a load without one takes
+  bool frozen = true;    // also parameters that are not optimized
   // Not given: a front end's configuration decides, else no, 0, and Ignore.
   std::optional<bool> asynchronous = {};  // returns once everything is copied to host memory
-  std::optional<int> keep_last = {};  // older checkpoints in the folder are removed once this one is complete; 0: all stay
+  std::optional<int> keep_last =
+      {};  // older checkpoints in the folder are removed once this one is complete; 0: all stay
   // What happens where ranks name different tags; rank 0's tag holds.
   enum class Tags { Ignore, Warn, Fail };
   std::optional<Tags> tags = {};

@@ -50,16 +50,15 @@ double attention(const Inputs& inputs) {
   const at::Tensor* const key = tensor_at(inputs, 1, 4);
   const at::Tensor* const value = tensor_at(inputs, 2, 4);
   if (query == nullptr || key == nullptr || value == nullptr) return 0;
-  const double pairs = static_cast<double>(query->size(0) * query->size(1)) *
-                       static_cast<double>(query->size(2)) * static_cast<double>(key->size(2));
+  const double pairs = static_cast<double>(query->size(0) * query->size(1)) * static_cast<double>(query->size(2)) *
+                       static_cast<double>(key->size(2));
   return 2 * pairs * static_cast<double>(query->size(3) + value->size(3));
 }
 
-constexpr std::array kAttentions{"aten::_scaled_dot_product_flash_attention_for_cpu",
-                                 "aten::_scaled_dot_product_flash_attention",
-                                 "aten::_scaled_dot_product_efficient_attention",
-                                 "aten::_scaled_dot_product_cudnn_attention",
-                                 "aten::_scaled_dot_product_fused_attention_overrideable"};
+constexpr std::array kAttentions{
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable"};
 
 double operations_of(std::string_view name, const Inputs& inputs) {
   if (name == "aten::mm" || name == "aten::_scaled_mm") return product(inputs, 0, 2);

@@ -23,7 +23,7 @@ class FlopCounter {
   static std::unique_ptr<at::ObserverContext> count(const at::RecordFunction& call);
 
   double total_ = 0;
-  FlopCounter* outer_;  // that counted before
+  FlopCounter* outer_;                        // that counted before
   std::optional<at::CallbackHandle> handle_;  // the outermost one's
 };
 

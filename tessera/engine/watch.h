@@ -123,12 +123,12 @@ class Watch {
   std::optional<Seconds> step_seconds_;
   double flops_ = 0;  // of a sample; 0: not counted
   std::optional<double> peak_;
-  std::optional<double> counted_;  // operations of forwards, while they are counted
-  int64_t counted_from_ = 0;       // micro-steps before
+  std::optional<double> counted_;           // operations of forwards, while they are counted
+  int64_t counted_from_ = 0;                // micro-steps before
   int64_t every_ = 0, expected_steps_ = 0;  // 0: no progress line; not known
   double tokens_ = 0;                       // of a sample; 0: not known
   bool speaks_ = false, listens_ = false;
-  std::optional<double> loss_;     // of the last update
+  std::optional<double> loss_;  // of the last update
   bool warned_of_loss_ = false;
   Laps updates_, lines_;
   int64_t first_step_ = 0;  // that this run began with

@@ -171,7 +171,8 @@ static std::string checked_to_replace(std::string path) {
   return path;
 }
 
-WholeFile::WholeFile(std::string path) : path_(checked_to_replace(std::move(path))), part_(path_ + ".part"), lock_(Lock::wait(part_)) {
+WholeFile::WholeFile(std::string path)
+    : path_(checked_to_replace(std::move(path))), part_(path_ + ".part"), lock_(Lock::wait(part_)) {
   TESSERA_CHECK_IO(::ftruncate(lock_->descriptor(), 0) == 0, "io", "cannot write '", part_,
                    "': ", std::strerror(errno));
 }

@@ -151,7 +151,8 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
 engine::Engine& Session::trained_by(const char* call) const {
   live();
   if (evaluates_)
-    TESSERA_FAIL(UsageError, "[engine.", call, "] there is no optimizer; set optimizer.type, or give Recipe::optimizer");
+    TESSERA_FAIL(UsageError, "[engine.", call,
+                 "] there is no optimizer; set optimizer.type, or give Recipe::optimizer");
   return *core_;
 }
 

@@ -96,8 +96,8 @@ struct LoadPlan {
 std::string renamed(const LoadOptions& options, const std::string& name) try {
   return options.rename ? options.rename(name) : name;
 } catch (const c10::Error& error) {
-  TESSERA_FAIL(c10::ValueError, "[engine.load_module_state_dict] `rename` threw for '", name, "': ",
-               error.what_without_backtrace());
+  TESSERA_FAIL(c10::ValueError, "[engine.load_module_state_dict] `rename` threw for '", name,
+               "': ", error.what_without_backtrace());
 } catch (const std::exception& error) {
   TESSERA_FAIL(c10::ValueError, "[engine.load_module_state_dict] `rename` threw for '", name, "': ", error.what());
 }

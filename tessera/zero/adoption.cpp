@@ -37,7 +37,8 @@ void adopt_param(const Place& place, bool compare) {
                 "parameter '", p.name, "' became a tensor of shape ", p.tensor.sizes(), " and dtype ",
                 p.tensor.scalar_type(), "; build a new engine for a changed model");
   TESSERA_CHECK(!unit.flat().shares(), "zero", "the data of parameter '", p.name,
-                "' was replaced (by setting its data, or by to() of a module), but all ranks share it (tessera.shared_parameters); "
+                "' was replaced (by setting its data, or by to() of a module), but all ranks share it "
+                "(tessera.shared_parameters); "
                 "write to it inside GatheredParameters with modifier_rank 0 instead");
   shard::check_device(p.tensor.device());
   if (!unit.master_is_weight()) unit.adopt_replaced(p, unit.owned_values(place.item));

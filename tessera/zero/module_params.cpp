@@ -114,9 +114,10 @@ void ModuleParams::abandon(const std::string& message) {
 
 void ModuleParams::check_none_replaced() const {
   for (size_t i = 0; i < items_.size(); ++i) {
-    TESSERA_CHECK(!is_replaced(static_cast<int>(i)), "zero", "the data of parameter '", items_[i].name,
-                  "' was replaced (by setting its data, or by to() of a module) while it was partitioned; write to it inside "
-                  "GatheredParameters with modifier_rank 0 instead");
+    TESSERA_CHECK(
+        !is_replaced(static_cast<int>(i)), "zero", "the data of parameter '", items_[i].name,
+        "' was replaced (by setting its data, or by to() of a module) while it was partitioned; write to it inside "
+        "GatheredParameters with modifier_rank 0 instead");
   }
 }
 

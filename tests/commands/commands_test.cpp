@@ -203,7 +203,8 @@ TEST(Commands, PagesHaveTheNumbersOfRuns) {
     for (int step = 1; step <= 2500; ++step)
       file << number("train_loss", std::to_string(step), step);
   });
-  write("b/tables/Train_Samples_lr.csv", [](auto& file) { file << "step,lr\r\n8,0.5\r\n16,0\r\n24,0\r\n16,inf\r\n24,0"; });
+  write("b/tables/Train_Samples_lr.csv",
+        [](auto& file) { file << "step,lr\r\n8,0.5\r\n16,0\r\n24,0\r\n16,inf\r\n24,0"; });
   write("b/tables/Own_bias.csv", [](auto& file) { file << "step,bias\r\n8,1\r\n12\r\n16,2\r\n24,3\r\n"; });
   write("b/tables/warnings.csv", [](auto& file) { file << "step,warning\r\n8,\"a, \"\"b\"\"\nc\"\r\n24,lost\r\n"; });
   const std::string out = folder / "page.html";

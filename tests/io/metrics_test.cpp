@@ -225,8 +225,9 @@ TEST(Metrics, WhatCannotBeWrittenWholeIsNotWritten) {
 TEST(Metrics, NamesOfCsvFiles) {
   const TempFolder folder;
   for (const std::string& name : {std::string(), std::string("warnings"), std::string("a\0b", 3)})
-    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { csv_metrics(folder.path())->write({{"a", 1, 1}, {name, 1, 1}}); }),
-               "[metrics] a number for CSV files cannot have the name \"");
+    EXPECT_HAS(
+        testing::error_of<c10::ValueError>([&] { csv_metrics(folder.path())->write({{"a", 1, 1}, {name, 1, 1}}); }),
+        "[metrics] a number for CSV files cannot have the name \"");
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 

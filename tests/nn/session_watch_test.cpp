@@ -270,9 +270,9 @@ TEST(Session, OperationsOfAStepAreCounted) {
   for (const bool empty : {false, true}) {
     const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2,
         "optimizer": {"type": "SGD"}})");
-    auto engine = initialize(empty ? torch::nn::Sequential(torch::nn::Embedding(3, 2))
-                                   : torch::nn::Sequential(torch::nn::Linear(2, 3)),
-                             config, comm::Mesh());
+    auto engine = initialize(
+        empty ? torch::nn::Sequential(torch::nn::Embedding(3, 2)) : torch::nn::Sequential(torch::nn::Linear(2, 3)),
+        config, comm::Mesh());
     std::map<std::string, double> seen;
     engine.on_metric([&](const std::string& name, double value, int64_t) { seen[name] = value; });
     const testing::KeptWarnings kept;

@@ -83,7 +83,9 @@ def test_a_full_disk_is_warned_of_once_and_the_run_goes_on(tmp_path: Path) -> No
         engine.monitor.write_events([("own", 1.0, 5)])
         assert engine.global_steps == 3
 
-    with pytest.warns(UserWarning, match="cannot write '/dev/full': No space left on device; the run goes on") as caught:
+    with pytest.warns(
+        UserWarning, match="cannot write '/dev/full': No space left on device; the run goes on"
+    ) as caught:
         engines(make(Net), 2, cfg, body)
     assert len(caught) == 1
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
@@ -105,7 +107,15 @@ def test_a_loss_that_is_not_finite_is_warned_of_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "events",
-    [("a", 1.0, 8), [("a", 1.0)], [("a", "high", 8)], [("a", torch.ones(2), 8)], [("a", 1.0, None)], [("", 1.0, 8)], [3]],
+    [
+        ("a", 1.0, 8),
+        [("a", 1.0)],
+        [("a", "high", 8)],
+        [("a", torch.ones(2), 8)],
+        [("a", 1.0, None)],
+        [("", 1.0, 8)],
+        [3],
+    ],
     ids=str,
 )
 def test_what_is_no_event_is_an_error(events: Any, tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ def test_progress_lines_reach_who_has_no_logging(tmp_path: Path) -> None:
 def test_progress_lines_go_where_standard_error_is_now(tmp_path: Path, end: str) -> None:
     program = PROGRAM.format(every=2, setup="").replace("for _", f"{end}\nfor _")
     program += "logging.shutdown()\nsys.stderr and not sys.stderr.closed and sys.stderr.flush()\n"
-    process = PROCESSES.Process(target=run_program, args=(f"import os\nos.chdir({str(tmp_path)!r})\n{program}", tmp_path))
+    process = PROCESSES.Process(
+        target=run_program, args=(f"import os\nos.chdir({str(tmp_path)!r})\n{program}", tmp_path)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == 0 and "step=" not in (tmp_path / "errors").read_text()

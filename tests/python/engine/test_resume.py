@@ -391,7 +391,10 @@ BAD_BLOBS: list[tuple[str, Any]] = [
     ("optimizer-0", {"embed.weight": {CUT: [0, 1, [2]]}}),
     ("optimizer-0", {"embed.weight": {CUT: [0, 2**64, [2], 0, 1]}}),
     ("python", {"group_names": [3]}),
-    *(("python", {"loader": {"epoch": 0, "samples": 0, key: 2**64}}) for key in ("epoch", "samples", "size", "workers")),
+    *(
+        ("python", {"loader": {"epoch": 0, "samples": 0, key: 2**64}})
+        for key in ("epoch", "samples", "size", "workers")
+    ),
     ("python", {"loader": [0]}),
     ("random-0", {"torch": torch.zeros(3, dtype=torch.uint8)}),
     ("random-0", RANDOM | {"device": [1]}),
