@@ -234,7 +234,8 @@ def start():
         loader = Loader(made)
     if kind == "generators":
         of_data = {"dataset": data} if workers else {"dataset": Drawing(), "collate_fn": Collate()}
-        loader = Loader(torch.utils.data.DataLoader(**of_data, batch_size=2, sampler=Nested(Nested()), num_workers=workers))
+        how = {"batch_size": 2, "sampler": Nested(Nested()), "num_workers": workers}
+        loader = Loader(torch.utils.data.DataLoader(**of_data, **how))
     engine.training_dataloader = loader
     return engine, RepeatingLoader(loader)
 
@@ -391,7 +392,10 @@ BAD_BLOBS: list[tuple[str, Any]] = [
     ("optimizer-0", {"embed.weight": {CUT: [0, 1, [2]]}}),
     ("optimizer-0", {"embed.weight": {CUT: [0, 2**64, [2], 0, 1]}}),
     ("python", {"group_names": [3]}),
-    *(("python", {"loader": {"epoch": 0, "samples": 0, key: 2**64}}) for key in ("epoch", "samples", "size", "workers")),
+    *(
+        ("python", {"loader": {"epoch": 0, "samples": 0, key: 2**64}})
+        for key in ("epoch", "samples", "size", "workers")
+    ),
     ("python", {"loader": [0]}),
     ("random-0", {"torch": torch.zeros(3, dtype=torch.uint8)}),
     ("random-0", RANDOM | {"device": [1]}),
