@@ -106,7 +106,7 @@ std::optional<std::string> variable(const char* name) {
 }
 
 void check(Options& options) {
-  if (options.command.empty()) 
+  if (options.command.empty())
     throw UsageError("[launch] the program is missing: tessera-run [options] program arguments...");
   if (options.nodes == 0) {
     if (const std::string why = why_not_started_here(variable); !why.empty())
@@ -126,7 +126,8 @@ void check(Options& options) {
   if (const std::string why = why_no_host(options.master_addr); !why.empty())
     throw std::invalid_argument("[launch] " + why);
   if (options.log_dir.empty()) return;
-  if (const std::string why = why_no_logs(options.log_dir); !why.empty()) throw std::invalid_argument("[launch] " + why);
+  if (const std::string why = why_no_logs(options.log_dir); !why.empty())
+    throw std::invalid_argument("[launch] " + why);
 }
 
 }  // namespace

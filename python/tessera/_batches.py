@@ -38,8 +38,8 @@ class Passes:
             _warn_of_workers(loader)
 
     def begin(self, skip: int, left: Iterable[Any] | None = None) -> Iterator[Any]:
-        """The batches of a pass after its first `skip`, which have drawn their random numbers when this returns. `left`:
-        the indices of these batches, in the place of what the loader's sampler gives after the first."""
+        """The batches of a pass after its first `skip`, which have drawn their random numbers when this returns.
+        `left`: the indices of these batches, in the place of what the loader's sampler gives after the first."""
         if not self.by_index:
             return self._of_stream(skip)
         loader, batches = self.loader, self.loader.batch_sampler

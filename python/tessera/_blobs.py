@@ -37,7 +37,10 @@ def pickled(value: Any, what: str) -> bytes:
     try:
         torch.save(_mapped(value, _packed, {}), out)
     except Exception as error:  # any kind of error that objects of a client have
-        raise ConfigError(f"[checkpoint] {what} holds what Python's pickle cannot save: {error}") from error
+        ours = isinstance(error, pickle.PicklingError) or "pickle" in str(error)  # else of an object's own code
+        raise ConfigError(f"[checkpoint] {what} holds what Python's pickle cannot save: {error}") from (
+            None if ours else error
+        )
     return out.getvalue()
 
 
@@ -48,7 +51,9 @@ def unpickled(data: bytes, what: str, trusted: bool) -> Any:
     except Exception as error:
         named = re.search(r"GLOBAL (\S+) was not", str(error))
         if trusted or not isinstance(error, pickle.UnpicklingError):
-            raise IoError(f"[checkpoint] {what} cannot be read: {type(error).__name__}: {error}") from error
+            raise IoError(f"[checkpoint] {what} cannot be read: {type(error).__name__}: {error}") from (
+                error if trusted else None  # only then code of objects has run
+            )
         of = f"an object of '{named[1]}'" if named else f"objects ({error})"
         raise IoError(
             f"[checkpoint] {what} holds {of}, which is no plain data, and nothing was run. {TRUST}; or name the types "
@@ -109,8 +114,8 @@ def _unpacked(value: Any) -> Any:
     if key == _ARRAY and isinstance(held, torch.Tensor):
         try:
             return held.numpy()
-        except RuntimeError as error:
-            raise IoError("[checkpoint] an array of NumPy was saved, and numpy is not installed here") from error
+        except RuntimeError:
+            raise IoError("[checkpoint] an array of NumPy was saved, and numpy is not installed here") from None
     if key == _STREAM and isinstance(held, tuple):
         stream = io.BytesIO(held[0])
         stream.seek(held[1])

@@ -234,14 +234,16 @@ def _check_count(value: object, what: str, least: int) -> None:
 def _numbers(state: object) -> tuple[int, int, int, int | None]:
     """Epoch, samples, size (0: not known) and workers (None: of no stream)."""
     if not isinstance(state, dict):
-        raise ConfigError(f"[data] the state of a loader is a dict, as state_dict() gives it, got {type(state).__name__}")
+        raise ConfigError(
+            f"[data] the state of a loader is a dict, as state_dict() gives it, got {type(state).__name__}"
+        )
     for key, needed in (("epoch", True), ("samples", True), ("size", False), ("workers", False)):
         if key not in state and needed:
             raise ConfigError(f"[data] the state of a loader has no '{key}'; load what state_dict() gave, whole")
         if key in state and not _is_count(state[key]):
             raise ConfigError(
-                f"[data] '{key}' of the state of a loader is {state[key]!r:.40}, which is no number that can be; load what "
-                "state_dict() gave, unchanged"
+                f"[data] '{key}' of the state of a loader is {state[key]!r:.40}, which is no number that can be; "
+                "load what state_dict() gave, unchanged"
             )
     return state["epoch"], state["samples"], state.get("size", 0), state.get("workers")
 
@@ -271,8 +273,9 @@ def _check_states(generators: list[Any], states: Any, of: str) -> None:
         raise ConfigError(f"[data] states of random generators are a list, got {type(states).__name__}")
     if len(states) != len(generators):
         raise ConfigError(
-            f"[data] the state is of a loader with {len(states)} random generators of its own (those of {of}), and this "
-            f"one has {len(generators)}: make it as in that run, its generators in __init__, or begin without its state"
+            f"[data] the state is of a loader with {len(states)} random generators of its own (those of {of}), and "
+            f"this one has {len(generators)}: make it as in that run, its generators in __init__, or begin "
+            "without its state"
         )
     kept = states_of(generators)
     try:

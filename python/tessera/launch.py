@@ -131,8 +131,8 @@ def own_devices() -> int:
 def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nodes: int = 1, node: int = 0) -> int:
     """The ranks of this host, one a slot; `named`: slots are the numbers of its devices. Returns the exit code of the
     first that failed, whose errors are shown last, or 128 + the number of a signal that ended them; else 0. ConfigError
-    for a program that is not there, a host that is not known, a folder of logs that cannot be written into, a port that is
-    in use, and where several tasks of srun do this."""
+    for a program that is not there, a host that is not known, a folder of logs that cannot be written into, a port that
+    is in use, and where several tasks of srun do this."""
     if nodes == 1 and options.num_nodes < 1 and (why := _core.why_not_started_here()):
         raise ConfigError(f"[launch] {why}")
     if not options.module:

@@ -11,7 +11,7 @@ namespace tessera::io {
 // Where in the data a run is: which pass, and how many examples of all ranks the pass has given.
 struct DataPosition {
   int64_t epoch = 0, samples = 0;
-  int64_t size = 0;  // of the dataset that it is of; 0: not known
+  int64_t size = 0;                               // of the dataset that it is of; 0: not known
   std::optional<int64_t> workers = std::nullopt;  // that share a stream, each a part of it; nothing where it is none
 };
 // Value error for numbers below 0, for a place behind the end of its dataset, for one in a larger dataset than one of `size`

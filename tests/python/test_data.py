@@ -210,7 +210,7 @@ def test_a_place_in_a_stream_is_for_as_many_workers(persistent: bool) -> None:
         with pytest.raises(ConfigError, match=f"a stream that 2 workers shared, and here num_workers is {workers}"):
             other.load_state_dict(state)
         assert other.state_dict() == {"epoch": 0, "samples": 0}
-    with pytest.raises(ConfigError, match="a place in a stream .*, and the dataset here is none"):
+    with pytest.raises(ConfigError, match=r"a place in a stream .*, and the dataset here is none"):
         Loader(DataLoader(Numbers(24), 2)).load_state_dict(state)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from support import batch, config, make
+from support import batch, config, engines, make, with_blob
+from tessera.errors import IoError
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -85,3 +91,50 @@ def test_parameters_with_operators_of_their_own_are_refused_by_name(stage: int) 
         tessera.Engine(model, config(stage)).destroy()  # nothing was left behind
     finally:
         dist.destroy_process_group()
+
+
+class Unused(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.used(x) - y).square().mean()
+
+
+def step_with_an_unused_parameter(engine: Any, folder: Path) -> None:
+    engine(*batch(0)).backward()
+    engine.step()
+
+
+def save_what_cannot_be_pickled(engine: Any, folder: Path) -> None:
+    engine.save_checkpoint(folder, client_state={"it": lambda: 1})
+
+
+def load_a_damaged_generator(engine: Any, folder: Path) -> None:
+    engine.save_checkpoint(folder, tag="t")
+    with_blob(folder / "t", "random-0", {"torch": torch.zeros(3, dtype=torch.uint8)})
+    engine.load_checkpoint(folder, tag="t")
+
+
+def load_a_damaged_blob(engine: Any, folder: Path) -> None:
+    engine.save_checkpoint(folder, tag="t")
+    with_blob(folder / "t", "client_state", b"PK\x03\x04 and no more")
+    engine.load_checkpoint(folder, tag="t")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [step_with_an_unused_parameter, save_what_cannot_be_pickled, load_a_damaged_generator, load_a_damaged_blob],
+)
+def test_an_error_of_ours_has_no_other_of_ours_above_it(call: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}, "ignore_unused_parameters": False}
+
+    def body(engine: Any, rank: int) -> str:
+        with pytest.raises((tessera.UsageError, tessera.ConfigError, IoError)) as caught:
+            call(engine, tmp_path)
+        return "".join(traceback.format_exception(caught.value))
+
+    ranks = 2 if call in (step_with_an_unused_parameter, save_what_cannot_be_pickled) else 1
+    for text in engines(make(Unused), ranks, config(2, zero=offload), body):
+        assert text.count("Traceback (most recent call last)") == 1, text

@@ -241,8 +241,10 @@ def test_one_line_a_parameter_of_another_shape(tmp_path: Path) -> None:
 def test_a_call_of_the_first_rank_alone(call: str, tmp_path: Path) -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
         if rank == 0:
-            with pytest.raises(DistBackendError, match=rf"\n\[engine.{call}\] all ranks call it, not the first alone"):
+            says = rf"\n\[engine.{call}\] all ranks call it, not the first alone"
+            with pytest.raises(DistBackendError, match=says) as caught:
                 getattr(engine, call)(tmp_path)
+            assert caught.value.__cause__ is None and caught.value.__suppress_context__  # one error is shown
 
     engines(nn.Linear(4, 4), 2, config(2), body)
 

@@ -23,7 +23,7 @@ def _called_by_all(call: str) -> Iterator[None]:
     try:
         yield
     except dist.DistBackendError as error:
-        raise type(error)(f"{error}\n[engine.{call}] all ranks call it, not the first alone") from error
+        raise type(error)(f"{error}\n[engine.{call}] all ranks call it, not the first alone") from None
 
 
 class Restorable(Run, Protocol):

@@ -153,7 +153,7 @@ def _check_random_states(states: dict[str, Any], name: str) -> None:
     try:
         try_random_states(states)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
-        raise IoError(f"[checkpoint] '{name}' is damaged: no state of the generators: {error}") from error
+        raise IoError(f"[checkpoint] '{name}' is damaged: no state of the generators: {error}") from None
 
 
 def _extra_from(run: Run, saved: Saved) -> dict[str, Any]:

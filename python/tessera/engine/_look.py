@@ -77,12 +77,13 @@ class Look:
 
 @contextmanager
 def own_error_first(problem: Exception | None) -> Iterator[None]:
-    """Around a call that announces `problem` to all ranks: this one raises it itself, above what the others have."""
+    """Around a call that announces `problem` to all ranks: this one raises it itself, in the place of what the others
+    have."""
     try:
         yield
     except Exception:
         if problem is not None:
-            raise problem  # noqa: B904 (what the others have stands above it)
+            raise problem from problem.__cause__  # alone: what the others have says the same
         raise
 
 

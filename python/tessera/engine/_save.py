@@ -62,7 +62,10 @@ def save(run: Run, request: SaveRequest) -> None:
         names = names_of(run)
         numbers, states = client_states(run, names)
         blobs = _blobs(run, request.client_state, numbers, group_names)
-        place, random_state = _core.checkpoint_place(run.core), _given(request.random_state, config.checkpoint.random_state)
+        place, random_state = (
+            _core.checkpoint_place(run.core),
+            _given(request.random_state, config.checkpoint.random_state),
+        )
         if random_state:
             blobs[f"random-{place}"] = pickled(random_states(), "the random generators")
         if of_loader := _of_loader(run.training_dataloader, random_state):

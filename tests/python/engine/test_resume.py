@@ -27,9 +27,10 @@ from support import (
     weights,
     with_blob,
 )
+from tessera.data import Loader
 from tessera.errors import ConfigError, IoError
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import tessera
 
@@ -234,7 +235,8 @@ def start():
         loader = Loader(made)
     if kind == "generators":
         of_data = {"dataset": data} if workers else {"dataset": Drawing(), "collate_fn": Collate()}
-        loader = Loader(torch.utils.data.DataLoader(**of_data, batch_size=2, sampler=Nested(Nested()), num_workers=workers))
+        how = {"batch_size": 2, "sampler": Nested(Nested()), "num_workers": workers}
+        loader = Loader(torch.utils.data.DataLoader(**of_data, **how))
     engine.training_dataloader = loader
     return engine, RepeatingLoader(loader)
 
@@ -329,6 +331,31 @@ def test_a_drawn_order_goes_on_without_the_random_state(how: str, tmp_path: Path
         printed = run_program([sys.executable, program, tmp_path / "saved", seed, how], 2)
         seen.append([json.loads(text.splitlines()[-1]) for text in printed])
     assert seen[0] == seen[1] and seen[0][0] != seen[0][1] and len(seen[0][0]) == 7
+
+
+def test_a_checkpoint_of_before_the_loaders_own_blob_is_read(tmp_path: Path) -> None:
+    """Where the pass began stood beside the process's random state, of torch's generator alone at first."""
+
+    def loader_of(engine: Any, seed: int) -> Loader:
+        torch.manual_seed(seed)
+        engine.training_dataloader = Loader(DataLoader(range(24), 2, shuffle=True))  # type: ignore[arg-type]
+        return engine.training_dataloader  # type: ignore[no-any-return]
+
+    engine = engine_of()
+    loader = loader_of(engine, 1)
+    passes = iter(loader)
+    next(passes)
+    rests = []
+    for begin in (loader.begin, loader.begin["torch"]):  # type: ignore[index]
+        engine.save_checkpoint(tmp_path, tag="t")
+        with_blob(tmp_path / "t", "loader-0", {})
+        with_blob(tmp_path / "t", "random-0", RANDOM | {"pass": begin})
+        other = loader_of(engine, 2)
+        engine.load_checkpoint(tmp_path, tag="t")
+        rests.append([batch.tolist() for batch in other])
+        engine.training_dataloader = loader
+    assert rests == [[batch.tolist() for batch in passes]] * 2
+    engine.destroy()
 
 
 EPOCH = """
