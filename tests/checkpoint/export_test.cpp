@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "tessera/io/file.h"
@@ -53,8 +54,10 @@ TEST(Export, AllWeightsOnceInTheDtypeThatIsAskedFor) {
 TEST(Export, AListOutlivesItsReader) {
   const io::TempFolder folder;
   const std::string path = make(folder);
-  const auto all = list_export(open_folder(path), {});
   const Reader reader = open_folder(path);
+  auto listed = std::make_unique<Reader>(open_folder(path));
+  const auto all = list_export(*listed, {});
+  listed.reset();
   EXPECT_TRUE(read_export(reader, all[0]).equal((at::arange(40, at::kFloat).view({8, 5}) / 3).to(at::kBFloat16)));
   EXPECT_TRUE(read_export(reader, all[3]).equal(at::arange(3)));
 }
