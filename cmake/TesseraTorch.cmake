@@ -6,6 +6,7 @@
 #   target `torch`      of a find_package(Torch) that the project has made
 #   Torch_DIR           share/cmake/Torch of one
 #   CMAKE_PREFIX_PATH   with one
+#   _tessera_beside     the one beside an installed Python package of Tessera
 #   Python3_EXECUTABLE  or the first Python: the one that it imports
 # Output: TESSERA_TORCH_DIR, TESSERA_TORCH_VERSION (major.minor); TESSERA_TORCH_PROBLEM: why there is none, else empty.
 function(_tessera_look_for_torch)
@@ -24,6 +25,9 @@ function(_tessera_look_for_torch)
     if(_found)
       get_filename_component(_found "${_found}/../../.." ABSOLUTE)
     endif()
+  endif()
+  if(NOT _found AND EXISTS "${_tessera_beside}/version.py")
+    set(_found "${_tessera_beside}")
   endif()
   if(NOT _found)
     find_package(Python3 QUIET COMPONENTS Interpreter)

@@ -15,6 +15,14 @@ sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || ne
 command -v "$cxx" >/dev/null || need+=(g++)
 if [ "${1:-base}" = tests ]; then
   echo '#include <gtest/gtest.h>' | "$cxx" -x c++ -E - >/dev/null 2>&1 || need+=(libgtest-dev)
+  # What finds tessera.pc; without it that file is not tested.
+  if ! command -v pkg-config >/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+      need+=(pkg-config)
+    else
+      echo "[setup] no pkg-config: tessera.pc is not tested; as root run: apt-get install pkg-config" >&2
+    fi
+  fi
   # A test looks at pages in it; without one that test is skipped.
   if ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null && ! command -v google-chrome >/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

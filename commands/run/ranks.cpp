@@ -19,8 +19,6 @@
 #include <system_error>
 #include <utility>
 
-#include "tessera/base/free_port.h"
-
 namespace tessera::run {
 namespace {
 
@@ -77,9 +75,8 @@ Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), po
   prctl(PR_SET_CHILD_SUBREAPER, 1);
   if (options_.node == 0) {  // the host of rank 0, which listens there
     try {
-      const HeldPort free = hold_free_port(port_);
-      port_ = free.port;
-      port_holder_ = free.socket;
+      held_port_ = hold_free_port(port_);
+      port_ = held_port_->port();
     } catch (const std::system_error& error) {
       if (port_ == 0) throw;
       if (error.code() == std::errc::address_in_use)
@@ -108,7 +105,6 @@ Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), po
 
 Ranks::~Ranks() {
   close(signals_);
-  if (port_holder_ >= 0) close(port_holder_);
   sigprocmask(SIG_SETMASK, &before_, nullptr);
 }
 

@@ -12,6 +12,7 @@
 
 #include "commands/run/options.h"
 #include "commands/run/output.h"
+#include "tessera/base/free_port.h"
 
 namespace tessera::run {
 
@@ -53,7 +54,8 @@ class Ranks {
 
   const Options options_;
   const pid_t own_pid_;
-  int port_ = 0, port_holder_ = -1;
+  int port_ = 0;
+  std::optional<HeldPort> held_port_;  // on the host of rank 0
   sigset_t before_{}, read_{};
   int signals_ = -1;
   std::vector<Rank> ranks_;

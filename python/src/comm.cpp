@@ -212,7 +212,11 @@ void bind_comm(py::module_& m) {
   m.def("why_not_started_here", [] { return why_not_started_here(); });
   m.def("why_no_host", &why_no_host, py::arg("host"), NoGil());
   m.def("why_no_logs", &why_no_logs, py::arg("folder"), NoGil());
-  m.def("free_port", [] { return hold_free_port().port; });  // its socket stays open until the process ends
+  m.def("free_port", [] {
+    HeldPort held = hold_free_port();
+    static_cast<void>(held.release());  // open until the process ends
+    return held.port();
+  });
 
   m.def("host_id", &host_id);
   m.def("start_of_process", &start_of_process, py::arg("pid"));

@@ -121,6 +121,7 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
       options_(options),
       module_(built.module),
       schedule_(config.pipeline.schedule),
+      writes_deepspeed_(config.checkpoint.format == config::CheckpointFormat::DeepSpeed),
       recompute_interval_(config.pipeline.activation_checkpoint_interval),
       recompute_options_(recompute_options(config, parts.mesh)) {
   connect(built.ties);
@@ -274,6 +275,8 @@ Evaluation Pipeline::eval_batch(const BatchSource& data, int64_t micro_batches) 
 std::string Pipeline::save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options,
                                       const ClientValues& client) {
   running().check("save_checkpoint");
+  if (writes_deepspeed_ || (options && options->deepspeed))
+    pipeline::check_one_stage(R"(save_checkpoint with checkpoint.format "deepspeed")", stages());
   return Session::save_checkpoint(dir, std::move(options), client);
 }
 
@@ -281,6 +284,18 @@ Loaded Pipeline::load_checkpoint(const std::string& dir, const std::string& tag,
                                  const engine::Restore::Options& options) {
   running().check("load_checkpoint");
   return Session::load_checkpoint(dir, tag, options);
+}
+
+bool Pipeline::save_16bit_model(const std::string& dir, const std::string& name,
+                                const Session::ExportOptions& options) {
+  running().check("save_16bit_model");
+  pipeline::check_one_stage("save_16bit_model", stages());
+  return Session::save_16bit_model(dir, name, options);
+}
+
+int Pipeline::add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options) {
+  if (!params.empty() || options_.optimizer) return Session::add_param_group(params, options);
+  return core().add_group(options);
 }
 
 Tensors Pipeline::forward(int chunk, const Tensors& inputs) {

@@ -86,12 +86,23 @@ class Pipeline : private Session {
   }
 
   // One folder for all stages, with the names of the whole list: it loads with any number of stages and chunks, also in Python.
-  // UsageError after a batch that has failed, as of the others.
+  // UsageError after a batch that has failed, as of the others. Not-implemented error for DeepSpeed's files of several stages.
   std::string save_checkpoint(const std::string& dir, std::optional<engine::SaveOptions> options = {},
                               const ClientValues& client = {});
   [[nodiscard]] Loaded load_checkpoint(const std::string& dir, const std::string& tag = "",
                                        const engine::Restore::Options& options = {});
   using Session::wait_for_checkpoint;
+  // Not-implemented error over several stages, none of which has the whole model.
+  [[nodiscard]] bool save_16bit_model(const std::string& dir, const std::string& name = "pytorch_model.bin",
+                                      const Session::ExportOptions& options = {});
+  // A stage that adds nothing passes no parameters, since a group has one number on all stages; the options are the same on all.
+  // Returns the number. Errors as of Session's. Local.
+  int add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);
+  // Of the next batches, on all stages alike.
+  using Session::set_gradient_accumulation_steps;
+  using Session::set_micro_batch_size;
+  using Session::gradient_accumulation_steps;
+  using Session::micro_batch_size;
   // The first rank of the first stage says these, with the loss and the norm of all stages.
   using Session::add_writer;
   using Session::count_flops;
@@ -125,7 +136,11 @@ class Pipeline : private Session {
   using Session::size;
   using Session::skipped_steps;
   using Session::states;
+  using Session::states_are_away;
+  using Session::states_away;
   using Session::step_seconds;
+  using Session::sum;
+  using Session::token_mean;  // on the last stage also in the loss function
 
  private:
   class Batch;  // a batch of this stage
@@ -148,6 +163,7 @@ class Pipeline : private Session {
   PipelineOptions options_;
   std::shared_ptr<StageLayers> module_;
   std::string schedule_;
+  bool writes_deepspeed_;
   int64_t recompute_interval_;
   RecomputeOptions recompute_options_;
   std::unique_ptr<pipeline::Runner> runner_;

@@ -72,6 +72,13 @@ void check_ties(const Config& config, bool tied) {
       "{\"rounding\": \"nearest\"}, or leave bf16_master_weights_and_grads and bf16_optimizer_states");
 }
 
+void check_one_stage(const char* call, int stages) {
+  if (stages > 1)
+    TESSERA_FAIL(c10::NotImplementedError, "[engine.", call,
+                 "] is not served over several stages, each of which has the weights of its own layers alone; "
+                 "save_checkpoint() in the format \"tessera\" has all, for `tessera export` and `tessera deepspeed`");
+}
+
 std::vector<Named> alike_of(const Config& config) {
   const auto number = [](const std::optional<int64_t>& value) { return value ? std::to_string(*value) : "none"; };
   return {{"gradient_accumulation_steps", number(config.gradient_accumulation_steps)},

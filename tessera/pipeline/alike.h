@@ -16,6 +16,8 @@ namespace tessera::pipeline {
 void check_served(const Config& config, int stages);
 // Not-implemented error where this stage has `tied` weights and updates would round at random. Local.
 void check_ties(const Config& config, bool tied);
+// Not-implemented error for a call that writes the whole model's weights into files of others, where no stage has them. Local.
+void check_one_stage(const char* call, int stages);
 
 using Named = std::pair<std::string, std::string>;  // a thing, and its value in JSON
 // Of a configuration.

@@ -319,8 +319,8 @@ TEST(Run, TracebacksOfAnInterruptAreLeftOut) {
 
 TEST(Run, APortInUseIsNamed) {
   const tessera::HeldPort held = tessera::hold_free_port();
-  ASSERT_EQ(listen(held.socket, 1), 0);
-  const std::string port = std::to_string(held.port);
+  ASSERT_EQ(listen(held.socket(), 1), 0);
+  const std::string port = std::to_string(held.port());
   for (const Words& hosts : {Words{}, Words{"--num-nodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"}}) {
     Words words{"--master-port", port, "true"};
     words.insert(words.begin(), hosts.begin(), hosts.end());
@@ -328,7 +328,6 @@ TEST(Run, APortInUseIsNamed) {
     EXPECT_EQ(launcher.wait(), 1);
     EXPECT_HAS(launcher.err(), "[launch] port " + port + " is in use on this host; name another with --master-port");
   }
-  close(held.socket);
 }
 
 TEST(Run, RanksDieWithTheLauncher) {

@@ -3,8 +3,10 @@
 #include <torch/nn.h>
 
 #include <cstdio>
+#include <cstring>
 
 #include "tessera/engine.h"
+#include "tessera/version.h"
 
 extern "C" int train() {
   try {
@@ -34,5 +36,9 @@ extern "C" int train() {
 }
 
 int main() {
+  if (std::strcmp(tessera::version(), TESSERA_VERSION) != 0) {
+    std::fprintf(stderr, "the library is %s, its headers are %s\n", tessera::version(), TESSERA_VERSION);
+    return 3;
+  }
   return train();
 }

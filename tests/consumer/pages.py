@@ -12,7 +12,9 @@ HTML, which no reader sees, say what else holds (tests/python/pages.py has the s
     <!-- cpp: from here ranks=1,2 -->  a new function begins, which runs on one rank and on two
 
 An #include stands before everything. FOLDER gets main.cpp, whose first argument says which function it runs;
-functions.txt, a line for each, its name and numbers of ranks; and the CMakeLists.txt that docs/cpp.md shows.
+functions.txt, a line for each, its name and numbers of ranks; the CMakeLists.txt that docs/cpp.md shows;
+installed/CMakeLists.txt, the same with the lines of docs/build.md, for the Python package's layout; and commands.txt,
+the lines of docs/cpp_recipes.md for a shell, which are for the folder that its program leaves.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
 TOGETHER = [["cpp.md", "cpp_recipes.md"]]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PIECE = re.compile(r"^```cpp\n(.*?)^```$|^<!-- cpp:(.*?)-->$", re.MULTILINE | re.DOTALL)
 
 
@@ -87,11 +90,31 @@ def program(known: list[Function]) -> str:
     return "".join(includes) + INCLUDE.sub("", body) + MAIN % choices
 
 
+def blocks(page: str, language: str) -> list[str]:
+    return [text for of, text in BLOCK.findall((DOCS / page).read_text()) if of == language]
+
+
+def with_lines_of(some: str, whole: str) -> str:
+    """A file of CMake in which lines of `some` take the place of those with the same command and name."""
+    lines = {re.split(r"[ )]", line)[0]: line for line in some.splitlines()}
+    taken = [
+        lines.pop(re.split(r"[ )]", line)[0], line.replace("main.cpp", "../main.cpp")) for line in whole.splitlines()
+    ]
+    if lines:
+        raise SystemExit(f"not a line of {list(lines)} is in\n{whole}")
+    return "\n".join(taken) + "\n"
+
+
 if __name__ == "__main__":
     known = all_functions()
     folder = Path(sys.argv[1])
     folder.mkdir(exist_ok=True)
     (folder / "main.cpp").write_text(program(known))
     (folder / "functions.txt").write_text("".join(f"{f.name} {' '.join(f.ranks)}\n" for f in known))
-    (shown,) = re.findall(r"^```cmake\n(.*?)^```$", (DOCS / "cpp.md").read_text(), re.MULTILINE | re.DOTALL)
+    (shown,) = blocks("cpp.md", "cmake")
+    (installed,) = blocks("build.md", "cmake")
     (folder / "CMakeLists.txt").write_text(shown)
+    (folder / "installed").mkdir(exist_ok=True)
+    (folder / "installed" / "CMakeLists.txt").write_text(with_lines_of(installed, shown))
+    (commands,) = blocks("cpp_recipes.md", "")
+    (folder / "commands.txt").write_text(re.sub(r" +#.*", "", commands))

@@ -31,6 +31,7 @@ class Engine(_Base):
 class Pipeline(Engine):
     def step(self): ...
     def train(self): ...
+class Own(Pipeline): ...
 """
 HEADER = r"""
 // class Commented {};
@@ -115,22 +116,26 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_names(tree):
-    needed, others = api_table.cpp_names(tree)
-    assert needed == set(CPP.split())
-    assert {"nn::kMost", "nn::Engine::Memory", "nn::Engine::Options::one", "nn::Engine::Options::two"} <= others
-    assert api_table.python_names(tree) == PYTHON
+    found = api_table.cpp_names(tree)
+    assert found.names == set(CPP.split())
+    assert {"nn::kMost", "nn::Engine::Memory", "nn::Engine::Options::one", "nn::Engine::Options::two"} <= found.objects
+    assert found.bases == {"nn::Engine": {("nn::Session", True)}}
+    assert api_table.python_names(tree).names == PYTHON
 
 
 def test_members_of_a_public_base_are_its_own(tree):
     path = tree / "python/tessera/engine/_engine.py"
     node = next(node for node in api_table.parsed(path).body if getattr(node, "name", "") == "Pipeline")
     assert api_table.members(path, node, {"Engine"}, tree) == {"train"}
+    assert api_table.bases(path, node, {"Engine"}, tree) == {"Engine"}
+    assert api_table.bases(path, node, {"_Base"}, tree) == {"_Base"}
 
 
 ALL = """// how to read it
 = docs/api.md | Engines of both
 # Engines
-Config.*, Engine.* | Engine, nn::Engine::*, nn::Engine::Options::one | a note
+Config.{get}, Engine.{core, device, lend,
+    module, step} | Engine, nn::Engine::{core, groups, step}, nn::Engine::Options::{odd, one} | a note
 zero.Init | - not in C++ yet
 = docs/more.md | The rest
 # Others
@@ -146,9 +151,10 @@ zero.mark,
         ("", "", ""),
         ("zero.Init | - not in C++ yet\n", "", "no line has Python's zero.Init"),
         (", free", "", "no line has C++'s free"),
-        ("Options::one", "Options::three", "C++ has no nn::Engine::Options::three; take it off"),
+        ("odd, one}", "odd, three}", "C++ has no nn::Engine::Options::three; take it off"),
         ("zero.Init", "zero.Init, zero.Old", "Python has no zero.Old; take it off"),
-        ("Engine.*", "Engine", "no line has Python's Engine.core"),
+        ("Engine.{core, ", "Engine.{", "no line has Python's Engine.core"),
+        ("nn::Engine::{core, groups, step}", "nn::Engine::{core, step}", "no line has C++'s nn::Engine::groups"),
     ],
 )
 def test_the_list_has_every_name(before, after, said, tree, capsys):
@@ -168,6 +174,80 @@ def test_lines_that_say_nothing_are_refused():
     for line in ("Engine", "- no | - no", "Engine | - no | a note", "a | b | c | d"):
         with pytest.raises(ValueError, match="not a line of it"):
             api_table.rows_of(line)
+    for line in ("a.* | b", "a | b::*, c"):  # a name that comes below it would be taken for paired
+        with pytest.raises(ValueError, match=r"is paired; say what it has, as X\.\{a, b\}"):
+            api_table.rows_of(line)
+
+
+STAGES = """
+from tessera.engine import Engine
+class Stage(Engine):
+    def __init__(self, stages, *, seed=0): ...
+    save = method_of("_saving", Saving.save)
+class Saving:
+    def save(self, folder): ...
+def cut(model, ranks): ...
+"""
+PIPELINE = """
+#include "tessera/nn/engine.h"
+namespace tessera::nn {
+class Pipeline : private Engine {
+ public:
+  using Engine::core;
+  %s
+};
+struct StageOptions { int stages = 1, seed = 0; };
+}
+"""
+STAGE_LIST = """= docs/api.md | All
+# Engines
+Engine | nn::Engine
+Engine.core, Engine.device, Engine.lend, Engine.module | nn::Engine::core
+Engine.step | nn::Engine::step
+zero.Stage.{save} | nn::Pipeline, nn::StageOptions
+- no | nn::Engine::*, nn::Kind, nn::Layer::*, nn::Maker, nn::made, free, Engine
+Config.*, Lost, zero.Init, zero.mark, zero.cut | - no
+"""
+
+
+@pytest.fixture
+def said(tree, capsys):
+    """What is wrong with a list, where zero.Stage and nn::Pipeline have engines as bases."""
+    (tree / "python/tessera/zero/__init__.py").write_text(
+        "from tessera.zero import leaf\nfrom tessera.zero.leaf import *\nfrom tessera.zero._stages import Stage, cut\n"
+        "__all__ = [*leaf.__all__, 'Init', 'Stage', 'cut']\n"
+    )
+
+    def check(lines, let_through="using Engine::step;"):
+        (tree / "python/tessera/zero/_stages.py").write_text(STAGES)
+        (tree / "tessera/nn/pipeline.h").write_text(PIPELINE % let_through)
+        (tree / "tessera/pipeline.h").write_text('#include "tessera/nn/pipeline.h"\n')
+        (tree / api_table.LIST).write_text(lines)
+        api_table.main([], tree)
+        return capsys.readouterr().err.replace(f"{api_table.LIST}: ", "").splitlines()
+
+    return check
+
+
+def test_what_is_inherited_is_compared_by_the_line_of_the_base(said):
+    assert said(STAGE_LIST) == []
+    lost = "no line has Python's zero.Stage.step, which it has from Engine; of nn::Pipeline, nn::StageOptions none has"
+    assert said(STAGE_LIST, "") == [f"{lost} step"]
+    assert said(STAGE_LIST + "zero.Stage.step | - its batches\n", "") == []
+    assert said(STAGE_LIST + "zero.Stage.run | - its batches\n") == [
+        "Python has no zero.Stage.run; take it off the list"
+    ]
+    assert said(STAGE_LIST, "using Engine::step; void own();") == ["no line has C++'s nn::Pipeline::own"]
+
+
+def test_arguments_and_fields_are_compared_where_some_are_paired(said):
+    some = STAGE_LIST + "zero.Stage(stages) | nn::StageOptions::stages\n"
+    assert said(some) == ["no line has Python's zero.Stage(seed)", "no line has C++'s nn::StageOptions::seed"]
+    assert said(some + "zero.Stage(seed) | nn::StageOptions::seed\n") == []
+    other = some + "zero.Stage(seed), zero.Stage(size) | nn::StageOptions::seed\n"
+    assert said(other) == ["Python has no zero.Stage(size); take it off the list"]
+    of_calls = "zero.cut(model) | - no\nzero.Stage.save(folder) | - no\n"
+    assert said(STAGE_LIST + of_calls) == ["no line has Python's zero.cut(ranks)"]
 
 
 def test_the_page_of_this_tree():

@@ -1,0 +1,181 @@
+// What one stage's engine does beside batches, and what a program calls between them.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "tessera/base/error.h"
+#include "tessera/nn/pipeline.h"
+#include "tests/io/temp_folder.h"
+#include "tests/nn/stages.h"
+#include "tests/support/errors.h"
+
+namespace tessera::nn {
+
+using testing::Case;
+using testing::data_of;
+using testing::error_of;
+using testing::layers;
+
+namespace {
+
+// Of elements above a bound, of which every rank has another number.
+std::pair<at::Tensor, at::Tensor> masked(const Tensors& outputs, const Tensors& labels) {
+  const at::Tensor mask = labels[0].gt(-0.3);
+  return {((outputs[0] - labels[0]).square() * mask).sum(), mask.sum()};
+}
+
+// A layer that gets a second one later.
+struct GraftedImpl : torch::nn::Module {
+  explicit GraftedImpl(int number) : first(register_module("first", testing::fresh(number, torch::nn::Linear(6, 6)))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const at::Tensor y = at::tanh(first(x));
+    return second ? y + second->forward(y) : y;
+  }
+  torch::nn::Linear first, second{nullptr};
+};
+TORCH_MODULE(Grafted);
+
+// Four of which grow; the last two are on the second of two stages.
+Layers grafted(std::vector<Grafted>& made) {
+  Layers list;
+  for (int number = 0; number < 4; ++number)
+    list.build([number, &made] { return made.emplace_back(number); });
+  list.add([](const at::Tensor& x) { return x.narrow(-1, 0, 3); });
+  return list;
+}
+
+}  // namespace
+
+TEST(PipelineCalls, AMaskedLossIsOverTheTokensOfAllRanks) {
+  const Case c{.ranks = 2, .zero = 1};
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    std::unique_ptr<Pipeline> engine;
+    PipelineOptions options = c.options();
+    options.loss = [&](const Tensors& outputs, const Tensors& labels) {
+      const auto [sum, count] = masked(outputs, labels);
+      return engine->token_mean(sum, count);
+    };
+    engine = std::make_unique<Pipeline>(c.list(parts.mesh), c.config(), parts, options);
+    const BatchSource data = data_of(c, parts, 0);
+    const Evaluation found = engine->eval_batch(data);
+    if (engine->is_last_stage()) {
+      double expected = 0;
+      for (int64_t micro = 0; micro < c.micro_batches; ++micro) {
+        const auto [sum, count] = masked(found.outputs[micro], data(micro).labels);
+        expected += engine->sum(sum).item<double>() / engine->sum(count).item<double>() / c.micro_batches;
+      }
+      EXPECT_NEAR(found.loss, expected, 1e-6);
+    }
+    EXPECT_EQ(engine->train_batch(data), found.loss) << "the weights are those of the evaluation";
+  });
+}
+
+TEST(PipelineCalls, ANumberOfMicroBatchesAndTheirSizeMayChange) {
+  const Case c{.ranks = 2, .zero = 1};
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
+    engine.set_gradient_accumulation_steps(2);
+    engine.set_micro_batch_size(5);
+    engine.train_batch(data_of(c, parts, 0));
+    EXPECT_EQ(engine.micro_steps(), 2);
+    EXPECT_EQ(engine.global_samples(), 2 * 5 * c.ranks);
+  });
+}
+
+TEST(PipelineCalls, StatesAreAwayWhileAnObjectLives) {
+  const Case c{.ranks = 2};
+  const io::TempFolder disk;
+  const auto config =
+      Config::from_json(c10::str(R"({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4,
+      "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none",
+      "nvme_path": ")",
+                                 disk.path(), R"("}}})"));
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline away(c.list(parts.mesh), config, parts, c.options());
+    Pipeline stays(c.list(parts.mesh), config, parts, c.options());
+    for (int step = 0; step < 2; ++step) {
+      EXPECT_EQ(away.train_batch(data_of(c, parts, step)), stays.train_batch(data_of(c, parts, step)));
+      auto held = away.states_away(zero::all_state_kinds(), shard::Residence::Nvme);
+      EXPECT_TRUE(away.states_are_away());
+      held.end();
+      EXPECT_FALSE(away.states_are_away());
+    }
+  });
+}
+
+TEST(PipelineCalls, TheWholeModelIsWrittenByTheStageThatHasIt) {
+  const io::TempFolder folder;
+  for (const int stages : {1, 2}) {
+    const Case c{.stages = stages};
+    testing::run_stages(c, [&](const comm::Parts& parts) {
+      Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
+      if (stages == 1) {
+        EXPECT_TRUE(engine.save_16bit_model(folder.path(), "one.safetensors"));
+        EXPECT_EQ(checkpoint::WeightReader(folder / "one.safetensors").tensors().size(),
+                  engine.module().named_parameters().size());
+      } else {
+        const auto text = error_of<c10::NotImplementedError>(
+            [&] { static_cast<void>(engine.save_16bit_model(folder.path(), "none.safetensors")); });
+        EXPECT_HAS(text, "[engine.save_16bit_model] is not served over several stages");
+      }
+    });
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "none.safetensors"));
+}
+
+TEST(PipelineCalls, FilesOfDeepSpeedAreOfOneStage) {
+  const io::TempFolder folder;
+  const Case plain{.zero = 1}, c{.zero = 1, .more = R"("checkpoint": {"format": "deepspeed"},)"};
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
+    Pipeline ours(c.list(parts.mesh), plain.config(), parts, c.options());
+    const std::string to = folder / "none";
+    const engine::SaveOptions options{.deepspeed = checkpoint::DeepSpeedLayout{1, 1}};
+    for (const auto& text : {error_of<c10::NotImplementedError>([&] { engine.save_checkpoint(to); }),
+                             error_of<c10::NotImplementedError>([&] { ours.save_checkpoint(to, options); })})
+      EXPECT_HAS(text, "save_checkpoint with checkpoint.format \"deepspeed\"] is not served over several stages");
+  });
+  EXPECT_FALSE(std::filesystem::exists(folder / "none"));
+}
+
+// Of both stages, or of the second alone; the numbers are those of the whole model.
+TEST(PipelineCalls, LayersMayGrowAParamGroup) {
+  constexpr int kSteps = 3;
+  for (const int from : {0, 2}) {
+    std::vector<double> whole;
+    for (const int stages : {1, 2}) {
+      const Case c{.stages = stages, .zero = stages - 1};
+      const io::TempFolder folder;
+      testing::run_stages(c, [&](const comm::Parts& parts) {
+        std::vector<Grafted> made;
+        Pipeline engine(grafted(made), c.config(), parts, c.options());
+        std::vector<double> losses;
+        for (int step = 0; step < kSteps; ++step) {
+          if (step == 1) {
+            std::vector<at::Tensor> added;
+            for (size_t i = 0; i < made.size(); ++i) {
+              const auto number = static_cast<int>(i) + engine.stage() * 2;
+              if (number < from) continue;
+              made[i]->second = made[i]->register_module("second", testing::fresh(number + 9, torch::nn::Linear(6, 6)));
+              for (const at::Tensor& param : made[i]->second->parameters())
+                added.push_back(param);
+            }
+            optim::GroupOptions options = engine.groups().front();
+            options.lr = 0.02;
+            EXPECT_EQ(engine.add_param_group(added, options), 1);
+          }
+          losses.push_back(engine.train_batch(data_of(c, parts, step)));
+        }
+        EXPECT_EQ(engine.lr(), std::vector<double>({0.01, 0.02}));
+        engine.save_checkpoint(folder.path());
+        if (stages == 1) {
+          whole = losses;
+        } else {
+          EXPECT_EQ(losses, whole) << "from layer " << from;
+        }
+      });
+    }
+  }
+}
+
+}  // namespace tessera::nn
