@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -253,8 +254,9 @@ class Monitor:
         for writer in list(self.writers.values()):
             warnings = self._warnings[self._sent.get(id(writer), 0) :]
             self._sent[id(writer)] = len(self._warnings)
-            for text, x in warnings if hasattr(writer, "warn") else []:
-                self._give(writer, lambda writer=writer, text=text, x=x: writer.warn(text, x))
+            if (warn := getattr(writer, "warn", None)) is not None:
+                for text, x in warnings:
+                    self._give(writer, partial(warn, text, x))
 
     def write_events(self, events: Iterable[Event]) -> None:
         """Gives (name, value, x) to every writer; x counts samples. ConfigError for what is no such event. A file that
@@ -262,9 +264,9 @@ class Monitor:
         self.send_warnings()
         checked = [_checked(event) for event in events]
         for writer in list(self.writers.values()):
-            self._give(writer, lambda writer=writer: writer.write(checked))
+            self._give(writer, partial(writer.write, checked))
 
-    def _give(self, writer: Writer, give: Callable[[], None]) -> None:
+    def _give(self, writer: Writer, give: Callable[[], object]) -> None:
         try:
             give()
         except IoError as error:
@@ -286,8 +288,9 @@ class Monitor:
 
 
 def _checked(event: object) -> Event:
+    given: Any = event
     try:
-        name, value, x = event  # type: ignore[misc]  # what a program gives
+        name, value, x = given
         checked = (name, float(value), int(x))
         if not isinstance(name, str) or not name:
             raise ValueError

@@ -99,10 +99,10 @@ class Pipeline : private Session {
   // Returns the number. Errors as of Session's. Local.
   int add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);
   // Of the next batches, on all stages alike.
-  using Session::set_gradient_accumulation_steps;
-  using Session::set_micro_batch_size;
   using Session::gradient_accumulation_steps;
   using Session::micro_batch_size;
+  using Session::set_gradient_accumulation_steps;
+  using Session::set_micro_batch_size;
   // The first rank of the first stage says these, with the loss and the norm of all stages.
   using Session::add_writer;
   using Session::count_flops;

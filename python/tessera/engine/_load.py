@@ -27,7 +27,7 @@ from tessera.engine._optimizer_parts import (
     states_from,
 )
 from tessera.engine._run import Run, buffers_of, names_of
-from tessera.errors import ConfigError, IoError
+from tessera.errors import IoError
 
 
 @dataclass(frozen=True)
