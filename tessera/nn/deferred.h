@@ -6,7 +6,7 @@
 //   classes of torch::nn take no device. So what is seen is not the module but its operators: while a Recording lives, this
 //   thread's all go to a dispatch key of modes that torch gives no meaning (TESTING_ONLY_GenericMode; DeferredInit is taken, Note [Keys
 //   of parameters]). Tensors are made on the meta device there, and each operator is kept with where its arguments lie (storage, sizes,
-//   strides) of its arguments. run() calls the operators again with memory, in the same order, so that random numbers are
+//   strides). run() calls the operators again with memory, in the same order, so that random numbers are
 //   those of a plain construction. A storage gets its memory with the first operator that uses it and is finished with the
 //   last one; the tensors that the program holds then are given it, as the same objects.
 #pragma once
