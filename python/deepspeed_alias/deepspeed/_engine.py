@@ -25,7 +25,7 @@ from deepspeed._getters import Getters, refusal
 from deepspeed._lazy import NotServed
 from deepspeed._logging import log_dist_once, warning_once
 from deepspeed._timers import SynchronizedWallClockTimer, ThroughputTimer
-from tessera import _core, zero
+from tessera import _core
 
 
 def _counter(name: str) -> Any:
@@ -60,9 +60,6 @@ class DeepSpeedEngine(nn.Module):
         own["_given"] = users_dict(config if given is None else given)
         own["_front"] = Front()
         _params.settle(model.parameters())
-        for module in model.modules():  # DeepSpeed's mark of a leaf, which programs set themselves
-            if (marked := vars(module).get("_z3_leaf")) is not None:
-                zero.set_leaf_module(module, marked)
         own["_engine"] = engine = self._made_of(model, config, front=self._front, **kwargs)
         own["_getters"] = Getters(engine.config)
         super().__init__()

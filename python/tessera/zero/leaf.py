@@ -1,5 +1,5 @@
 """Leaf modules: modules whose parameters are gathered and reduced as one, however their forward uses them (mixtures of
-experts, where ranks route to different experts). A mark is an attribute of a module."""
+experts, where ranks route to different experts). A mark is the attribute `_z3_leaf` of a module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ __all__ = [
     "unset_leaf_modules",
 ]
 
-LEAF_MARK = "_tessera_leaf"
+# DeepSpeed's name: programs written for it set and read the attribute themselves, on modules that either package marks.
+LEAF_MARK = "_z3_leaf"
 
 DEFAULT_LEAF_MODULE_CLASSES: tuple[str, ...] = tuple(_core.Config.from_json("{}").zero_optimization.leaf_module.classes)
 """The mixture-of-experts blocks that are leaves without being named."""

@@ -457,6 +457,13 @@ def test_leaf_modules_and_the_init_of_shards() -> None:
         model = make()
     first = next(model.children())
     first._z3_leaf = True  # as programs mark a leaf
+    assert deepspeed.utils.z3_leaf_module(first)
+    deepspeed.utils.set_z3_leaf_module(first, False)
+    assert first._z3_leaf is False
+    deepspeed.utils.set_z3_leaf_modules(model, [type(first)])
+    assert first._z3_leaf is True
+    deepspeed.utils.unset_z3_leaf_modules(model, [type(first)])
+    first._z3_leaf = True
     engine, *_ = deepspeed.initialize(model=model, config=cfg)
     assert deepspeed.utils.get_z3_leaf_modules(model) == [first]
     assert deepspeed.utils.z3_leaf_parameter(next(first.parameters()))
