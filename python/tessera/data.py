@@ -122,7 +122,7 @@ class Loader:
         return None if self._start > 0 else self._random_states()
 
     @property
-    def drawn(self) -> list[Any] | None:
+    def drawn(self) -> list[object] | None:
         """Where those that are not of the process are now, amid a pass; None with workers, which are ahead of it."""
         if self.loader.num_workers > 0:
             return None
