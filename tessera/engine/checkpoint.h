@@ -86,6 +86,7 @@ class Checkpointer {
   // See Note [Checkpoints of several engines]. `group`: all ranks of all engines, in the order of the parts. `copies`:
   // parameters of this engine that another one writes.
   void span(comm::GroupPtr group, std::vector<int> copies);
+  bool spans() const { return spans_; }
   // This rank's number among those of the engine (or of all engines); number 0 writes what is the same on all.
   int place() { return ranks_.place(); }
   // Returns the texts of all ranks, by number; an error text of one rank is an error on all.

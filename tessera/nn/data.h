@@ -184,7 +184,9 @@ class RepeatingLoader {
   // State error for a pass that gives no batch.
   Batch next() {
     if (batch_ != loader_.end()) ++batch_;
-    if (batch_ == loader_.end()) batch_ = loader_.begin();
+    // A loader whose position is the end of a pass has none of that one left.
+    for (int passes = 0; passes < 2 && batch_ == loader_.end(); ++passes)
+      batch_ = loader_.begin();
     TESSERA_CHECK(batch_ != loader_.end(), "data",
                   "a pass gives no batch: the dataset has less than one for every rank");
     return *batch_;

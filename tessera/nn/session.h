@@ -369,7 +369,7 @@ class Session {
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
   engine::SaveOptions save_options_;
-  std::string config_text_;  // where DeepSpeed's files are written, which have the text
+  std::string config_text_;  // for DeepSpeed's files, which have the text
   engine::Foreign load_from_;
   bool loads_masters_ = true;
   bool keeps_random_ = false;

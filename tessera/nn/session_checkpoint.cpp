@@ -20,10 +20,9 @@ void Session::read_checkpoint_section(const Config& config) {
   save_options_.tags = section.tag_validation == config::TagValidation::Fail   ? Tags::Fail
                        : section.tag_validation == config::TagValidation::Warn ? Tags::Warn
                                                                                : Tags::Ignore;
-  if (section.format == config::CheckpointFormat::DeepSpeed) {
+  config_text_ = config::Value(config.to_dict()).text();
+  if (section.format == config::CheckpointFormat::DeepSpeed)
     save_options_.deepspeed = {static_cast<int>(config.zero_optimization.stage), 1};
-    config_text_ = config::Value(config.to_dict()).text();
-  }
   if (section.load_universal) load_from_.latest = "latest_universal";
   loads_masters_ = config.zero_optimization.load_from_fp32_weights;
   keeps_random_ = section.random_state;
@@ -117,7 +116,8 @@ engine::ClientPart Session::client_part(const ClientValues& client) const {
   }
   if (keeps_random_)
     part.blobs["random-" + place] = checkpoint::to_torch_file(random_states(device()), "the random generators");
-  if (place == "0" && save_options_.deepspeed)
+  // For DeepSpeed's files, now or later. Of several engines nobody has all names.
+  if (place == "0" && (save_options_.deepspeed || !live().checkpoints().spans()))
     part.blobs["python"] = checkpoint::deepspeed::run_blob(config_text_, trained_names());
   if (place == "0") part.blobs["client_state"] = checkpoint::to_torch_file(dict_of(client), "client_state");
   return part;

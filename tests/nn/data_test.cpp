@@ -195,6 +195,11 @@ TEST(Loader, RepeatsForAsLongAsItIsAsked) {
     EXPECT_EQ(given, take(again, 100)) << pass;
     EXPECT_EQ(loader.epoch(), pass);
   }
+  Loader<Numbers> ended(Numbers(4), 0, 1, 2);
+  ended.load_state(to_value({0, 4, 4}));  // all of its pass was given
+  RepeatingLoader<Numbers> on(ended);
+  take(again = Loader<Numbers>(Numbers(4), 0, 1, 2), 100);
+  EXPECT_EQ(on.next(), take(again, 1));
   Loader<Numbers> none(Numbers(1), 0, 1, 2, {.drop_last = true});
   EXPECT_HAS(testing::error_of([&] { RepeatingLoader<Numbers>(none).next(); }), "a pass gives no batch");
 }

@@ -94,6 +94,33 @@ void expect_loads(const std::string& dir, const std::string& tag, int ranks, int
   });
 }
 
+// A checkpoint in Tessera's own format says which parameters its groups have.
+TEST(DeepSpeed, ARunWithSeveralGroupsIsConvertedLater) {
+  const io::TempFolder folder;
+  const auto make = [] {
+    torch::nn::Linear layer(3, 2);
+    Recipe recipe;
+    recipe.groups = {{.params = {layer->bias}, .set = [](optim::GroupOptions& group) { group.lr = 0.5; }}};
+    auto engine = initialize(layer, Config::from_json(R"({"train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.25}}})"),
+                             comm::Mesh(), recipe);
+    return std::pair(std::move(engine), layer);
+  };
+  auto [saved, layer] = make();
+  saved.backward(saved.forward(at::ones({1, 3})).sum());
+  EXPECT_TRUE(saved.step());
+  saved.save_checkpoint(folder / "ours");
+  for (const int stage : {1, 3}) {
+    const std::string out = folder / std::to_string(stage);
+    checkpoint::to_deepspeed(folder / "ours", out, "", {stage, 2});
+    auto [loaded, other] = make();
+    EXPECT_TRUE(loaded.load_checkpoint(out));
+    EXPECT_TRUE(other->weight.equal(layer->weight) && other->bias.equal(layer->bias));
+    EXPECT_EQ(loaded.lr(), (std::vector<double>{0.5, 0.25}));
+    EXPECT_TRUE(loaded.states().full_state("bias", "exp_avg").equal(saved.states().full_state("bias", "exp_avg")));
+  }
+}
+
 TEST(DeepSpeed, SessionsLoadEveryLayoutOnAnyRanks) {
   const io::TempFolder folder;
   const TrainedRun saved = save(folder / "ours", 2, 2, "tessera");
