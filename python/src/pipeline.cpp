@@ -192,6 +192,7 @@ void bind_runner(py::module_& m) {
           py::arg("error"));
   m.def("check_pipeline", &check_served, py::arg("config"), py::arg("stages"));
   m.def("check_ties", &check_ties, py::arg("config"), py::arg("tied"));
+  m.def("check_one_stage", &pipeline::check_one_stage, py::arg("call"), py::arg("stages"));
   m.def(
       "check_alike",
       [](const comm::GroupPtr& everyone, const Config& config, std::vector<Named> more, c10::Device device) {

@@ -265,7 +265,7 @@ def _construct(what: str, cls: Callable[..., Any], first: Any, params: dict[str,
     try:
         return cls(first, **params)
     except TypeError as error:  # an unknown or missing argument
-        raise ConfigError(f"[config] {what}: {error}") from error
+        raise ConfigError(f"[config] {what}: {error}") from None
 
 
 def build_schedule(

@@ -313,11 +313,7 @@ class PipelineEngine(Engine):
 
     def _check_one_stage(self, call: str) -> None:
         """What writes the whole model's weights into files of others."""
-        if self._grid.stages > 1:
-            raise NotImplementedError(
-                f"[engine.{call}] is not served over several stages, each of which has the weights of its own layers "
-                'alone; save_checkpoint() in the format "tessera" has all, for `tessera export` and `tessera deepspeed`'
-            )
+        _core.check_one_stage(call, self._grid.stages)
 
     # ---------------------------------------------------------------- the rest
 

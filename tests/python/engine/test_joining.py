@@ -335,7 +335,7 @@ def of_its_memory(model: Any) -> list[torch.Tensor]:
 
 REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
     "momentum": (lambda m: {"params": [m.gain], "momentum": 0.9}, "has momentum, .*momentum 0, or destroy"),
-    "double": (lambda m: {"params": double(m)}, r"is Double.*float\(\).*was not added.*\(3, 3\), \(3,\)"),
+    "double": (lambda m: {"params": double(m)}, r"is Double.*convert it to fp32.*was not added.*\(3, 3\), \(3,\)"),
     "in the model": (lambda m: {"params": [m.odd.requires_grad_(True)]}, "'odd' begins to be trained and is Double"),
     "complex": (
         lambda m: {"params": [m.turns.requires_grad_(True)]},
