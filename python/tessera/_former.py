@@ -167,7 +167,7 @@ def former_attributes(**names: str) -> Callable[[type], type]:
 
 
 def _attribute_of(old: str, new: str) -> property:
-    def get(self: object) -> Any:
+    def get(self: object) -> object:
         warn(old, new)
         return getattr(self, new)
 

@@ -311,6 +311,11 @@ std::string manifest_text(const std::string& dir, const std::string& tag, const 
   return text;
 }
 
+bool is_other_than_folder(const std::string& dir) {
+  namespace fs = std::filesystem;
+  return fs::exists(dir) && (!fs::is_directory(dir) || fs::exists(fs::path(dir) / kManifestName));
+}
+
 std::string why_no_latest(const std::string& dir, const std::string& latest) {
   namespace fs = std::filesystem;
   const fs::path path = fs::path(dir).lexically_normal(), folder = path.has_filename() ? path : path.parent_path();

@@ -92,6 +92,8 @@ struct DeepSpeedHints {
 // for a text that is no tag.
 std::string manifest_text(const std::string& dir, const std::string& tag, const DeepSpeedHints& hints = {});
 // Where `dir` has no file `latest`: what there is instead, and what to give.
+// Whether `dir` is there and is none that a save was called with: a file, or one checkpoint.
+bool is_other_than_folder(const std::string& dir);
 std::string why_no_latest(const std::string& dir, const std::string& latest = "latest");
 // Opens a checkpoint without an engine, for reading, DeepSpeed's too; `tag` empty: the tag that `latest` names. `dir` is what
 // save_checkpoint() was called with. Errors as of manifest_text(). Local.

@@ -55,6 +55,7 @@ int64_t WeightTensor::bytes() const {
 }
 
 std::vector<size_t> plan_files(const std::vector<WeightTensor>& tensors, int64_t max_bytes) {
+  TESSERA_CHECK_VALUE(max_bytes > 0, "export", "max_shard_bytes must be > 0, got ", max_bytes);
   std::vector<size_t> counts{0};
   int64_t bytes = 0;
   for (const WeightTensor& tensor : tensors) {

@@ -1,6 +1,7 @@
 #include "tessera/nn/client_optimizer.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full_like.h>
 #include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -11,6 +12,7 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <memory>
 #include <set>
 #include <sstream>
 #include <typeinfo>
@@ -101,7 +103,11 @@ ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimi
                                  std::vector<engine::ParamSpec>& specs)
     : optimizer_(std::move(optimizer)) {
   TESSERA_CHECK_BUILT(dynamic_cast<torch::optim::LBFGS*>(optimizer_.get()) == nullptr, "initialize", kNeedsClosure);
-  TESSERA_CHECK_VALUE(optimizer_->state().empty(), "initialize", class_of(*optimizer_),
+  const auto stepped = [](const auto& state) {
+    const auto* const begun = dynamic_cast<const torch::optim::AdagradParamState*>(state.second.get());
+    return begun == nullptr || begun->step() > 0;
+  };
+  TESSERA_CHECK_VALUE(std::ranges::none_of(optimizer_->state(), stepped), "initialize", class_of(*optimizer_),
                       " has states already; give an engine a new one, and load_checkpoint() its states");
   std::unordered_map<const void*, engine::ParamSpec*> known;
   for (engine::ParamSpec& spec : specs) {
@@ -180,6 +186,16 @@ bool ClientOptimizer::has_betas() const {
          });
 }
 
+// Torch's Adagrad has its states from its constructor on, and its step needs them.
+void ClientOptimizer::begin_state(const at::Tensor& target, const torch::optim::OptimizerParamGroup& group) {
+  if (dynamic_cast<torch::optim::Adagrad*>(optimizer_.get()) == nullptr) return;
+  const auto& options = static_cast<const torch::optim::AdagradOptions&>(group.options());
+  auto state = std::make_unique<torch::optim::AdagradParamState>();
+  state->step(0);
+  state->sum(at::full_like(target.detach(), options.initial_accumulator_value()));
+  optimizer_->state()[target.unsafeGetTensorImpl()] = std::move(state);
+}
+
 void ClientOptimizer::add_target(engine::Engine& core, int param, const at::Tensor& tensor,
                                  std::vector<at::Tensor>& taken) {
   at::Tensor target = tensor;
@@ -203,12 +219,15 @@ void ClientOptimizer::take(engine::Engine& core, bool on_params) {
       numbers.emplace(core.params()[i].tensor.unsafeGetTensorImpl(), static_cast<int>(i));
   core.checkpoints().on_all([&] {
     if (whole_ != nullptr) whole_->use(engine::shards_of(core, type_->name), {});
+    if (!on_params_) optimizer_->state().clear();
     for (auto& group : optimizer_->param_groups()) {
       std::vector<at::Tensor> taken;
       for (const at::Tensor& param : group.params())
         if (const auto number = numbers.find(param.unsafeGetTensorImpl()); number != numbers.end())  // not frozen
           add_target(core, number->second, param, taken);
       group.params() = std::move(taken);
+      for (const at::Tensor& target : on_params_ ? std::vector<at::Tensor>() : group.params())
+        begin_state(target, group);
     }
   });
 }
@@ -218,14 +237,21 @@ void ClientOptimizer::take_joined(engine::Engine& core) {
   for (const int param : core.take_joined()) {
     const engine::ParamSpec& spec = core.params()[param];
     originals_[spec.group].push_back(spec.tensor);
-    add_target(core, param, spec.tensor, optimizer_->param_groups()[spec.group].params());
+    auto& group = optimizer_->param_groups()[spec.group];
+    const size_t before = group.params().size();
+    add_target(core, param, spec.tensor, group.params());
+    if (group.params().size() > before) begin_state(group.params().back(), group);
   }
 }
 
 void ClientOptimizer::release() {
-  for (size_t number = 0; number < originals_.size(); ++number)
-    optimizer_->param_groups()[number].params() = originals_[number];
   if (!on_params_) optimizer_->state().clear();
+  for (size_t number = 0; number < originals_.size(); ++number) {
+    auto& group = optimizer_->param_groups()[number];
+    group.params() = originals_[number];
+    for (const at::Tensor& param : on_params_ ? std::vector<at::Tensor>() : originals_[number])
+      begin_state(param, group);
+  }
   targets_.clear();
 }
 

@@ -80,6 +80,7 @@ class ClientOptimizer final : public engine::KeptStates {
     int param;
     at::Tensor tensor;
   };
+  void begin_state(const at::Tensor& target, const torch::optim::OptimizerParamGroup& group);
   void add_target(engine::Engine& core, int param, const at::Tensor& tensor, std::vector<at::Tensor>& taken);
   void take_joined(engine::Engine& core);
   void put_group(size_t number);

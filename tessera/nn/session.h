@@ -3,6 +3,7 @@
 
 #include <torch/nn/module.h>
 
+#include <deque>
 #include <exception>
 #include <functional>
 #include <limits>
@@ -378,7 +379,7 @@ class Session {
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
   std::vector<std::pair<std::string, int64_t>> warnings_;  // and after how many samples; every writer has all
   std::set<const io::MetricWriter*> failing_;              // could not write the last time
-  std::vector<OnMetric> calls_;
+  std::deque<OnMetric> calls_;
   bool logs_ = false;
   bool logs_memory_ = false;
   // Until the first update: whether anything exchanges parts of the sequence, as ranks that the configuration asked for have to.

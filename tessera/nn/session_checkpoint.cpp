@@ -125,13 +125,18 @@ engine::ClientPart Session::client_part(const ClientValues& client) const {
 
 Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, const engine::Restore::Options& given) {
   const auto call = live().enter("load_checkpoint");
+  TESSERA_CHECK_VALUE(!dir.empty(), "engine.load_checkpoint", "the folder has no name");
   check_contents("load_checkpoint");
   engine::Restore::Options options = given;
   options.from_master = options.from_master && loads_masters_;
   engine::Foreign from = load_from_;
   if (client_ != nullptr) from.groups = client_->names(*core_);
   auto found = noting([&] { return live().checkpoints().open(dir, tag, options, from); });
-  if (!found) return {};
+  if (!found) {
+    TESSERA_CHECK_IO(!checkpoint::is_other_than_folder(dir), "engine.load_checkpoint",
+                     checkpoint::why_no_latest(dir, load_from_.latest));
+    return {};
+  }
   Loaded loaded{found->folder(), found->tag()};
   const SavedValues saved(*found, live().checkpoints().place());
   std::map<std::string, at::Tensor> here;

@@ -80,6 +80,7 @@ std::string Session::sequence_fault() const {
 
 void Session::on_metric(OnMetric call) {
   live();
+  TESSERA_CHECK_VALUE(call != nullptr, "engine.on_metric", "the function is empty");
   if (!logs_) return;
   watch_.listen(live());
   calls_.push_back(std::move(call));
@@ -87,6 +88,7 @@ void Session::on_metric(OnMetric call) {
 
 void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
   live();
+  TESSERA_CHECK_VALUE(writer != nullptr, "engine.add_writer", "there is no writer");
   if (!logs_) return;
   watch_.listen(live());
   for (const auto& [text, samples] : warnings_)
@@ -96,11 +98,12 @@ void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
 
 void Session::write_metrics(const std::vector<io::Metric>& metrics) {
   live();
-  for (const auto& writer : writers_)
-    give(*writer, [&] { writer->write(metrics); });
-  for (const OnMetric& call : calls_)
+  // A function may add others, which get what comes after.
+  for (size_t i = 0, count = writers_.size(); i < count; ++i)
+    give(*writers_[i], [&] { writers_[i]->write(metrics); });
+  for (size_t i = 0, count = calls_.size(); i < count; ++i)
     for (const io::Metric& metric : metrics)
-      call(metric.name, metric.value, metric.step);
+      calls_[i](metric.name, metric.value, metric.step);
 }
 
 std::vector<engine::CallRow> Session::comm_summary(bool stragglers) {

@@ -61,6 +61,22 @@ TEST(Pipeline, AnErrorOfOneStageEndsTheBatchOnAll) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
 }
 
+// Messages of a batch that has failed are still under way between the same parts.
+TEST(Pipeline, AnEngineOverThePartsOfOneThatFailedIsAnErrorOnAll) {
+  const Case c{.stages = 2};
+  const auto errors = errors_of(c, [&](const comm::Parts& parts) {
+    PipelineOptions bad = c.options();
+    bad.loss = [](const Tensors&, const Tensors&) -> at::Tensor { throw std::runtime_error("no luck"); };
+    Pipeline first(layers(), c.config(), parts, bad);
+    EXPECT_HAS(error_of([&] { first.train_batch(data_of(c, parts, 0)); }), "no luck");
+    Pipeline second(layers(), c.config(), parts, c.options());
+    const std::string text = error_of([&] { second.train_batch(data_of(c, parts, 0)); });
+    TESSERA_CHECK(false, "test", text);
+  });
+  EXPECT_HAS(errors[1], "came from stage 0 (rank 0) are of an engine that has ended over the same parts of the ranks");
+  EXPECT_HAS(errors[0], "[pipeline] stage 1 (rank 1) failed");
+}
+
 TEST(Pipeline, WhatOneStageCannotBuildIsAnErrorOnAll) {
   struct Row {
     const char* words;

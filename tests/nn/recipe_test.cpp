@@ -101,7 +101,10 @@ std::vector<Case> cases() {
       {"Muon", [](auto& m) { return of_whole(m, "Muon"); }, optimizer_of("muon")},
       {"AdamW", adamw},
       {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }},
-      {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }}};
+      {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }},
+      {"Adagrad", [](auto& m) {
+         return of_torch<Adagrad>(m, AdagradOptions(0.01).lr_decay(0.1).initial_accumulator_value(0.5));
+       }}};
 }
 
 double factor(int64_t updates) {

@@ -328,6 +328,27 @@ TEST(Session, BuffersOfACheckpointAreTheModels) {
   EXPECT_EQ(loaded.unexpected, std::vector<std::string>{"a"});
 }
 
+// A missing folder is a new run; what is there and no folder of saves is a mistake.
+TEST(Session, WhatIsNoFolderOfSavesIsNoNewRun) {
+  const io::TempFolder folder;
+  auto s = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD"}})");
+  const auto error = [&](const std::string& dir) {
+    return testing::error_of([&] { EXPECT_FALSE(s.load_checkpoint(dir)); });
+  };
+  EXPECT_EQ(error(folder / "none"), "");
+  EXPECT_EQ(error(folder.path()), "");
+  s.save_checkpoint(folder / "run");
+  std::ofstream(folder / "model.pt") << "x";
+  EXPECT_HAS(error(folder / "model.pt"), "model.pt' is a file; give the folder that save_checkpoint() was called with");
+  EXPECT_HAS(error(folder / "run/global_step0"), "is one checkpoint; give the folder around it");
+  EXPECT_HAS(error(""), "[engine.load_checkpoint] the folder has no name");
+  for (const int64_t bytes : {0, -5})
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] {
+                 static_cast<void>(s.save_16bit_model(folder.path(), "w.safetensors", {.max_shard_bytes = bytes}));
+               }),
+               c10::str("max_shard_bytes must be > 0, got ", bytes));
+}
+
 // `engine = initialize(...)` inside a hold of the engine before.
 TEST(Session, WhatHoldsAnEngineMayOutliveIt) {
   const auto make = [] {

@@ -147,6 +147,29 @@ TEST(Session, NumbersOfAnUpdateGoToWritersAndCallbacks) {
   }
 }
 
+// More of them while numbers are given are called from the next ones on.
+TEST(Session, AFunctionThatGetsNumbersMayAddOthers) {
+  auto engine = initialize(torch::nn::Linear(2, 1),
+                           Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}})"));
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.on_metric({}); }),
+             "[engine.on_metric] the function is empty");
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.add_writer(nullptr); }),
+             "[engine.add_writer] there is no");
+  int outer = 0, inner = 0;
+  engine.on_metric([&, first = true](const std::string&, double, int64_t) mutable {
+    ++outer;
+    for (int i = 0; i < 50 && first; ++i)
+      engine.on_metric([&](const std::string&, double, int64_t) { ++inner; });
+    first = false;
+  });
+  engine.write_metrics({{"a", 1, 1}});
+  EXPECT_EQ(outer, 1);
+  EXPECT_EQ(inner, 0);
+  engine.write_metrics({{"a", 2, 2}});
+  EXPECT_EQ(outer, 2);
+  EXPECT_EQ(inner, 50);
+}
+
 // Those of the construction, too, for who comes later; once each.
 TEST(Session, WarningsGoToWriters) {
   const io::TempFolder folder;
