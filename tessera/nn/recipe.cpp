@@ -80,6 +80,7 @@ std::vector<optim::GroupOptions> split_groups(const std::vector<ParamGroup>& gro
 }  // namespace
 
 std::shared_ptr<Schedule> scaled_by(std::function<double(int64_t)> factor) {
+  TESSERA_CHECK_VALUE(factor != nullptr, "schedule", "scaled_by: the function is empty");
   return std::make_shared<ScaledBy>(std::move(factor));
 }
 

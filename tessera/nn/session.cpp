@@ -64,7 +64,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
                       "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
-  engine::UnitNames units = recipe.units(*module_);
+  engine::UnitNames units = recipe.units ? recipe.units(*module_) : default_unit_policy(*module_);
   if (config::placements(config).shards_params()) {
     const engine::Outline model = outline(*module_);
     const engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);

@@ -172,9 +172,10 @@ Message Wire::take_message(const Header& header) {
   if (header[kForm] > 0) taken_form_.tensors = take_numbers(header[kForm]);
   if (header[kNote] > 0) taken_form_.note = take_bytes(header[kNote] - 1);
   if (header[kForm] > 0 || header[kNote] > 0) ++forms_;
-  TESSERA_CHECK(!taken_form_.tensors.empty(), "pipeline", "the ", incoming_.what, " that came from ", peer_.name,
-                " are of an engine that has ended over the same parts of the ranks; make these anew for a new engine (in "
-                "C++ comm::Parts, as nn::environment_stages() gives them)");
+  TESSERA_CHECK(
+      !taken_form_.tensors.empty(), "pipeline", "the ", incoming_.what, " that came from ", peer_.name,
+      " are of an engine that has ended over the same parts of the ranks; make these anew for a new engine (in "
+      "C++ comm::Parts, as nn::environment_stages() gives them)");
   const auto take_tensor = [&](const std::vector<int64_t>& sizes, at::ScalarType dtype) {
     const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
     const auto options = at::TensorOptions(dtype).device(incoming_.p2p->device());

@@ -176,6 +176,8 @@ TEST(DeepSpeed, WhatCannotBeIsRefused) {
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), engine::SaveOptions{.tag = "../x"}); }), "tag");
   EXPECT_EQ(engine.save_checkpoint(folder.path()), "global_step0");
   EXPECT_HAS(refused([&] { checkpoint::to_deepspeed(folder.path(), folder / "out", "", {4, 1}); }), "no stage 4");
+  EXPECT_HAS(refused([&] { checkpoint::to_deepspeed(folder.path(), folder / ".", "", {1, 1}); }),
+             "has the checkpoint itself, which DeepSpeed's files would replace");
   EXPECT_HAS(refused([&] { checkpoint::to_deepspeed(folder.path(), folder / "out", "x", {1, 1}); }),
              "_model_states.pt");
 }

@@ -492,6 +492,13 @@ TEST(Recipe, OptimizersThatCannotBeRunAreRefused) {
              "has states already");
 }
 
+TEST(Recipe, EmptyFunctionsAreNone) {
+  EXPECT_HAS(testing::error_of<c10::ValueError>([] { scaled_by({}); }), "[schedule] scaled_by: the function is empty");
+  auto model = net();
+  auto engine = initialize(model, config_of_stage(3, kAdamW), comm::Mesh(), Recipe{.units = {}});
+  EXPECT_EQ(engine.module_state_dict().size(), model->parameters().size());
+}
+
 TEST(Recipe, TypesThatCppHasNotAreNamed) {
   const auto build = [](const std::string& type) {
     initialize(net(), config_of_stage(0, optimizer_of(type)), comm::Mesh());

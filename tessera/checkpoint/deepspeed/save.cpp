@@ -153,6 +153,9 @@ std::string run_blob(const std::string& config, const std::vector<std::vector<st
 
 std::string to_deepspeed(const std::string& dir, const std::string& out, const std::string& given,
                          DeepSpeedLayout layout, Objects objects) {
+  std::error_code apart;
+  TESSERA_CHECK_VALUE(!std::filesystem::equivalent(dir, out, apart), "checkpoints", "'", out,
+                      "' has the checkpoint itself, which DeepSpeed's files would replace; name another folder");
   const std::string tag = given.empty() ? latest_tag(dir) : given;
   const Reader reader = open(dir, tag, {{}, {}, true, objects});
   deepspeed::naming(dir, [&] {
