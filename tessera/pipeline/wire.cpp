@@ -13,6 +13,10 @@ enum What : int64_t { kTensors, kFailure, kTaken };
 // before); how many messages came the other way so far.
 enum Field : size_t { kWhat, kNumber, kForm, kNote, kSoFar, kFields };
 
+constexpr const char* kOfAnother =
+    "of an engine that has ended over the same ranks; in C++ a new engine needs comm::Parts made anew, as "
+    "nn::environment_stages() gives them";
+
 // A form has, for each tensor: dims (-1: undefined), dtype, whether it requires a gradient, sizes.
 std::vector<int64_t> form_of(const Tensors& tensors) {
   std::vector<int64_t> form{static_cast<int64_t>(tensors.size())};
@@ -164,7 +168,8 @@ Message Wire::receive(int64_t number) {
   early_.pop_front();
   TESSERA_CHECK(header[kNumber] == number, "pipeline", peer_.name, " sent ", incoming_.what, " number ",
                 header[kNumber], " where this stage expects number ", number,
-                ": its schedule is another; build the engine with the same configuration on all ranks");
+                ": its schedule is another (build the engine with the same configuration on all ranks), or they are ",
+                kOfAnother);
   return message;
 }
 
@@ -172,10 +177,8 @@ Message Wire::take_message(const Header& header) {
   if (header[kForm] > 0) taken_form_.tensors = take_numbers(header[kForm]);
   if (header[kNote] > 0) taken_form_.note = take_bytes(header[kNote] - 1);
   if (header[kForm] > 0 || header[kNote] > 0) ++forms_;
-  TESSERA_CHECK(
-      !taken_form_.tensors.empty(), "pipeline", "the ", incoming_.what, " that came from ", peer_.name,
-      " are of an engine that has ended over the same parts of the ranks; make these anew for a new engine (in "
-      "C++ comm::Parts, as nn::environment_stages() gives them)");
+  TESSERA_CHECK(!taken_form_.tensors.empty(), "pipeline", "the ", incoming_.what, " that came from ", peer_.name,
+                " are ", kOfAnother);
   const auto take_tensor = [&](const std::vector<int64_t>& sizes, at::ScalarType dtype) {
     const bool empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
     const auto options = at::TensorOptions(dtype).device(incoming_.p2p->device());

@@ -73,7 +73,8 @@ TEST(Pipeline, AnEngineOverThePartsOfOneThatFailedIsAnErrorOnAll) {
     const std::string text = error_of([&] { second.train_batch(data_of(c, parts, 0)); });
     TESSERA_CHECK(false, "test", text);
   });
-  EXPECT_HAS(errors[1], "came from stage 0 (rank 0) are of an engine that has ended over the same parts of the ranks");
+  EXPECT_HAS(errors[1],
+             "of an engine that has ended over the same ranks; in C++ a new engine needs comm::Parts made anew");
   EXPECT_HAS(errors[0], "[pipeline] stage 1 (rank 1) failed");
 }
 
