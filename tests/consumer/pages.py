@@ -9,10 +9,13 @@ HTML, which no reader sees, say what else holds (tests/python/pages.py has the s
     <!-- cpp: outside                code before the function; without any, the next block stands there
     code
     -->
+    <!-- cpp: file config.json   what stands in a file where the function runs, before any rank starts
+    text
+    -->
     <!-- cpp: from here ranks=1,2 -->  a new function begins, which runs on one rank and on two
 
 An #include stands before everything. FOLDER gets main.cpp, whose first argument says which function it runs;
-functions.txt, a line for each, its name and numbers of ranks; the CMakeLists.txt that docs/cpp.md shows;
+functions.txt, a line for each, its name and numbers of ranks; files/NAME, what it finds; the CMakeLists.txt that docs/cpp.md shows;
 installed/CMakeLists.txt, the same with the lines of docs/build.md, for the Python package's layout; and commands.txt,
 the lines of docs/cpp_recipes.md for a shell, which are for the folder that its program leaves.
 """
@@ -36,6 +39,7 @@ class Function:
     ranks: list[str] = field(default_factory=lambda: ["1"])
     outside: list[str] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def functions(pages: list[str]) -> list[Function]:
@@ -53,12 +57,15 @@ def functions(pages: list[str]) -> list[Function]:
             if found[-1].inside or found[-1].outside:
                 found.append(Function(f"{stem}_{len(found) + 1}"))
             found[-1].ranks = begins[1].split(",")
+            found[-1].inside.append(code)
         elif head.strip() == "outside":
             moves = not code.strip()
             found[-1].outside.append(code)
+        elif name := re.fullmatch(r" file ([\w.]+) ?", head):
+            found[-1].files[name[1]] = code
         elif head.strip():
             raise SystemExit(f"{pages[0]}: '<!-- cpp:{head}' is not known")
-        if head.strip() != "outside":
+        else:
             found[-1].inside.append(code)
     return [function for function in found if function.inside or function.outside]
 
@@ -111,6 +118,11 @@ if __name__ == "__main__":
     folder.mkdir(exist_ok=True)
     (folder / "main.cpp").write_text(program(known))
     (folder / "functions.txt").write_text("".join(f"{f.name} {' '.join(f.ranks)}\n" for f in known))
+    for function in known:
+        files = folder / "files" / function.name
+        files.mkdir(parents=True, exist_ok=True)
+        for name, text in function.files.items():
+            (files / name).write_text(text)
     (shown,) = blocks("cpp.md", "cmake")
     (installed,) = blocks("build.md", "cmake")
     (folder / "CMakeLists.txt").write_text(shown)
