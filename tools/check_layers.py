@@ -17,6 +17,7 @@ The rules, in the order of the functions below:
   words      a text of the core has no call in Python's spelling, unless it says that it is Python's
   paths      no path of one particular machine in any tracked text file
   optional   optional parts are two files chosen by the build, not #ifdef
+  macros     a file includes, by itself or by what it includes, the header of a macro of Tessera's that it uses
 """
 
 from __future__ import annotations
@@ -413,6 +414,31 @@ def check_optional(path: str, text: str) -> Iterator[Finding]:
             yield f"{path}:{line}", "conditional code for an optional part: use two files chosen by CMake"
 
 
+MACRO = re.compile(r"^\s*#\s*define\s+(TESSERA_\w+)", re.M)
+
+
+def check_macros(files: dict[str, str]) -> Iterator[Finding]:
+    """A build that compiles several files as one does not see that an include is missing, or sees it by chance."""
+    sources = {
+        path: COMMENT.sub("", text)
+        for path, text in files.items()
+        if path.startswith(("tessera/", "python/src/")) and Path(path).suffix in CXX_SUFFIXES
+    }
+    macros: dict[str, set[str]] = {}  # -> the headers that define it
+    for path, text in sources.items():
+        for name in MACRO.findall(text):
+            macros.setdefault(name, set()).add(path)
+    for path, text in sources.items():
+        reached, left = {path}, [path]
+        while left:
+            included = {one for one in INCLUDE.findall(sources[left.pop()]) if one in sources} - reached
+            reached |= included
+            left += included
+        for name in sorted(set(re.findall(r"\bTESSERA_\w+", text)) & macros.keys()):
+            if reached.isdisjoint(macros[name]) and not path.endswith(".inc"):
+                yield path, f"uses {name} and does not include {' or '.join(sorted(macros[name]))}"
+
+
 def tracked_files(root: Path) -> dict[str, str]:
     """Text files git knows, tracked or new but not ignored: path relative to `root` -> content."""
     listing = subprocess.run(
@@ -449,6 +475,7 @@ def check_all(files: dict[str, str]) -> list[Finding]:
     findings += check_attributes(files)
     findings += check_tests(files)
     findings += check_private_in_tests(files)
+    findings += check_macros(files)
     return findings
 
 

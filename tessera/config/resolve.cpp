@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tessera/base/error.h"
 #include "tessera/config/params.h"
 #include "tessera/config/precision.h"
 #include "tessera/offload/states.h"

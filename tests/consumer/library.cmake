@@ -55,3 +55,7 @@ execute_process(COMMAND ${CXX} -std=c++20 -M ${WORK}/header.cpp ${includes} OUTP
 if(needed MATCHES "[^ ]*nlohmann[^ ]*")
   message(FATAL_ERROR "a public header includes ${CMAKE_MATCH_0}")
 endif()
+execute_process(COMMAND nm --dynamic --defined-only ${WORK}/prefix/lib/libtessera.so OUTPUT_VARIABLE exported COMMAND_ERROR_IS_FATAL ANY)
+if(exported MATCHES "_Z[A-Z]*N?K?8nlohmann[^\n]*")
+  message(FATAL_ERROR "the library exports ${CMAKE_MATCH_0} of the library that reads JSON")
+endif()

@@ -280,6 +280,16 @@ def test_conditional_code():
     assert findings({"tessera/io/a.h": "#define TESSERA_WIDE\n#ifdef TESSERA_WIDE\n#endif\n"}) == []
 
 
+def test_macros():
+    files = {"tessera/base/error.h": "#define TESSERA_CHECK(x)\n", "tests/base/error_test.cpp": ""}
+    files |= {"tessera/base/b.h": '#include "tessera/base/error.h"\n', "tessera/base/a.cpp": "TESSERA_CHECK(1);\n"}
+    assert "uses TESSERA_CHECK and does not include tessera/base/error.h" in findings(files)[0]
+    files["tessera/base/a.cpp"] = '#include "tessera/base/b.h"\nTESSERA_CHECK(1);\n'
+    assert findings(files) == []
+    files["tessera/base/a.cpp"] = "// TESSERA_CHECK\n"
+    assert findings(files) == []
+
+
 def test_the_command(tmp_path):
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     (tmp_path / "tessera" / "base").mkdir(parents=True)
