@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.jit import _pickle
 
 from tessera import _core
 from tessera.errors import ConfigError, IoError
@@ -47,7 +48,7 @@ def pickled(value: Any, what: str) -> bytes:
 def unpickled(data: bytes, what: str, trusted: bool) -> Any:
     """IoError that says `what` where it is damaged, or holds objects and is not `trusted`."""
     try:
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+        value = _loaded(data, trusted)
     except Exception as error:
         named = re.search(r"GLOBAL (\S+) was not", str(error))
         if trusted or not isinstance(error, pickle.UnpicklingError):
@@ -60,6 +61,29 @@ def unpickled(data: bytes, what: str, trusted: bool) -> Any:
             "with torch.serialization.add_safe_globals"
         ) from None
     return _mapped(value, _unpacked, {})
+
+
+# Of files that C++ writes: its lists and dicts of one type, and storages of dtypes for which Python has no class.
+_OF_CPP = [
+    _pickle.restore_type_tag,
+    *(getattr(_pickle, f"build_{kind}list") for kind in ("int", "double", "bool", "tensor")),
+] + [
+    (type(f"{name}Storage", (), {"dtype": getattr(torch, name.lower())}), f"torch.{name}Storage")
+    for name in (
+        "UInt16", "UInt32", "UInt64", "Float8_e4m3fn", "Float8_e4m3fnuz", "Float8_e5m2", "Float8_e5m2fnuz",
+        "Float8_e8m0fnu",
+    )
+]  # fmt: skip
+
+
+def _loaded(data: bytes, trusted: bool) -> Any:
+    try:
+        with torch.serialization.safe_globals(_OF_CPP):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        if not trusted:
+            raise
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def cut_of(begin: int, end: int, shape: Sequence[int], place: int = 0, of: int = 1) -> list[Any]:

@@ -100,9 +100,11 @@ std::string why_no_latest(const std::string& dir, const std::string& latest = "l
 Reader open(const std::string& dir, const std::string& tag = "", const DeepSpeedHints& hints = {});
 // Tags of the complete checkpoints of this library in `dir`, the newest first; none where there is no such folder. Local.
 std::vector<std::string> tags(const std::string& dir);
-// The program's own values that save_checkpoint() was given, Python's client_state too. IoError for what is no plain data.
+// The program's own values that save_checkpoint() was given, Python's client_state too. Of that, what C++ has no value for (objects,
+// integers of more than 64 bits, dicts with such keys as tuples) is left out, with a warning where `warns`; lists, sets and bytes are
+// lists and texts. IoError where it is damaged.
 using ClientValues = std::map<std::string, c10::IValue>;
-ClientValues client_values(const Reader& reader);
+ClientValues client_values(const Reader& reader, bool warns = true);
 
 // Whether `text` names one folder and has no other meaning.
 bool is_tag(const std::string& text);

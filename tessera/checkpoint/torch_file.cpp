@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/deepspeed/ivalues.h"
+#include "tessera/checkpoint/deepspeed/pt_file.h"
 #include "tessera/checkpoint/reader.h"
 
 namespace tessera::checkpoint {
@@ -64,12 +66,22 @@ c10::IValue dict_of_blob(const Reader& reader, const std::string& name) {
   return value;
 }
 
-ClientValues client_values(const Reader& reader) {
+ClientValues client_values(const Reader& reader, bool warns) {
+  if (!reader.manifest().blobs.contains("client_state")) return {};
+  c10::IValue found;
+  try {
+    found = dict_of_blob(reader, "client_state");
+  } catch (const IoError&) {  // torch's machine of C++ has fewer values than Python, and refuses all for one
+    std::vector<std::string> left_out;
+    const deepspeed::PtFile file(reader.blob("client_state"), "client_state", Objects::Inert);
+    ClientValues values = deepspeed::ivalues_of(file, left_out);
+    if (warns && !left_out.empty())
+      TORCH_WARN("[checkpoint] of 'client_state' what C++ has no value for is left out: ", c10::Join("; ", left_out));
+    return values;
+  }
   ClientValues values;
-  const c10::IValue found = dict_of_blob(reader, "client_state");
-  if (!found.isNone())
-    for (const auto& item : found.toGenericDict())
-      if (item.key().isString()) values.emplace(item.key().toStringRef(), item.value());
+  for (const auto& item : found.toGenericDict())
+    if (item.key().isString()) values.emplace(item.key().toStringRef(), item.value());
   return values;
 }
 

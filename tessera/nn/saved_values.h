@@ -16,7 +16,7 @@ class SavedValues {
   SavedValues(const engine::Restore& found, int place) : reader_(found.reader()), place_(place) {}
 
   // The program's own values. IoError where the checkpoint is damaged.
-  ClientValues client() const { return checkpoint::client_values(reader_); }
+  ClientValues client() const { return checkpoint::client_values(reader_, place_ == 0); }
   // This rank's generators, where they were saved: try throws IoError where one does not take its state, and changes none.
   void try_random(c10::Device device) const;
   void put_random(c10::Device device) const;

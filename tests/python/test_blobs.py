@@ -62,6 +62,22 @@ def test_objects_need_trust_and_the_error_says_so(tmp_path: Path) -> None:
     assert engine.load_checkpoint(tmp_path, trusted=True)[1]["it"].lr == 3
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, 2], [0.5], [True], [torch.ones(2)],
+        *(torch.ones(2).to(dtype) for dtype in (torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2)),
+    ],
+)  # fmt: skip
+def test_values_of_a_cpp_program(value: Any, trusted: bool, tmp_path: Path) -> None:
+    """Lists of one type and some dtypes have a form there that Python has not."""
+    engine = saved(tmp_path, 1)
+    with_blob(tmp_path / "t", "client_state", bytes(torch._C._pickle_save({"it": value})))  # type: ignore[attr-defined]
+    back = engine.load_checkpoint(tmp_path, trusted=trusted)[1]["it"]
+    assert str(back) == str(value)
+
+
 def test_what_cannot_be_pickled_or_read_is_named(tmp_path: Path) -> None:
     engine = saved(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"client_state.*pickle"):

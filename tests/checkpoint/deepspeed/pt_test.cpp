@@ -4,6 +4,7 @@
 #include <random>
 #include <string>
 
+#include "tessera/checkpoint/deepspeed/ivalues.h"
 #include "tessera/checkpoint/deepspeed/pt_file.h"
 #include "tessera/checkpoint/deepspeed/pt_writer.h"
 #include "tessera/checkpoint/torch_file.h"
@@ -74,6 +75,34 @@ TEST(PtFile, ReadsWhatIsWritten) {
   for (const Block& block : file.blocks())
     EXPECT_EQ(block.bytes.begin % 64, 0);
   expect_sample(PtFile(pt_bytes(sample(values), {}), "'memory'", Objects::Refused));
+}
+
+TEST(PtFile, HasWhatIsPlainForCpp) {
+  Values values;
+  const Value dict = sample(values), self = values.items(Kind::List);
+  self.items->push_back(self);
+  values.put(dict, "self", self);
+  values.put(dict, "keys", values.items(Kind::Dict, {values.items(Kind::Tuple), Value::of(1.0)}));
+  values.put(dict, "half", values.items(Kind::Dict, {Value::of(0.5), Value::of(1.0)}));
+  Object object;
+  object.callable = values.name({"argparse", "Namespace"});
+  object.args = values.items(Kind::Tuple);
+  values.put(dict, "object", values.object(object));
+  std::vector<std::string> left_out;
+  const auto found = ivalues_of(PtFile(pt_bytes(dict, {.objects = Objects::Kept}), "it", Objects::Inert), left_out);
+  EXPECT_EQ(found.at("module").toGenericDict().at("tied").toTensor().sum().item<float>(), 66);
+  EXPECT_EQ(found.at("again").toGenericDict().at("halves").toTensor().scalar_type(), at::kBFloat16);
+  EXPECT_EQ(found.at("numbers").toListRef()[6].toInt(), -(int64_t{1} << 50));
+  EXPECT_EQ(found.at("bytes").toStringRef(), "\x00\xff\x80z"s);
+  EXPECT_EQ(found.at("tuple").toTupleRef().elements()[1].toStringRef(), "\u00e4");
+  EXPECT_EQ(found.at("set").toListRef().size(), 2U);
+  EXPECT_EQ(found.at("half").toGenericDict().at(0.5).toDouble(), 1);
+  EXPECT_TRUE(found.at("none").isNone());
+  const std::vector<std::string> names{"'large' is an integer of more", "'self' is nested too deep, or holds itself",
+                                       "'keys' has a key that is neither", "'object' is "};
+  ASSERT_EQ(left_out.size(), names.size()) << c10::Join("; ", left_out);
+  for (size_t i = 0; i < names.size(); ++i)
+    EXPECT_HAS(left_out[i], names[i]);
 }
 
 // What a front end in C++ reads and writes is read and written by torch's own machine.
