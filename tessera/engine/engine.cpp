@@ -169,9 +169,9 @@ bool Engine::step(const std::function<void()>& external, std::optional<double> g
   Impl::Fault why{boundary ? fault : "", nullptr};
   m.check_step(boundary, global_norm, why);
   const bool trains = has_uncounted_backward();
-  const bool may_be_empty = !boundary || m.counts_empty || global_norm;
-  if (may_be_empty && !trains && !m.gradients_given()) m.notices.no_backward();
   const int64_t empty = m.empty_with_this();
+  const bool may_be_empty = !boundary || m.counts_empty || global_norm || empty <= m.begun;  // else an error
+  if (may_be_empty && !trains && !m.gradients_given()) m.notices.no_backward();
   m.in_step = true;
   bool finite = true;
   m.applied = false;

@@ -192,6 +192,10 @@ void Pipeline::connect(std::shared_ptr<pipeline::Ties> ties) {
   building_of(parts_).agree();
   pipeline::check_optimizers(runner_->ranks(), optimizer_form());
   pipeline::check_groups_take(runner_->ranks(), taken());
+  if (parts_.mesh.size(comm::Axis::Tp) > 1) {
+    const auto rows = runner_->ranks().rows({is_cut() ? 1.0 : 0.0}, "whether layers are cut along tp");
+    if (std::ranges::none_of(rows, [](const auto& row) { return row[0] != 0; })) warn_of_cuts();
+  }
   runner_->ties().attach(none);
   if (parts_.everyone->size() > 1) core().checkpoints().span(parts_.everyone, runner_->ties().copies(none));
 }

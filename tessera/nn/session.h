@@ -307,8 +307,9 @@ class Session {
   void look_before_update();
   // Warns, on one rank, that a forward has switched an autocast region of the caller's off.
   void warn_of_region();
-  // Warns that nothing is cut along tp. (A stage of a pipeline may be so.)
+  // Warns that nothing is cut along tp. (One stage of a pipeline may be so, not all.)
   void warn_of_cuts();
+  bool is_cut() const;  // any parameter, along tp
   // Warns that nothing is trained. (A stage of a pipeline may be so.)
   void warn_of_frozen();
   // The scope of parameters that belong to no Hooked module.

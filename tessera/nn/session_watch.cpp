@@ -39,10 +39,14 @@ void Session::warn_of_region() {
        "region around it is switched off inside"});
 }
 
+bool Session::is_cut() const {
+  const auto cut = [](const engine::ParamSpec& spec) { return spec.varies.has(comm::Axis::Tp); };
+  return std::ranges::any_of(live().params(), cut);
+}
+
 void Session::warn_of_cuts() {
   const int ranks = live().mesh().size(comm::Axis::Tp);
-  const auto cut = [](const engine::ParamSpec& spec) { return spec.varies.has(comm::Axis::Tp); };
-  if (ranks == 1 || std::ranges::any_of(live().params(), cut)) return;
+  if (ranks == 1 || is_cut()) return;
   warn({c10::str(
       "[initialize] the mesh has ", ranks,
       " ranks along 'tp' (tensor_parallel.autotp_size), and no module of the model is cut over them: all train "

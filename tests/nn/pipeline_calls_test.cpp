@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <mutex>
+#include <tuple>
 
 #include "tessera/base/error.h"
 #include "tessera/nn/pipeline.h"
@@ -121,6 +123,35 @@ TEST(PipelineCalls, TheWholeModelIsWrittenByTheStageThatHasIt) {
     });
   }
   EXPECT_FALSE(std::filesystem::exists(folder / "none.safetensors"));
+}
+
+// Of all stages: one of them may have no layer that is cut.
+TEST(PipelineCalls, RanksOverWhichNothingIsCutAreWarnedOf) {
+  const auto half = [](const comm::Mesh& mesh) {
+    testing::Layers list;
+    list.build([mesh] { return testing::Cut(1, mesh); });
+    list.build([] { return torch::nn::Linear(testing::kWidth, 3); });
+    return list;
+  };
+  const std::vector<std::tuple<Case, int>> cases{{Case{.tp = 2}, 1},
+                                                 {Case{.stages = 1, .tp = 2}, 1},
+                                                 {Case{.ranks = 2}, 0},
+                                                 {Case{.tp = 2, .list = testing::cut_layers}, 0},
+                                                 {Case{.tp = 2, .list = half}, 0}};
+  for (const auto& [c, count] : cases) {
+    std::mutex mutex;
+    std::vector<std::string> lines;
+    testing::run_stages(c, [&](const comm::Parts& parts) {
+      const testing::KeptWarnings kept;
+      const Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
+      const std::scoped_lock lock(mutex);
+      lines.insert(lines.end(), kept.lines.begin(), kept.lines.end());
+    });
+    ASSERT_EQ(lines.size(), count) << c.name() << ::testing::PrintToString(lines);
+    if (count == 1) {
+      EXPECT_HAS(lines[0], "2 ranks along 'tp' (tensor_parallel.autotp_size), and no module of the model is cut");
+    }
+  }
 }
 
 TEST(PipelineCalls, FilesOfDeepSpeedAreOfOneStage) {

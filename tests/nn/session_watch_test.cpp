@@ -192,6 +192,24 @@ TEST(Session, WarningsGoToWriters) {
   }
 }
 
+TEST(Session, AnUpdateFromFewerBackwardsThanStepsIsWarnedOfOnce) {
+  for (int stage = 0; stage <= 3; ++stage) {
+    const testing::KeptWarnings kept;
+    auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2,
+                                        "optimizer": {"type": "SGD"}})");
+    config.zero_optimization.stage = stage;
+    auto engine = initialize(torch::nn::Linear(2, 1), config);
+    for (int update = 0; update < 2; ++update) {
+      EXPECT_EQ(kept.lines.size(), update);
+      engine.backward(engine.forward(at::zeros({1, 2})).sum());
+      EXPECT_FALSE(engine.step());
+      EXPECT_TRUE(engine.step());
+    }
+    ASSERT_EQ(kept.lines.size(), 1U);
+    EXPECT_HAS(kept.lines[0], "no backward has reached this engine since the last step()");
+  }
+}
+
 TEST(Session, ADiskThatIsFullForNumbersIsWarnedOfOnceAndTheRunGoesOn) {
   const io::TempFolder folder;
   auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}})");
