@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tessera.optim.engines import momentum_of
+
 from tessera import _core
 from tessera import lr_schedules as ours
 
@@ -24,11 +26,6 @@ _OPTIONS = {
     "first_step_size": "cycle_first_step_size",
     "first_stair_count": "cycle_first_stair_count",
 }
-
-
-def momentum_of(groups: list[dict[str, Any]]) -> list[Any]:
-    """Betas of Adam-likes, else momentum, one per param group, as they are now."""
-    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
 
 
 class _Shown(ours.Schedule):
