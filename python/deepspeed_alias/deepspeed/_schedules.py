@@ -45,8 +45,8 @@ class _Shown(ours.Schedule):
 
     @property
     def warmup_type(self) -> str:
-        is_log = self._options.warmup_type == _core.WarmupType.Log
-        return ours.WARMUP_LOG_RATE if is_log else ours.WARMUP_LINEAR_RATE
+        kind: str = self._options.warmup_type
+        return kind
 
     @property
     def inverse_log_warm_up(self) -> float:
