@@ -57,14 +57,10 @@ Kinds kinds_of(const Engine::Memory& memory) {
 
 // The formula's bytes by kind wherever they live, and what of them does not live on the device.
 config::Estimate formula_of(const Engine& engine, config::Config config) {
-  config::ModelSizes sizes;
-  std::map<std::string, int64_t> units;
-  for (const ParamSpec& param : engine.params()) {
-    (param.group >= 0 ? sizes.trained : sizes.frozen) += param.tensor.numel();
-    units[param.unit] += param.tensor.numel();
-  }
-  for (const auto& [unit, numel] : units)
-    sizes.units.push_back(numel);
+  std::vector<config::SizedParam> params;
+  for (const ParamSpec& param : engine.params())
+    params.push_back({param.name, param.unit, param.tensor.numel(), param.group >= 0});
+  const config::ModelSizes sizes = config::sizes_of(params);
   comm::MeshShape mesh;
   for (const comm::Axis axis : comm::kAxes)
     mesh.sizes[static_cast<size_t>(axis)] = engine.mesh().size(axis);
