@@ -302,7 +302,7 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   const optim::Type& type = *optim::find_type(optimizer.type);
   auto& group = options->defaults;
   if (is_adam && torch_adam && group.decoupled) {
-    group.weight_decay = 0.01;  // the default of torch.optim.AdamW
+    group.weight_decay = optim::find_torch_type("AdamW")->defaults.weight_decay;
   }
   options->rule == optim::Rule::Muon ? read_muon(in, type, *options) : read_fields(in, type, group);
   if (is_adam) check_adam(in);
