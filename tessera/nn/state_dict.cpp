@@ -226,9 +226,7 @@ LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& cor
     if (found == nullptr || !found->defined()) return std::nullopt;
     return found->sizes().vec();
   };
-  source.misfit = [&](const std::string& name, const at::Tensor& own) {
-    return checkpoint::misfit(state[name], own);
-  };
+  source.misfit = [&](const std::string& name, const at::Tensor& own) { return checkpoint::misfit(state[name], own); };
   source.value = [&](const std::string& name, const shard::CutPtr& cut) {
     const at::Tensor& value = state[name];
     return cut && value.sizes() == cut->sizes ? parallel::take_slice(value, *cut) : value;

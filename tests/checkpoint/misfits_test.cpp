@@ -28,8 +28,9 @@ TEST(Misfits, AllAreListed) {
   misfits.check();
   misfits.add("b", "is wrong");
   misfits.list("not there:", {"c", "d"});
-  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { misfits.check(); }),
-             "[engine.load_module_state_dict] what is to be loaded does not fit:\n  'b' is wrong\n  not there: 'c' 'd'");
+  EXPECT_HAS(
+      testing::error_of<c10::ValueError>([&] { misfits.check(); }),
+      "[engine.load_module_state_dict] what is to be loaded does not fit:\n  'b' is wrong\n  not there: 'c' 'd'");
 }
 
 }  // namespace
