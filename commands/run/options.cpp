@@ -1,12 +1,10 @@
 #include "commands/run/options.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <optional>
-#include <sstream>
 #include <string_view>
 
 #include "tessera/base/launch_options.h"
@@ -33,17 +31,12 @@ Names of options may have _ in place of -. Exit code: that of the first rank tha
 
 namespace {
 
-constexpr int kPort = 29500, kHighestPort = 65535, kMostRanks = 1 << 16;
+constexpr int kMostRanks = 1 << 16;
 
 int number(const std::string& name, const std::string& text, int least, int most) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < least || value > most) {
-    std::ostringstream what;
-    what << "[launch] " << name << " must be a number from " << least << " to " << most << ", got '" << text << "'";
-    throw std::invalid_argument(what.str());
-  }
-  return value;
+  const std::optional<int> value = option_number(text, least, most);
+  if (!value) throw std::invalid_argument("[launch] " + why_no_number(name, text, least, most));
+  return *value;
 }
 
 struct Option {
@@ -113,14 +106,10 @@ void check(Options& options) {
       throw std::invalid_argument("[launch] " + why);
     options.nodes = 1;
   }
-  const std::string nodes = std::to_string(options.nodes);
   if (options.nodes == 1 && options.node < 0) options.node = 0;
-  if (options.node < 0 || options.node >= options.nodes)
-    throw std::invalid_argument("[launch] --num_nodes " + nodes + " needs --node_rank 0 to " +
-                                std::to_string(options.nodes - 1) + ", got " + std::to_string(options.node));
-  if (options.nodes > 1 && options.master_addr.empty())
-    throw std::invalid_argument("[launch] --num_nodes " + nodes + " needs --master_addr, where host number 0 is");
-  if (options.nodes > 1 && options.master_port == 0) options.master_port = kPort;
+  if (const std::string why = why_no_node(options.nodes, options.node, options.master_addr); !why.empty())
+    throw std::invalid_argument("[launch] " + why);
+  if (options.nodes > 1 && options.master_port == 0) options.master_port = kLaunchPort;
   if (options.master_addr.empty()) options.master_addr = "127.0.0.1";
   if (options.ranks == 0) options.ranks = own_devices();
   if (const std::string why = why_no_host(options.master_addr); !why.empty())
@@ -133,13 +122,8 @@ void check(Options& options) {
 }  // namespace
 
 int own_devices() {
+  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) return listed_devices(visible);
   int count = 0;
-  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {
-    std::istringstream items(visible);
-    for (std::string item; std::getline(items, item, ',');)
-      count += item.find_first_not_of(" \t") != std::string::npos;
-    return std::max(1, count);
-  }
   std::error_code unreadable;
   for (const auto& entry : std::filesystem::directory_iterator("/dev", unreadable)) {
     const std::string name = entry.path().filename().string();

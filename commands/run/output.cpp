@@ -37,25 +37,13 @@ Output::~Output() {
 
 void Output::pass(std::string_view line, std::string& out) {
   tail_.emplace_back(line);
-  if (tail_.size() > kTail) tail_.pop_front();
-  if (to_ == STDERR_FILENO && line.starts_with("Traceback (most recent call last)")) {
-    add_held(out);
-    held_.emplace_back(line);
-  } else if (held_.empty()) {
-    add(line, out);
-  } else {
-    held_.emplace_back(line);
-    if (line.empty() || line.front() == ' ') return;  // not the exception yet
-    if (line.starts_with("KeyboardInterrupt"))
-      held_.clear();
-    else
-      add_held(out);
-  }
+  if (tail_.size() > kShownLines) tail_.pop_front();
+  add(to_ == STDERR_FILENO ? tracebacks_.take(line) : std::vector<std::string>{std::string(line)}, out);
 }
 
-void Output::add_held(std::string& out) {
-  for (const std::string& line : std::exchange(held_, {}))
-    add(line, out);
+void Output::add(const std::vector<std::string>& lines, std::string& out) const {
+  for (const std::string& line : lines)
+    out.append(prefix_).append(line).append("\n");
 }
 
 void Output::read() {
@@ -85,7 +73,7 @@ void Output::finish() {
   std::string out;
   if (!open_.empty()) pass(open_, out);
   open_.clear();
-  add_held(out);
+  add(tracebacks_.rest(), out);
   write_all(to_, out);
   if (from_ >= 0) close(from_);
   from_ = -1;

@@ -8,9 +8,9 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera::run {
+#include "tessera/base/launch_options.h"
 
-constexpr size_t kTail = 30;  // lines of a failed rank's errors that are shown again
+namespace tessera::run {
 
 // Writes all of `text`, unless nobody reads there any more.
 void write_all(int fd, std::string_view text);
@@ -32,8 +32,7 @@ class Output {
 
  private:
   void pass(std::string_view line, std::string& out);
-  void add(std::string_view line, std::string& out) const { out.append(prefix_).append(line).append("\n"); }
-  void add_held(std::string& out);
+  void add(const std::vector<std::string>& lines, std::string& out) const;
 
   int from_;
   const int to_;
@@ -41,7 +40,7 @@ class Output {
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> copy_;
   std::string open_;  // the line that has not ended
   std::deque<std::string> tail_;
-  std::vector<std::string> held_;  // of a traceback whose end is still to come
+  Tracebacks tracebacks_;
 };
 
 }  // namespace tessera::run

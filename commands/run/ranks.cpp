@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
 #include <sys/wait.h>
@@ -28,11 +27,6 @@ constexpr auto kLook = milliseconds(20), kLeftBehind = milliseconds(2000), kEver
 constexpr int kNotFound = 127, kNotStarted = 126;  // exit codes as a shell has them
 constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT}, kPassedOn[] = {SIGUSR1, SIGUSR2, SIGCONT};
 
-int cores() {
-  cpu_set_t own;
-  return sched_getaffinity(0, sizeof(own), &own) == 0 ? CPU_COUNT(&own) : 1;
-}
-
 void set(const char* name, const std::string& value) {
   setenv(name, value.c_str(), 1);
 }
@@ -53,20 +47,8 @@ void set_variables(const Options& options, int local, int number, int port) {
   unsetenv("TORCHELASTIC_USE_AGENT_STORE");
   unsetenv("TORCHELASTIC_RESTART_COUNT");
   if (options.ranks > 1 && std::getenv("OMP_NUM_THREADS") == nullptr)
-    set("OMP_NUM_THREADS", std::max(1, cores() / options.ranks));
+    set("OMP_NUM_THREADS", threads_of_rank(options.ranks));
   setenv("PYTHONUNBUFFERED", "1", 0);  // lines of Python programs come as they are printed
-}
-
-std::string name_of(int signal) {
-  static constexpr std::pair<int, const char*> names[] = {
-      {SIGHUP, "SIGHUP"},   {SIGINT, "SIGINT"},   {SIGQUIT, "SIGQUIT"}, {SIGILL, "SIGILL"},   {SIGTRAP, "SIGTRAP"},
-      {SIGABRT, "SIGABRT"}, {SIGBUS, "SIGBUS"},   {SIGFPE, "SIGFPE"},   {SIGKILL, "SIGKILL"}, {SIGUSR1, "SIGUSR1"},
-      {SIGSEGV, "SIGSEGV"}, {SIGUSR2, "SIGUSR2"}, {SIGPIPE, "SIGPIPE"}, {SIGALRM, "SIGALRM"}, {SIGTERM, "SIGTERM"},
-      {SIGXCPU, "SIGXCPU"}, {SIGSYS, "SIGSYS"},
-  };
-  for (const auto& [number, name] : names)
-    if (number == signal) return name;
-  return std::to_string(signal);
 }
 
 }  // namespace
@@ -80,9 +62,7 @@ Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), po
     } catch (const std::system_error& error) {
       if (port_ == 0) throw;
       if (error.code() == std::errc::address_in_use)
-        throw std::runtime_error("[launch] port " + std::to_string(port_) +
-                                 " is in use on this host; name another with " + "--master-port" +
-                                 (options_.nodes == 1 ? ", or none" : ", the same on all hosts"));
+        throw std::runtime_error("[launch] " + port_in_use(port_, "--master-port", options_.nodes));
     }
   }
   ranks_.resize(static_cast<size_t>(options_.ranks));
@@ -255,18 +235,16 @@ void Ranks::end_rest() {
 
 int Ranks::report() const {
   if (ended_by_ != 0) {
-    write_all(STDERR_FILENO, "[launch] interrupted by " + name_of(ended_by_) + "; all ranks have ended\n");
+    write_all(STDERR_FILENO, interrupted_by(ended_by_) + "\n");
     return 128 + ended_by_;
   }
   if (failed_ == nullptr) return 0;
-  const bool killed = WIFSIGNALED(status_);
-  std::string text =
-      "[launch] rank " + std::to_string(failed_->number) + " failed first (" +
-      (killed ? "signal " + name_of(WTERMSIG(status_)) : "exit code " + std::to_string(WEXITSTATUS(status_))) + "):\n";
+  const int code = WIFSIGNALED(status_) ? -WTERMSIG(status_) : WEXITSTATUS(status_);
+  std::string text = failed_first(failed_->number, code) + "\n";
   for (const std::string& line : failed_->err->tail())
     text += line + "\n";
   write_all(STDERR_FILENO, text);
-  return killed ? 128 + WTERMSIG(status_) : WEXITSTATUS(status_);
+  return shell_code(code);
 }
 
 int Ranks::run() {

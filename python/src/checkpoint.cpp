@@ -1,6 +1,7 @@
 #include "tessera/engine/checkpoint.h"
 #include "tessera/checkpoint/deepspeed/save.h"
 #include "tessera/checkpoint/export.h"
+#include "tessera/checkpoint/misfits.h"
 #include "tessera/engine/export.h"
 #include "tessera/engine/saved_run.h"
 #include "tessera/engine/together.h"
@@ -196,6 +197,16 @@ void bind_checkpoint(py::module_& m) {
   m.def("tags", &checkpoint::tags, py::arg("dir"), NoGil());
   m.def("latest_tag", &checkpoint::latest_tag, py::arg("dir"), py::arg("file") = "latest");
   using checkpoint::WeightReader;
+  // Value error for values that tensors of a module cannot take: name, value, the module's own.
+  m.def(
+      "check_fit",
+      [](const std::vector<std::tuple<std::string, at::Tensor, at::Tensor>>& values) {
+        checkpoint::Misfits misfits;
+        for (const auto& [name, value, own] : values)
+          misfits.add(name, checkpoint::misfit(value, own));
+        misfits.check();
+      },
+      py::arg("values"));
   m.def(
       "write_weights",
       [](const std::string& folder, const std::string& name,

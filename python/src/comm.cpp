@@ -145,6 +145,28 @@ void bind_backend(py::module_& m) {
       py::cpp_function([threads] { threads->stop(std::chrono::seconds(5)); }, NoGil()));
 }
 
+// What `tessera launch` has of base/launch_options.h.
+void bind_launch_options(py::module_& m) {
+  m.attr("launch_port") = kLaunchPort;
+  m.attr("highest_port") = kHighestPort;
+  m.attr("shown_lines") = kShownLines;
+  m.def("option_number", &option_number, py::arg("text"), py::arg("least"), py::arg("most"));
+  m.def("why_no_number", &why_no_number, py::arg("option"), py::arg("text"), py::arg("least"), py::arg("most"));
+  m.def("why_no_node", &why_no_node, py::arg("nodes"), py::arg("node"), py::arg("address"));
+  m.def("why_no_host", &why_no_host, py::arg("host"), NoGil());
+  m.def("why_no_logs", &why_no_logs, py::arg("folder"), NoGil());
+  m.def("port_in_use", &port_in_use, py::arg("port"), py::arg("option"), py::arg("nodes"));
+  m.def("listed_devices", &listed_devices, py::arg("visible"));
+  m.def("threads_of_rank", &threads_of_rank, py::arg("ranks"));
+  m.def("shell_code", &shell_code, py::arg("code"));
+  m.def("failed_first", &failed_first, py::arg("rank"), py::arg("code"));
+  m.def("interrupted_by", &interrupted_by, py::arg("signal"));
+  py::class_<Tracebacks>(m, "Tracebacks")
+      .def(py::init<>())
+      .def("take", &Tracebacks::take, py::arg("line"))
+      .def("rest", &Tracebacks::rest);
+}
+
 }  // namespace
 
 void bind_comm(py::module_& m) {
@@ -210,8 +232,7 @@ void bind_comm(py::module_& m) {
       py::arg("rank"), py::arg("size"), py::arg("discover"), py::arg("rendezvous"), py::arg("port"));
   m.def("launched_local_rank", [] { return launched_local_rank(); });
   m.def("why_not_started_here", [] { return why_not_started_here(); });
-  m.def("why_no_host", &why_no_host, py::arg("host"), NoGil());
-  m.def("why_no_logs", &why_no_logs, py::arg("folder"), NoGil());
+  bind_launch_options(m);
   m.def("free_port", [] {
     HeldPort held = hold_free_port();
     static_cast<void>(held.release());  // open until the process ends

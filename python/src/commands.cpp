@@ -1,21 +1,30 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <tuple>
+
 #include "bindings.h"
 #include "tessera/commands/commands.h"
 #include "tessera/config/estimate.h"
 #include "tessera/config/source.h"
+#include "tessera/parallel/plan.h"
 
 namespace tessera::python {
 
 void bind_commands(py::module_& m) {
   using config::Estimate;
   using config::ModelSizes;
-  py::class_<ModelSizes>(m, "ModelSizes")
-      .def(py::init([](int64_t trained, int64_t frozen, std::vector<int64_t> units) {
-             return ModelSizes{trained, frozen, std::move(units)};
-           }),
-           py::arg("trained"), py::arg("frozen") = 0, py::arg("units") = std::vector<int64_t>());
+  py::class_<ModelSizes>(m, "ModelSizes");
+  m.def("sizes_of", py::overload_cast<int64_t, const Config&>(&config::sizes_of), py::arg("count"), py::arg("config"));
+  m.def(
+      "sizes_of",
+      [](const std::vector<std::tuple<std::string, std::string, int64_t, bool>>& params, const parallel::Plan* plan) {
+        std::vector<config::SizedParam> sized;
+        for (const auto& [name, unit, elements, trained] : params)
+          sized.push_back({name, unit, elements, trained});
+        return config::sizes_of(sized, plan);
+      },
+      py::arg("params"), py::arg("plan").none(true));
   py::class_<Estimate>(m, "Estimate", "Bytes of a rank, by kind, as the memory formula says them.")
       .def_readonly("stage", &Estimate::stage, "The ZeRO stage that they are for.")
       .def_readonly("params", &Estimate::params, "Of the parameters, on the device.")

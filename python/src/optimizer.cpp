@@ -2,10 +2,12 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <type_traits>
 #include <variant>
 
 #include "bindings.h"
+#include "tessera/base/error.h"
 #include "tessera/engine/whole_shards.h"
 #include "tessera/optim/tensors.h"
 #include "tessera/optim/whole.h"
@@ -32,14 +34,16 @@ py::dict group_values(optim::Rule rule, const GroupOptions& group) {
   return values;
 }
 
-GroupOptions group_options(optim::Rule rule, const py::dict& values) {
-  GroupOptions group;
+// Takes what a param group has of the rule's hyper-parameters.
+void read_group(optim::Rule rule, const py::dict& values, GroupOptions& group) {
   for (const Field& field : optim::type_of(rule).fields) {
+    if (!values.contains(field.name)) continue;
     const py::object value = values[field.name];
     std::visit(
         [&]<class T>(const T& at) {
           if constexpr (std::is_same_v<T, Field::Betas>) {
             const py::sequence betas = value;
+            TESSERA_CHECK_VALUE(betas.size() == 2, "optim", "betas must be two numbers, got ", betas.size());
             group.beta1 = py::float_(betas[0]).cast<double>();
             group.beta2 = py::float_(betas[1]).cast<double>();
           } else if constexpr (std::is_same_v<T, double GroupOptions::*>) {
@@ -52,7 +56,6 @@ GroupOptions group_options(optim::Rule rule, const py::dict& values) {
         },
         field.where);
   }
-  return group;
 }
 
 void update_whole(optim::Rule rule, const std::vector<GroupOptions>& groups, const std::vector<size_t>& group_of,
@@ -79,13 +82,14 @@ void bind_whole(py::module_& m) {
   m.def("orthogonal", &orthogonal, py::arg("matrix"), py::arg("steps"));
   m.def("is_muon_matrix", &is_muon_matrix, py::arg("name"), py::arg("dims"));
   m.def("group_values", &group_values, py::arg("rule"), py::arg("group"));
-  m.def("group_options", &group_options, py::arg("rule"), py::arg("values"));
+  m.def("read_group", &read_group, py::arg("rule"), py::arg("values"), py::arg("group"));
   m.def(
-      "wrong_in_group", [](Rule rule, const GroupOptions& group) { return wrong_in(type_of(rule), group); },
-      py::arg("rule"), py::arg("group"));
-  m.def(
-      "check_group", [](Rule rule, const GroupOptions& group) { check(type_of(rule), group); }, py::arg("rule"),
-      py::arg("group"));
+      "check_group",
+      [](Rule rule, const GroupOptions& group, const std::string& origin, std::optional<size_t> number) {
+        check(type_of(rule), group, origin, number);
+      },
+      py::arg("rule"), py::arg("group"), py::arg("origin"), py::arg("number") = py::none());
+  m.def("torch_defaults", [](const std::string& type) { return find_torch_type(type)->defaults; }, py::arg("type"));
   m.def("options_of_type", &options_of_type, py::arg("type"), py::arg("adam_w_mode") = true);
 }
 

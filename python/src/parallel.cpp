@@ -273,12 +273,12 @@ void bind_plan_input(py::module_& m) {
       .def_readwrite("head_names", &PlanOptions::head_names)
       .def_readwrite("vocab_parallel", &PlanOptions::vocab_parallel);
   m.def(
-      "first_match",
-      [](const std::vector<parallel::Rule>& rules, const std::string& name) -> std::optional<parallel::Rule> {
-        const parallel::Rule* found = first_match(rules, name);
-        return found == nullptr ? std::nullopt : std::optional(*found);
+      "left_whole",
+      [](const std::vector<parallel::Rule>& rules, const std::vector<std::string>& names) {
+        parallel::LeftWhole left = left_whole(rules, names);
+        return std::pair(std::move(left.names), std::move(left.summed));
       },
-      py::arg("rules"), py::arg("name"));
+      py::arg("rules"), py::arg("names"));
   using config::PartitionRules;
   py::class_<PartitionRules>(m, "PartitionRules")
       .def(py::init<>())

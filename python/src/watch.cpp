@@ -30,6 +30,23 @@ struct Forward {
   std::optional<engine::Watch::Forward> now;
 };
 
+// Texts of momenta, each a number or several; what is no number as Python writes it.
+std::vector<std::string> texts_of(const py::list& momenta) {
+  std::vector<std::string> texts;
+  for (const py::handle& momentum : momenta) {
+    try {
+      const bool several = py::isinstance<py::tuple>(momentum) || py::isinstance<py::list>(momentum);
+      std::vector<double> values;
+      for (const py::handle& value : several ? py::tuple(momentum.cast<py::sequence>()) : py::make_tuple(momentum))
+        values.push_back(py::float_(py::reinterpret_borrow<py::object>(value)).cast<double>());
+      texts.push_back(engine::momentum_text(values));
+    } catch (const py::error_already_set&) {
+      texts.push_back(py::repr(momentum).cast<std::string>());
+    }
+  }
+  return texts;
+}
+
 py::dict row_of(const engine::CallRow& row) {
   const comm::CallTimes& total = row.total;
   const double ms = total.seconds * 1e3;
@@ -90,14 +107,23 @@ void bind_watch(py::module_& m) {
       .def_property_readonly("step_seconds", &seconds_of)
       .def(
           "stepped",
-          [](Watch& watch, engine::Engine& core, const std::vector<double>& rates, const std::string& more) {
-            const Watch::Report report = watch.stepped(core, rates, more);
+          [](Watch& watch, engine::Engine& core, const std::vector<double>& rates, const py::list& momenta) {
+            const Watch::Report report = watch.stepped(core, rates, texts_of(momenta));
             std::vector<Event> events;
             for (const io::Metric& metric : report.metrics)
               events.emplace_back(metric.name, metric.value, metric.step);
             return std::tuple(std::move(events), report.lines, report.progress, report.warnings);
           },
-          py::arg("core"), py::arg("rates"), py::arg("more"))
+          py::arg("core"), py::arg("rates"), py::arg("momenta"))
+      .def(
+          "first_lines",
+          [](const Watch& watch, engine::Engine& core, const std::vector<std::pair<size_t, std::string>>& groups) {
+            std::vector<Watch::ParamGroup> shown;
+            for (const auto& [parameters, values] : groups)
+              shown.push_back({parameters, values});
+            return watch.first_lines(core, shown);
+          },
+          py::arg("core"), py::arg("groups"))
       .def("attach", &Watch::attach, py::arg("core"), py::arg("speaks"))
       .def("listen", &Watch::listen, py::arg("core"))
       .def("wants_rates", &Watch::wants_rates, py::arg("core"))
@@ -115,7 +141,6 @@ void bind_watch(py::module_& m) {
       .def(
           "show", [](Watch& watch, const std::string& text) { watch.line().show(text); }, py::arg("text"))
       .def("end_line", [](Watch& watch) { watch.line().end(); });
-  m.def("memory_text", [](const engine::Engine& core) { return engine::text_of(core.memory()); }, py::arg("core"));
   m.def(
       "call_rows",
       [](const comm::CallRecord& record, engine::Engine& core, bool stragglers) {

@@ -1,12 +1,11 @@
 """Stub of python/src/commands.cpp: part of _core."""
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, overload
 
-from tessera._core import Config
+from tessera._core import Config, ParallelPlan
 
-class ModelSizes:
-    def __init__(self, trained: int, frozen: int = ..., units: Sequence[int] = ...) -> None: ...
+class ModelSizes: ...
 
 class Estimate:
     stage: Final[int]
@@ -18,6 +17,10 @@ class Estimate:
     disk: Final[int]
     total: Final[int]
 
+@overload
+def sizes_of(count: int, config: Config) -> ModelSizes: ...
+@overload
+def sizes_of(params: Sequence[tuple[str, str, int, bool]], plan: ParallelPlan | None) -> ModelSizes: ...
 def estimate(sizes: ModelSizes, config: Config, ranks: int) -> Estimate: ...
 def with_stage(config: Config, stage: int) -> Config: ...
 def json_of(given: str) -> str: ...

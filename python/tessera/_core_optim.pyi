@@ -45,9 +45,9 @@ class Shards: ...
 
 def options_of_type(type: str, adam_w_mode: bool = True) -> OptimizerOptions: ...
 def group_values(rule: Rule, group: GroupOptions) -> dict[str, Any]: ...
-def group_options(rule: Rule, values: Mapping[str, Any]) -> GroupOptions: ...
-def wrong_in_group(rule: Rule, group: GroupOptions) -> str: ...
-def check_group(rule: Rule, group: GroupOptions) -> None: ...
+def read_group(rule: Rule, values: Mapping[str, Any], group: GroupOptions) -> None: ...
+def check_group(rule: Rule, group: GroupOptions, origin: str, number: int | None = None) -> None: ...
+def torch_defaults(type: str) -> GroupOptions: ...
 def shards_of(engine: Engine, optimizer: str) -> Shards: ...
 def update_whole(
     rule: Rule,
@@ -76,31 +76,31 @@ def update_tensors(
 ) -> None:
     """`states`: of each kind, those of all parameters; `steps`: tensors of one number each, which count."""
 
-class WarmupType(Enum):
-    Log = ...
-    Linear = ...
-
 class WarmupLR:
+    def __init__(self) -> None: ...
     warmup_min_lr: list[float]
     warmup_max_lr: list[float]
     warmup_num_steps: int
-    warmup_type: WarmupType
+    warmup_type: str
 
 class WarmupDecayLR:
+    def __init__(self) -> None: ...
     total_num_steps: int
     warmup_min_lr: list[float]
     warmup_max_lr: list[float]
     warmup_num_steps: int
-    warmup_type: WarmupType
+    warmup_type: str
 
 class WarmupCosineLR:
+    def __init__(self) -> None: ...
     total_num_steps: int
     warmup_min_ratio: float
     warmup_num_steps: int
     cos_min_ratio: float
-    warmup_type: WarmupType
+    warmup_type: str
 
 class OneCycle:
+    def __init__(self) -> None: ...
     cycle_min_lr: list[float]
     cycle_max_lr: list[float]
     decay_lr_rate: float
@@ -115,6 +115,7 @@ class OneCycle:
     decay_mom_rate: float
 
 class LRRangeTest:
+    def __init__(self) -> None: ...
     lr_range_test_min_lr: list[float]
     lr_range_test_step_size: int
     lr_range_test_step_rate: float
@@ -124,4 +125,5 @@ class ScheduleValues:
     lr: list[float]
     momentum: list[float]
 
+def schedule_of(type: str, arguments: dict[str, Any]) -> Any: ...
 def evaluate(options: Any, iteration: int, base_lrs: Sequence[float]) -> ScheduleValues: ...

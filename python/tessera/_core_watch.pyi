@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from tessera._core import CallRecord, Config, Engine, MemoryUse
 
@@ -46,8 +46,8 @@ class Watch:
     def show(self, text: str) -> None: ...
     def end_line(self) -> None: ...
     def stepped(
-        self, core: Engine, rates: Sequence[float], more: str
+        self, core: Engine, rates: Sequence[float], momenta: list[Any]
     ) -> tuple[list[tuple[str, float, int]], list[str], str, list[str]]: ...
+    def first_lines(self, core: Engine, groups: Sequence[tuple[int, str]]) -> list[str]: ...
 
-def memory_text(core: Engine) -> str: ...
 def call_rows(record: CallRecord, core: Engine, stragglers: bool) -> tuple[list[dict[str, str | int | float]], str]: ...

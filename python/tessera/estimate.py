@@ -44,33 +44,12 @@ def estimate(
 
 def _sizes(model: nn.Module | int, config: _core.Config, policy: UnitPolicy = default_unit_policy) -> _core.ModelSizes:
     """Sizes of a tensor-parallel rank's slice of the model."""
-    tp = mesh_sizes(config)["tp"]
     if isinstance(model, int):
-        return _core.ModelSizes(-(-model // tp))
+        return _core.sizes_of(model, config)
     units = policy(model)
-    cut = _slices(model, config) if tp > 1 else {}
-    sizes: dict[str, int] = {}
-    trained = frozen = 0
-    for name, param in model.named_parameters():
-        most, whole = cut.get(name, (1, 1))
-        count = param.numel() * most // whole
-        sizes[units.get(name, "")] = sizes.get(units.get(name, ""), 0) + count
-        trained += count * param.requires_grad
-        frozen += count * (not param.requires_grad)
-    return _core.ModelSizes(trained, frozen, list(sizes.values()))
-
-
-def _slices(model: nn.Module, config: _core.Config) -> dict[str, tuple[int, int]]:
-    """Parameters that tensor parallelism cuts: the longest slice, of how much."""
-    found = {}
-    for cut in plan_for(model, config).core.decisions:
-        if cut.partition == _core.Partition.Skip:
-            continue
-        part = max(cut.sizes), cut.total
-        found[f"{cut.path}.{cut.param}"] = part
-        if cut.partition == _core.Partition.Column:
-            found[f"{cut.path}.bias"] = part
-    return found
+    named = model.named_parameters()
+    params = [(name, units.get(name, ""), param.numel(), param.requires_grad) for name, param in named]
+    return _core.sizes_of(params, plan_for(model, config).core if mesh_sizes(config)["tp"] > 1 else None)
 
 
 def _model_of(path: str) -> nn.Module:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
@@ -27,9 +26,8 @@ from tessera.errors import ConfigError
 
 __all__ = ["Parser", "add_option", "add_options", "check", "exit_code", "main", "own_devices", "run_here"]
 
-PORT = 29500
+PORT = _core.launch_port
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_TAIL = 30  # lines of a failed rank's errors that are shown again
 
 
 # ---------------------------------------------------------------- arguments
@@ -38,19 +36,17 @@ _TAIL = 30  # lines of a failed rank's errors that are shown again
 class _FromOne(argparse.Action):
     """A number that is at least 1; ConfigError names the option as it was written."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if not values.isdecimal() or int(values) < 1:
-            raise ConfigError(f"[launch] {option_string} must be a number from 1, got {values!r}")
-        setattr(namespace, self.dest, int(values))
-
-
-class _Port(argparse.Action):
-    """A port; ConfigError names the option as it was written."""
+    most: int | None = None
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        if not values.isdecimal() or not 1 <= int(values) <= 65535:
-            raise ConfigError(f"[launch] {option_string} must be a number from 1 to 65535, got {values!r}")
-        setattr(namespace, self.dest, int(values))
+        value = _core.option_number(values, 1, self.most)
+        if value is None:
+            raise ConfigError(f"[launch] {_core.why_no_number(str(option_string), values, 1, self.most)}")
+        setattr(namespace, self.dest, value)
+
+
+class _Port(_FromOne):
+    most = _core.highest_port
 
 
 class Parser(argparse.ArgumentParser):
@@ -119,7 +115,7 @@ def own_devices() -> int:
     """The number of ranks that this host has where nobody says it."""
     visible = os.environ.get(VISIBLE)
     if visible is not None:
-        return max(1, len([item for item in visible.split(",") if item.strip()]))
+        return _core.listed_devices(visible)
     import torch
 
     return max(1, torch.accelerator.device_count())
@@ -148,46 +144,34 @@ def run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nod
 
 
 def _interrupted(number: int) -> int:
-    text = f"[launch] interrupted by {signal.Signals(number).name}; all ranks have ended"
-    print(text, file=sys.stderr, flush=True)
-    return 128 + number
-
-
-_OWN_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch's, of the tracebacks of a rank that has a process group
+    print(_core.interrupted_by(number), file=sys.stderr, flush=True)
+    return exit_code(-number)
 
 
 class _Errors:
-    """What ranks print to stderr, passed on but for tracebacks that end in KeyboardInterrupt: they say only that the
-    launcher was interrupted. Such a rank's last lines are shown all the same where it has failed by itself."""
+    """What ranks print to stderr, passed on but for what the core leaves out. Such a rank's last lines are shown all
+    the same where it has failed by itself."""
 
     def __init__(self, to: TextIO) -> None:
         self._to = to
-        self._held: dict[str, list[str]] = {}  # lines by rank, of a traceback whose end is still to come
+        self._ranks: dict[str, _core.Tracebacks] = {}
 
     def write(self, text: str) -> int:
-        rank, _, line = text.partition("] ")
-        line = line[found.end() :] if (found := _OWN_PREFIX.match(line)) else line
-        if line.startswith("Traceback (most recent call last)") and text.startswith("[rank "):
-            self._pass(self._held.pop(rank, []))
-            self._held[rank] = [text]
-        elif rank in self._held:
-            self._held[rank].append(text)
-            if line[:1].strip():  # not indented: the exception itself
-                held = self._held.pop(rank)
-                self._pass([] if line.startswith("KeyboardInterrupt") else held)
-        else:
-            self._to.write(text)
+        rank, bracket, line = text.partition("] ")
+        if not rank.startswith("[rank ") or not bracket:
+            return self._to.write(text)
+        self._pass(rank, self._ranks.setdefault(rank, _core.Tracebacks()).take(line))
         return len(text)
 
     def flush(self) -> None:
         self._to.flush()
 
     def end(self) -> None:
-        for held in self._held.values():
-            self._pass(held)
+        for rank, tracebacks in self._ranks.items():
+            self._pass(rank, tracebacks.rest())
 
-    def _pass(self, held: list[str]) -> None:
-        self._to.write("".join(held))
+    def _pass(self, rank: str, lines: list[str]) -> None:
+        self._to.write("".join(f"{rank}] {line}" for line in lines))
 
 
 def _run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, nodes: int, node: int) -> int:
@@ -203,7 +187,7 @@ def _run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, no
         command.append(f"--local_rank={macros.local_rank}")
     command += options.arguments
     if len(slots) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // len(slots))))
+        os.environ.setdefault("OMP_NUM_THREADS", str(_core.threads_of_rank(len(slots))))
     port = options.master_port or (_core.free_port() if nodes == 1 else PORT)
     if named:
         os.environ[VISIBLE] = ",".join(map(str, slots))
@@ -236,10 +220,7 @@ def _run_here(options: argparse.Namespace, slots: Sequence[int], named: bool, no
         except DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
-            other = "or none" if nodes == 1 else "the same on all hosts"
-            raise ConfigError(
-                f"[launch] port {port} is in use on this host; name another with --master_port, {other}"
-            ) from None
+            raise ConfigError(f"[launch] {_core.port_in_use(port, '--master_port', nodes)}") from None
         except BaseException as error:
             if type(error).__name__ == "SignalException":  # sent on to the ranks
                 return _interrupted(int(getattr(error, "sigval", signal.SIGTERM)))
@@ -260,14 +241,13 @@ def _set_level(options: argparse.Namespace) -> None:
 
 def exit_code(code: int) -> int:
     """A shell's exit code for the return code of a process: 128 + the number of a signal."""
-    return code if code >= 0 else 128 - code  # a shell's code for a signal
+    return _core.shell_code(code)
 
 
 def _show_last(rank: int, code: int, logs: str) -> None:
     files = sorted(Path(logs).glob(f"**/{rank}/stderr.log"), key=lambda file: file.stat().st_mtime)
-    text = files[-1].read_text(errors="replace").splitlines()[-_TAIL:] if files else []
-    meant = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    print(f"[launch] rank {rank} failed first ({meant}):", *text, sep="\n", file=sys.stderr, flush=True)
+    text = files[-1].read_text(errors="replace").splitlines()[-_core.shown_lines :] if files else []
+    print(_core.failed_first(rank, code), *text, sep="\n", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -278,10 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check(options)
     nodes = max(1, options.num_nodes)
     node = 0 if nodes == 1 and options.node_rank < 0 else options.node_rank
-    if not 0 <= node < nodes:
-        raise ConfigError(f"[launch] --num_nodes {nodes} needs --node_rank 0 to {nodes - 1}, got {node}")
-    if nodes > 1 and not options.master_addr:
-        raise ConfigError(f"[launch] --num_nodes {nodes} needs --master_addr, where host number 0 is")
+    if why := _core.why_no_node(nodes, node, options.master_addr):
+        raise ConfigError(f"[launch] {why}")
     ranks = options.num_gpus if options.num_gpus > 0 else own_devices()
     return run_here(options, list(range(ranks)), False, nodes, node)
 

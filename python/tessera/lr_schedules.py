@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 
 from tessera import _core
-from tessera.errors import ConfigError
 
 __all__ = [
     "LR_RANGE_TEST",
@@ -131,51 +130,23 @@ class Schedule:
                 group["betas"] = (momentum, *tuple(group["betas"])[1:])
 
 
-def _per_group(_: str, value: PerGroup) -> list[float]:
-    return [float(item) for item in value] if isinstance(value, Sequence) else [float(value)]
+def _plain(value: Any) -> Any:
+    """Numbers of other packages as Python's own."""
+    if isinstance(value, str | int | float):
+        return value
+    return list(map(_plain, value)) if isinstance(value, Sequence) else float(value)
 
 
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or int(value) != value:
-        raise ConfigError(f"[lr_schedules] {name} must be an integer, got {value!r}")
-    return int(value)
+def _options(name: str, arguments: dict[str, Any]) -> Any:
+    """The core's options of the arguments of a constructor (its locals()); None is the default."""
+    others = ("self", "__class__", "optimizer", "last_batch_iteration")
+    given = {key: _plain(value) for key, value in arguments.items() if key not in others and value is not None}
+    return _core.schedule_of(name, given)
 
 
-def _warmup_type(name: str, value: str) -> _core.WarmupType:
-    types = {WARMUP_LOG_RATE: _core.WarmupType.Log, WARMUP_LINEAR_RATE: _core.WarmupType.Linear}
-    if value not in types:
-        raise ConfigError(f"[lr_schedules] {name} must be one of {', '.join(types)}, got {value!r}")
-    return types[value]
-
-
-# Functions that turn an argument into the core's value; the others are passed on as they are.
-_CONVERT: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr"), _per_group),
-    **dict.fromkeys(("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"), _per_group),
-    **dict.fromkeys(
-        (
-            "warmup_num_steps",
-            "total_num_steps",
-            "cycle_first_step_size",
-            "cycle_second_step_size",
-            "cycle_first_stair_count",
-            "cycle_second_stair_count",
-            "decay_step_size",
-            "lr_range_test_step_size",
-        ),
-        _count,
-    ),
-    "warmup_type": _warmup_type,
-}
-_NOT_OPTIONS = frozenset({"self", "__class__", "optimizer", "last_batch_iteration"})
-
-
-def _filled(options: Any, arguments: dict[str, Any]) -> Any:
-    """`options` with the arguments of a constructor (its locals()); None leaves what the core has by default."""
-    for name, value in arguments.items():
-        if name not in _NOT_OPTIONS and value is not None:
-            setattr(options, name, _CONVERT[name](name, value) if name in _CONVERT else value)
-    return options
+# With the defaults.
+_WARMUP, _DECAY, _COSINE = _core.WarmupLR(), _core.WarmupDecayLR(), _core.WarmupCosineLR()
+_CYCLE, _RANGE = _core.OneCycle(), _core.LRRangeTest()
 
 
 class _WarmsUp(Schedule):
@@ -200,13 +171,13 @@ class WarmupLR(_WarmsUp):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        warmup_min_lr: PerGroup = 0.0,
+        warmup_min_lr: PerGroup = _WARMUP.warmup_min_lr,
         warmup_max_lr: PerGroup | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_num_steps: int = _WARMUP.warmup_num_steps,
+        warmup_type: str = _WARMUP.warmup_type,
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(optimizer, _filled(_core.WarmupLR(), locals()), last_batch_iteration)
+        super().__init__(optimizer, _options(WARMUP_LR, locals()), last_batch_iteration)
 
 
 class WarmupDecayLR(_WarmsUp):
@@ -216,13 +187,13 @@ class WarmupDecayLR(_WarmsUp):
         self,
         optimizer: torch.optim.Optimizer,
         total_num_steps: int,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_min_lr: PerGroup = _DECAY.warmup_min_lr,
+        warmup_max_lr: PerGroup = _DECAY.warmup_max_lr,
+        warmup_num_steps: int = _DECAY.warmup_num_steps,
+        warmup_type: str = _DECAY.warmup_type,
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(optimizer, _filled(_core.WarmupDecayLR(), locals()), last_batch_iteration)
+        super().__init__(optimizer, _options(WARMUP_DECAY_LR, locals()), last_batch_iteration)
 
 
 class WarmupCosineLR(Schedule):
@@ -232,13 +203,13 @@ class WarmupCosineLR(Schedule):
         self,
         optimizer: torch.optim.Optimizer,
         total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_min_ratio: float = _COSINE.warmup_min_ratio,
+        warmup_num_steps: int = _COSINE.warmup_num_steps,
+        cos_min_ratio: float = _COSINE.cos_min_ratio,
+        warmup_type: str = _COSINE.warmup_type,
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(optimizer, _filled(_core.WarmupCosineLR(), locals()), last_batch_iteration)
+        super().__init__(optimizer, _options(WARMUP_COSINE_LR, locals()), last_batch_iteration)
 
 
 class OneCycle(Schedule):
@@ -250,16 +221,16 @@ class OneCycle(Schedule):
         optimizer: torch.optim.Optimizer,
         cycle_min_lr: PerGroup,
         cycle_max_lr: PerGroup,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
+        decay_lr_rate: float = _CYCLE.decay_lr_rate,
+        cycle_first_step_size: int = _CYCLE.cycle_first_step_size,
         cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
+        cycle_first_stair_count: int = _CYCLE.cycle_first_stair_count,
         cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: PerGroup = 0.8,
-        cycle_max_mom: PerGroup = 0.9,
-        decay_mom_rate: float = 0.0,
+        decay_step_size: int = _CYCLE.decay_step_size,
+        cycle_momentum: bool = _CYCLE.cycle_momentum,
+        cycle_min_mom: PerGroup = _CYCLE.cycle_min_mom,
+        cycle_max_mom: PerGroup = _CYCLE.cycle_max_mom,
+        decay_mom_rate: float = _CYCLE.decay_mom_rate,
         last_batch_iteration: int = -1,
     ) -> None:
         if cycle_momentum and not any("betas" in group for group in optimizer.param_groups):
@@ -267,7 +238,7 @@ class OneCycle(Schedule):
                 f"[lr_schedules] OneCycle cycles betas; {type(optimizer).__name__} has none and keeps its momentum",
                 stacklevel=2,
             )
-        super().__init__(optimizer, _filled(_core.OneCycle(), locals()), last_batch_iteration)
+        super().__init__(optimizer, _options(ONE_CYCLE, locals()), last_batch_iteration)
 
 
 class LRRangeTest(Schedule):
@@ -276,10 +247,10 @@ class LRRangeTest(Schedule):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        lr_range_test_min_lr: PerGroup = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
+        lr_range_test_min_lr: PerGroup = _RANGE.lr_range_test_min_lr,
+        lr_range_test_step_size: int = _RANGE.lr_range_test_step_size,
+        lr_range_test_step_rate: float = _RANGE.lr_range_test_step_rate,
+        lr_range_test_staircase: bool = _RANGE.lr_range_test_staircase,
         last_batch_iteration: int = -1,
     ) -> None:
-        super().__init__(optimizer, _filled(_core.LRRangeTest(), locals()), last_batch_iteration)
+        super().__init__(optimizer, _options(LR_RANGE_TEST, locals()), last_batch_iteration)

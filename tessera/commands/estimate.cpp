@@ -38,8 +38,7 @@ std::optional<int64_t> parameters_of(const std::string& text) {
 }
 
 config::ModelSizes sizes_of(const std::string& model, const Config& config, const FrontEnd& front) {
-  const int64_t cut = config::tensor_parallel_ranks(config);
-  if (const auto count = parameters_of(model)) return {.trained = (*count + cut - 1) / cut};
+  if (const auto count = parameters_of(model)) return config::sizes_of(*count, config);
   TESSERA_CHECK_BUILT(
       front.sizes_of, "estimate", "a model from '", model,
       "' is built by Python: use the command `tessera` of the Python package, or give a number like 7B");

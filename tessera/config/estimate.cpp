@@ -2,11 +2,14 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <numeric>
+#include <utility>
 
 #include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
+#include "tessera/parallel/plan.h"
 
 namespace tessera::config {
 
@@ -82,6 +85,33 @@ void put_params_away(Estimate& found, const Config& config, const Widths& widths
 }
 
 }  // namespace
+
+ModelSizes sizes_of(const std::vector<SizedParam>& params, const parallel::Plan* plan) {
+  std::map<std::string, std::pair<int64_t, int64_t>> slices;  // the longest slice, and of how much
+  for (const parallel::Decision& cut : plan == nullptr ? std::vector<parallel::Decision>() : plan->decisions) {
+    if (cut.partition == parallel::Partition::Skip) continue;
+    const std::pair slice(std::ranges::max(cut.sizes()), cut.total);
+    slices[cut.path + "." + cut.param] = slice;
+    if (cut.partition == parallel::Partition::Column) slices[cut.path + ".bias"] = slice;
+  }
+  ModelSizes sizes;
+  std::map<std::string, int64_t> units;
+  for (const SizedParam& param : params) {
+    const auto slice = slices.find(param.name);
+    const auto [most, whole] = slice == slices.end() ? std::pair<int64_t, int64_t>(1, 1) : slice->second;
+    const int64_t count = param.elements * most / whole;
+    units[param.unit] += count;
+    (param.trained ? sizes.trained : sizes.frozen) += count;
+  }
+  for (const auto& [unit, count] : units)
+    sizes.units.push_back(count);
+  return sizes;
+}
+
+ModelSizes sizes_of(int64_t count, const Config& config) {
+  const int64_t ranks = tensor_parallel_ranks(config);
+  return {.trained = (count + ranks - 1) / ranks};
+}
 
 int64_t tensor_parallel_ranks(const Config& config) {
   return std::max<int64_t>(1, config.tensor_parallel.autotp_size);

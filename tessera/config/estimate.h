@@ -3,10 +3,15 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "tessera/comm/mesh.h"
 #include "tessera/config/config.h"
+
+namespace tessera::parallel {
+struct Plan;
+}
 
 namespace tessera::config {
 
@@ -15,6 +20,17 @@ struct ModelSizes {
   int64_t trained = 0, frozen = 0;
   std::vector<int64_t> units{};  // elements of each unit, in any order; empty: only the number of all is known
 };
+
+// A parameter of a model that is whole, or of what is there of it.
+struct SizedParam {
+  std::string name, unit;
+  int64_t elements = 0;
+  bool trained = true;
+};
+// Sizes of a tensor-parallel rank's slice of these, the longest of each; null `plan`: of all of them. Pure.
+ModelSizes sizes_of(const std::vector<SizedParam>& params, const parallel::Plan* plan = nullptr);
+// The same of a number of parameters, all of them trained.
+ModelSizes sizes_of(int64_t count, const Config& config);
 
 // Bytes of one rank: the first four on the device, and with offload the last two in host memory and on the disk.
 struct Estimate {

@@ -84,7 +84,7 @@ class Reader {
   void not_null(const std::string& name) {
     const auto found = params_.find(name);
     if (found != params_.end() && std::holds_alternative<std::monostate>(found->second.data))
-      report_.error(path_ + "." + name, "must not be null; leave it out for the default", Problem::Kind::Value);
+      report_.error(path_of(name), "must not be null; leave it out for the default", Problem::Kind::Value);
   }
 
   void flag(const std::string& name, bool& out) {
@@ -130,28 +130,25 @@ class Reader {
     if (text == nullptr || std::ranges::find(names, *text) == names.end()) bad(name, *value, join(names, " or "));
   }
 
-  void warmup_type(optim::WarmupType& out) {
-    if (const Value* value = find("warmup_type")) {
-      const auto* text = std::get_if<std::string>(&value->data);
-      if (text && (*text == "log" || *text == "linear")) {
-        out = *text == "log" ? optim::WarmupType::Log : optim::WarmupType::Linear;
-      } else {
-        bad("warmup_type", *value, "log or linear");
-      }
-    }
+  void warmup_type(const std::string& name, optim::WarmupType& out) {
+    using Type = optim::WarmupType;
+    choice(name, {optim::warmup_name(Type::Log), optim::warmup_name(Type::Linear)});
+    const auto found = params_.find(name);
+    const auto* text = found == params_.end() ? nullptr : std::get_if<std::string>(&found->second.data);
+    if (text != nullptr && *text == optim::warmup_name(Type::Linear)) out = Type::Linear;
   }
 
   void required(const std::string& name) {
     const auto found = params_.find(name);
     if (found == params_.end() || found->second.is_unset()) {
-      report_.error(path_ + "." + name, "is required");
+      report_.error(path_of(name), "is required");
     }
   }
 
   // Notes arguments of torch and of the reference that choose an implementation, not a result.
   void ignored(const std::vector<std::string>& names) { known_.insert(known_.end(), names.begin(), names.end()); }
 
-  void refuse(const std::string& name, const std::string& text) { report_.error(path_ + "." + name, text); }
+  void refuse(const std::string& name, const std::string& text) { report_.error(path_of(name), text); }
 
   void finish() {
     for (const auto& [name, value] : params_) {
@@ -159,12 +156,14 @@ class Reader {
         const std::vector<std::string> near = all_nearest(name, known_);
         const std::string hint =
             near.empty() ? "allowed are " + join(known_, ", ") : "did you mean \"" + join(near, "\" or \"") + "\"?";
-        report_.error(path_ + "." + name, "unknown parameter; " + hint, Problem::Kind::Unknown);
+        report_.error(path_of(name), "unknown parameter; " + hint, Problem::Kind::Unknown);
       }
     }
   }
 
  private:
+  std::string path_of(const std::string& name) const { return path_.empty() ? name : path_ + "." + name; }
+
   static std::vector<double> as_numbers(const Value& value) {
     const auto* list = std::get_if<List>(&value.data);
     std::vector<double> out;
@@ -179,7 +178,7 @@ class Reader {
   }
 
   void bad(const std::string& name, const Value& value, const std::string& wanted) {
-    report_.error(path_ + "." + name, "must be " + wanted + ", got " + value.text(), Problem::Kind::Value);
+    report_.error(path_of(name), "must be " + wanted + ", got " + value.text(), Problem::Kind::Value);
   }
 
   std::string path_;
@@ -252,66 +251,27 @@ bool flag_of(const Params& params, const std::string& name, bool fallback) {
   return found == params.end() ? fallback : as_flag(found->second).value_or(fallback);
 }
 
-optim::ScheduleOptions read_warmup(Reader& in) {
-  optim::WarmupLR o;
-  in.numbers("warmup_min_lr", o.warmup_min_lr);
-  in.numbers("warmup_max_lr", o.warmup_max_lr);
-  in.not_null("warmup_num_steps");
-  in.integer("warmup_num_steps", o.warmup_num_steps, 1);
-  in.warmup_type(o.warmup_type);
-  return o;
-}
-
-optim::ScheduleOptions read_warmup_decay(Reader& in) {
-  optim::WarmupDecayLR o;
-  in.required("total_num_steps");
-  in.integer("total_num_steps", o.total_num_steps, 1);
-  in.numbers("warmup_min_lr", o.warmup_min_lr);
-  in.numbers("warmup_max_lr", o.warmup_max_lr);
-  in.not_null("warmup_num_steps");
-  in.integer("warmup_num_steps", o.warmup_num_steps, 1);
-  in.warmup_type(o.warmup_type);
-  return o;
-}
-
-optim::ScheduleOptions read_warmup_cosine(Reader& in) {
-  optim::WarmupCosineLR o;
-  in.required("total_num_steps");
-  in.integer("total_num_steps", o.total_num_steps, 1);
-  in.number("warmup_min_ratio", o.warmup_min_ratio);
-  in.not_null("warmup_num_steps");
-  in.integer("warmup_num_steps", o.warmup_num_steps, 1);
-  in.number("cos_min_ratio", o.cos_min_ratio);
-  in.warmup_type(o.warmup_type);
-  return o;
-}
-
-optim::ScheduleOptions read_one_cycle(Reader& in) {
-  optim::OneCycle o;
-  in.required("cycle_min_lr");
-  in.required("cycle_max_lr");
-  in.numbers("cycle_min_lr", o.cycle_min_lr);
-  in.numbers("cycle_max_lr", o.cycle_max_lr);
-  in.number("decay_lr_rate", o.decay_lr_rate);
-  in.integer("cycle_first_step_size", o.cycle_first_step_size, 1);
-  in.integer("cycle_second_step_size", o.cycle_second_step_size, 0);
-  in.integer("cycle_first_stair_count", o.cycle_first_stair_count, 0);
-  in.integer("cycle_second_stair_count", o.cycle_second_stair_count, 0);
-  in.integer("decay_step_size", o.decay_step_size, 0);
-  in.flag("cycle_momentum", o.cycle_momentum);
-  in.numbers("cycle_min_mom", o.cycle_min_mom);
-  in.numbers("cycle_max_mom", o.cycle_max_mom);
-  in.number("decay_mom_rate", o.decay_mom_rate);
-  return o;
-}
-
-optim::ScheduleOptions read_range_test(Reader& in) {
-  optim::LRRangeTest o;
-  in.numbers("lr_range_test_min_lr", o.lr_range_test_min_lr);
-  in.integer("lr_range_test_step_size", o.lr_range_test_step_size, 1);
-  in.number("lr_range_test_step_rate", o.lr_range_test_step_rate);
-  in.flag("lr_range_test_staircase", o.lr_range_test_staircase);
-  return o;
+// Reads the options that the table has for a schedule.
+template <class Schedule>
+void read_options(Reader& in, Schedule& schedule) {
+  for (const optim::ScheduleOption<Schedule>& option : optim::options_of<Schedule>()) {
+    if (option.required) in.required(option.name);
+    if (!option.may_be_null) in.not_null(option.name);
+    std::visit(
+        [&]<class T>(T Schedule::* const& at) {
+          if constexpr (std::is_same_v<T, bool>)
+            in.flag(option.name, schedule.*at);
+          else if constexpr (std::is_same_v<T, double>)
+            in.number(option.name, schedule.*at);
+          else if constexpr (std::is_same_v<T, std::vector<double>>)
+            in.numbers(option.name, schedule.*at);
+          else if constexpr (std::is_same_v<T, optim::WarmupType>)
+            in.warmup_type(option.name, schedule.*at);
+          else
+            in.integer(option.name, schedule.*at, option.least);
+        },
+        option.where);
+  }
 }
 
 }  // namespace
@@ -342,7 +302,7 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   const optim::Type& type = *optim::find_type(optimizer.type);
   auto& group = options->defaults;
   if (is_adam && torch_adam && group.decoupled) {
-    group.weight_decay = 0.01;  // the default of torch.optim.AdamW
+    group.weight_decay = optim::find_torch_type("AdamW")->defaults.weight_decay;
   }
   options->rule == optim::Rule::Muon ? read_muon(in, type, *options) : read_fields(in, type, group);
   if (is_adam) check_adam(in);
@@ -373,22 +333,26 @@ std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& opt
   return options;
 }
 
-std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report) {
-  using Read = optim::ScheduleOptions (*)(Reader&);
-  static const std::map<std::string, Read> readers{{"warmuplr", read_warmup},
-                                                   {"warmupdecaylr", read_warmup_decay},
-                                                   {"warmupcosinelr", read_warmup_cosine},
-                                                   {"onecycle", read_one_cycle},
-                                                   {"lrrangetest", read_range_test}};
-  const auto found = readers.find(lower(scheduler.type));
-  if (found == readers.end()) {
-    return std::nullopt;
-  }
-  Reader in("scheduler.params", scheduler.params, report);
-  auto options = found->second(in);
+std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report,
+                                                    const std::string& path) {
+  auto options = optim::find_schedule(scheduler.type);
+  if (!options) return options;
+  Reader in(path, scheduler.params, report);
+  std::visit([&](auto& schedule) { read_options(in, schedule); }, *options);
   in.ignored({"last_batch_iteration"});
   in.finish();
   return options;
+}
+
+optim::ScheduleOptions schedule_of(const std::string& type, const Params& arguments) {
+  Report report;
+  auto options = read_schedule({type, arguments}, report, "");
+  TESSERA_CHECK_VALUE(options, "lr_schedules", "there is no schedule ", type);
+  std::string wrong;
+  for (const Problem& problem : report.errors())
+    wrong += (wrong.empty() ? "" : "; ") + problem.path + " " + problem.text;
+  TESSERA_CHECK_VALUE(wrong.empty(), "lr_schedules", wrong);
+  return *options;
 }
 
 }  // namespace tessera::config

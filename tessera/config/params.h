@@ -26,6 +26,9 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
 std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& optimizer, Report& report);
 
 // Reads the schedule. Empty for no type and for a type of torch.optim.lr_scheduler.
-std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report);
+std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report,
+                                                    const std::string& path = "scheduler.params");
+// The schedule of arguments that a program gives it. Value error that lists what is wrong.
+optim::ScheduleOptions schedule_of(const std::string& type, const Params& arguments);
 
 }  // namespace tessera::config

@@ -1,5 +1,7 @@
 #include "tessera/engine/watch.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -19,6 +21,13 @@ std::string formatted(const char* format, A... arguments) {
   std::array<char, 96> text{};
   std::snprintf(text.data(), text.size(), format, arguments...);
   return text.data();
+}
+
+std::string joined(const std::vector<std::string>& texts) {
+  std::string all;
+  for (const std::string& text : texts)
+    all += (all.empty() ? "" : ", ") + text;
+  return all;
 }
 
 double of_phase(const Watch::Seconds& seconds, Phase phase) {
@@ -48,14 +57,10 @@ Kinds kinds_of(const Engine::Memory& memory) {
 
 // The formula's bytes by kind wherever they live, and what of them does not live on the device.
 config::Estimate formula_of(const Engine& engine, config::Config config) {
-  config::ModelSizes sizes;
-  std::map<std::string, int64_t> units;
-  for (const ParamSpec& param : engine.params()) {
-    (param.group >= 0 ? sizes.trained : sizes.frozen) += param.tensor.numel();
-    units[param.unit] += param.tensor.numel();
-  }
-  for (const auto& [unit, numel] : units)
-    sizes.units.push_back(numel);
+  std::vector<config::SizedParam> params;
+  for (const ParamSpec& param : engine.params())
+    params.push_back({param.name, param.unit, param.tensor.numel(), param.group >= 0});
+  const config::ModelSizes sizes = config::sizes_of(params);
   comm::MeshShape mesh;
   for (const comm::Axis axis : comm::kAxes)
     mesh.sizes[static_cast<size_t>(axis)] = engine.mesh().size(axis);
@@ -97,6 +102,50 @@ int64_t total_steps_of(const config::Config& config) {
           return 0;
       },
       *schedule);
+}
+
+// The row of the optimizer; null where no table has it.
+const optim::Type* type_of(const Engine& engine) {
+  const Options& options = engine.options();
+  return options.rule == optim::Rule::External ? options.client_type : &optim::type_of(options.rule);
+}
+
+std::vector<Watch::ParamGroup> groups_of(Engine& engine) {
+  const optim::Type* const type = type_of(engine);
+  std::vector<Watch::ParamGroup> groups;
+  for (const optim::GroupOptions& group : engine.groups()) {
+    const auto in_group = [&](const ParamSpec& spec) { return spec.group == static_cast<int>(groups.size()); };
+    const auto parameters = static_cast<size_t>(std::ranges::count_if(engine.params(), in_group));
+    groups.push_back({parameters, type != nullptr ? optim::text_of(*type, group) : c10::str("lr ", group.lr)});
+  }
+  return groups;
+}
+
+std::vector<std::string> momenta_of(Engine& engine) {
+  const optim::Type* const type = type_of(engine);
+  const auto has = [&](const std::string& name) {
+    return type != nullptr && std::ranges::any_of(type->fields, [&](const auto& field) { return field.name == name; });
+  };
+  std::vector<std::string> momenta;
+  for (const optim::GroupOptions& group : engine.groups())
+    momenta.push_back(has("betas") ? momentum_text({group.beta1, group.beta2})
+                                   : momentum_text({has("momentum") ? group.momentum : 0.0}));
+  return momenta;
+}
+
+// What the engine holds on this rank, by kind, and what torch has taken of its GPU.
+std::string memory_line(const Engine& engine) {
+  const auto mib = [](int64_t bytes) { return formatted("%.1f", static_cast<double>(bytes) / (1 << 20)); };
+  std::string line = "memory (MB)";
+  for (const auto& [kind, bytes] : kinds_of(engine.memory())) {
+    const std::string name = kind;
+    if (name != "host" && name != "disk") line += " | " + name + ": " + mib(bytes);  // these are of the others
+  }
+  const auto on_gpu = std::ranges::find_if(engine.params(), [](const auto& spec) { return spec.tensor.is_cuda(); });
+  if (on_gpu == engine.params().end()) return line;
+  const c10::Device device = on_gpu->tensor.device();
+  const auto bytes = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index()).allocated_bytes[0];
+  return line + " | device: " + mib(bytes.current) + " (peak " + mib(bytes.peak) + ")";
 }
 
 // `formula`: null without that column.
@@ -152,17 +201,17 @@ void Watch::attach(Engine& engine, bool speaks) {
   formula_ = formula_of(engine, config_);
 }
 
-std::vector<std::string> Watch::dump(const Engine& engine, const std::vector<optim::GroupOptions>& groups) const {
-  if (!config_.dump_state) return {};
-  std::vector<std::string> lines{"configuration\n" + config_.describe()};
-  const Options& options = engine.options();
-  const optim::Type* const type =
-      options.rule == optim::Rule::External ? options.client_type : &optim::type_of(options.rule);
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const auto in_group = [&](const ParamSpec& spec) { return spec.group == static_cast<int>(i); };
-    lines.push_back(c10::str("param group ", i, ": ", std::ranges::count_if(engine.params(), in_group), " parameters, ",
-                             type != nullptr ? optim::text_of(*type, groups[i]) : c10::str("lr ", groups[i].lr)));
-  }
+std::vector<std::string> Watch::first_lines(Engine& engine,
+                                            const std::optional<std::vector<ParamGroup>>& groups) const {
+  std::vector<std::string> lines;
+  // "auto" is no number.
+  if (!config_.tessera.device_share || !config_.zero_optimization.offload_optimizer.ratio)
+    lines.push_back(engine.offload_plan().text());
+  if (!config_.dump_state) return lines;
+  lines.push_back("configuration\n" + config_.describe());
+  const std::vector<ParamGroup> shown = groups ? *groups : groups_of(engine);
+  for (size_t i = 0; i < shown.size(); ++i)
+    lines.push_back(c10::str("param group ", i, ": ", shown[i].parameters, " parameters, ", shown[i].values));
   return lines;
 }
 
@@ -192,7 +241,8 @@ std::optional<std::pair<double, double>> Watch::Laps::next(int64_t samples_now) 
   return std::pair(done, seconds);
 }
 
-Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates, const std::string& more) {
+Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates,
+                             const std::optional<std::vector<std::string>>& momenta) {
   Report report;
   if (times_ || listens_) seconds_ = take_times(engine);
   if (times_) {
@@ -209,11 +259,13 @@ Watch::Report Watch::stepped(Engine& engine, const std::vector<double>& rates, c
   if (listens_) add_numbers(engine, rates, report.metrics);
   // Without rates where its time has come since wants_rates(): the next step's, then.
   if (says_progress(engine) && (!rates.empty() || engine.groups().empty()))
-    report.progress = progress_of(engine, rates, more);
+    report.progress = progress_of(engine, rates, momenta ? *momenta : momenta_of(engine));
   if (!lines_.at) lines_.next(engine.global_samples());
   if (calls_ != nullptr && shows_calls_)
     for (const comm::CallTime& call : calls_->take_calls())
       report.lines.push_back(call_line(call, shows_labels_));
+  if (config_.memory_breakdown && engine.global_steps() % std::max<int64_t>(1, every_) == 0)
+    report.lines.push_back(memory_line(engine));
   return report;
 }
 
@@ -286,7 +338,8 @@ bool Watch::says_progress(const Engine& engine) const {
 }
 
 // A line of a terminal is cut at its width: what changes from step to step comes first there.
-std::string Watch::progress_of(const Engine& engine, const std::vector<double>& rates, const std::string& more) {
+std::string Watch::progress_of(const Engine& engine, const std::vector<double>& rates,
+                               const std::vector<std::string>& momenta) {
   const int64_t step = engine.global_steps(), total = expected_steps_, skipped = engine.skipped_steps();
   std::string text = "step=" + std::to_string(step);
   if (total > 0) text += "/" + std::to_string(total);
@@ -297,16 +350,16 @@ std::string Watch::progress_of(const Engine& engine, const std::vector<double>& 
     speeds += formatted(", samples/s=%.4g", speed);
     if (tokens_ > 0) speeds += formatted(", tokens/s=%.4g", speed * tokens_);
   }
-  std::string lr = ", lr=[";
-  for (size_t i = 0; i < rates.size(); ++i)
-    lr += (i > 0 ? ", " : "") + io::shortest(rates[i]);
-  lr += "]";
+  std::vector<std::string> texts;
+  for (const double rate : rates)
+    texts.push_back(io::shortest(rate));
+  const std::string lr = ", lr=[" + joined(texts) + "]";
+  const std::string mom = rates.empty() ? "" : ", mom=[" + joined(momenta) + "]";
   const Engine::Memory memory = engine.memory();
   const int64_t bytes = memory.params + memory.grads + memory.master + memory.states + memory.buckets;
   const std::string held = formatted(", memory=%.1f MB", static_cast<double>(bytes) / (1 << 20));
   const std::string skips = ", skipped=" + std::to_string(skipped);
-  if (!line_->in_place())
-    return text + skips + lr + (more.empty() ? "" : ", " + more) + speeds + held + time_left(step);
+  if (!line_->in_place()) return text + skips + lr + mom + speeds + held + time_left(step);
   if (total > 0) {
     const auto filled = static_cast<size_t>(std::clamp<int64_t>(10 * step / total, 0, 10));
     text += " [" + std::string(filled, '#') + std::string(10 - filled, '.') + "]";
@@ -411,14 +464,11 @@ std::vector<std::unique_ptr<io::MetricWriter>> metric_writers(const config::Conf
   return writers;
 }
 
-std::string text_of(const Engine::Memory& memory) {
-  std::string text;
-  for (const auto& [kind, bytes] : kinds_of(memory)) {
-    const std::string name = kind;
-    if (name == "host" || name == "disk") continue;  // of the others
-    text += (text.empty() ? "" : " | ") + name + formatted(": %.1f", static_cast<double>(bytes) / (1 << 20));
-  }
-  return text;
+std::string momentum_text(const std::vector<double>& values) {
+  std::vector<std::string> texts;
+  for (const double value : values)
+    texts.push_back(io::shortest(value));
+  return values.size() == 1 ? texts[0] : "(" + joined(texts) + ")";
 }
 
 std::ostream& operator<<(std::ostream& stream, const MemoryUse& memory) {

@@ -57,11 +57,18 @@ class Watch {
   bool wants_rates(const Engine& engine) const { return listens_ || says_progress(engine); }
   // Local.
   MemoryUse memory(const Engine& engine) const { return {engine.memory(), formula_}; }
-  // To be called after every optimizer step, also a skipped one. `rates`: those of the next step. `more`: the front end's text on
-  // groups. No step waits for a device here: what is not known yet is left out. Local.
-  Report stepped(Engine& engine, const std::vector<double>& rates, const std::string& more = "");
-  // With dump_state: the configuration and the hyper-parameters of each param group, for people.
-  std::vector<std::string> dump(const Engine& engine, const std::vector<optim::GroupOptions>& groups) const;
+  // To be called after every optimizer step, also a skipped one. `rates`: those of the next step. `momenta`: a text for each param
+  // group, as momentum_text() makes it; none: those of the engine's groups. No step waits for a device here: what is not known yet
+  // is left out. Local.
+  Report stepped(Engine& engine, const std::vector<double>& rates,
+                 const std::optional<std::vector<std::string>>& momenta = {});
+  struct ParamGroup {
+    size_t parameters;
+    std::string values;  // the hyper-parameters
+  };
+  // Lines before the first step: how much of the states goes where, if that was to be found; with dump_state the configuration
+  // and the param groups. None: those of the engine. Local.
+  std::vector<std::string> first_lines(Engine& engine, const std::optional<std::vector<ParamGroup>>& groups = {}) const;
   // The line that progress is shown on.
   io::ProgressLine& line() { return *line_; }
   // From here on Train/Samples/tflops, of each rank, is among the numbers: `per_sample` operations for every sample of an update, by
@@ -98,7 +105,8 @@ class Watch {
   void add_calls(const Engine& engine, std::vector<io::Metric>& metrics);
   void add_speeds(const Engine& engine, const std::pair<double, double>& lap, std::vector<io::Metric>& metrics) const;
   bool says_progress(const Engine& engine) const;
-  std::string progress_of(const Engine& engine, const std::vector<double>& rates, const std::string& more);
+  std::string progress_of(const Engine& engine, const std::vector<double>& rates,
+                          const std::vector<std::string>& momenta);
   std::string time_left(int64_t step) const;
 
   // Samples since the last call of next(), and in how many seconds; none the first time.
@@ -140,8 +148,8 @@ class Watch {
 // cannot be made.
 std::vector<std::unique_ptr<io::MetricWriter>> metric_writers(const config::Config& config);
 
-// What an engine holds on this rank, by kind, in MiB: "params: 1.0 | grads: ...".
-std::string text_of(const Engine::Memory& memory);
+// Betas of a param group as "(0.9, 0.999)", else its momentum as "0.9".
+std::string momentum_text(const std::vector<double>& values);
 
 // Collectives of one kind and size, as comms_logger notes them.
 struct CallRow {

@@ -392,14 +392,9 @@ std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config&
   const parallel::ModelFacts facts = model_facts(module, given);
   const parallel::PlanOptions options = options_for(facts, config, group->size());
   std::optional<parallel::Plan> plan = plan_with(module, facts, options);
-  std::vector<std::string> summed;
-  for (const auto& item : module.named_parameters())
-    if (const parallel::Rule* rule = parallel::first_match(options.rules, item.key());
-        rule != nullptr && rule->sum_gradient)
-      summed.push_back(item.key());
   Cutter cutter(module, *plan, config, group, building);
   cutter.check();
-  cutter.run(summed);
+  cutter.run(parallel::left_whole(options.rules, module.named_parameters().keys()).summed);
   return plan;
 }
 

@@ -58,8 +58,6 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (watch_.calls() != nullptr) mesh = comm::timed_mesh(mesh, watch_.calls());
   gathers_for_export_ =
       !config::placements(config).shards_params() || config.zero_optimization.stage3_gather_16bit_weights_on_model_save;
-  steps_per_print_ = config.steps_per_print.value_or(1);
-  logs_memory_ = config.memory_breakdown;
   read_checkpoint_section(config);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
@@ -107,7 +105,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   apply_schedule();
   watch_.attach(live(), logs_);
   if (!logs_) return;
-  for (const std::string& line : watch_.dump(live(), groups()))
+  for (const std::string& line : watch_.first_lines(live()))
     watch_.line().say("[tessera] " + line);
   for (auto& writer : engine::metric_writers(config))
     add_writer(std::move(writer));

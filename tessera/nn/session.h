@@ -382,11 +382,9 @@ class Session {
   std::set<const io::MetricWriter*> failing_;              // could not write the last time
   std::deque<OnMetric> calls_;
   bool logs_ = false;
-  bool logs_memory_ = false;
   // Until the first update: whether anything exchanges parts of the sequence, as ranks that the configuration asked for have to.
   enum class SequenceCheck : uint8_t { Off, Warning, Error };
   SequenceCheck checks_sequence_ = SequenceCheck::Off;
-  int64_t steps_per_print_ = 1;
 };
 
 }  // namespace tessera::nn

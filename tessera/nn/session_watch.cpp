@@ -124,8 +124,6 @@ void Session::report_step() {
   for (const std::string& line : report.lines)
     watch_.line().say("[tessera] " + line);
   if (!report.progress.empty()) watch_.line().show("[tessera] " + report.progress);
-  if (logs_memory_ && live().global_steps() % steps_per_print_ == 0)
-    watch_.line().say("[tessera] memory (MB) | " + engine::text_of(live().memory()));
   write_metrics(report.metrics);
 }
 

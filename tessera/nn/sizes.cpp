@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <iomanip>
-#include <map>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "tessera/nn/cut_model.h"
 #include "tessera/nn/parallel.h"
@@ -14,25 +15,6 @@
 namespace tessera::nn {
 
 namespace {
-
-struct Share {
-  int64_t most = 1, whole = 1;
-};
-
-// Parameters that the plan cuts: the longest slice, and of how much.
-std::map<std::string, Share> shares_of(const torch::nn::Module& module, const Config& config) {
-  std::map<std::string, Share> found;
-  const int64_t ranks = config::tensor_parallel_ranks(config);
-  if (ranks == 1) return found;
-  for (const parallel::Decision& cut : plan_for(module, config, static_cast<int>(ranks)).decisions) {
-    if (cut.partition == parallel::Partition::Skip) continue;
-    const parallel::Sizes sizes = cut.sizes();
-    const Share share{*std::max_element(sizes.begin(), sizes.end()), cut.total};
-    found[cut.path + "." + cut.param] = share;
-    if (cut.partition == parallel::Partition::Column) found[cut.path + ".bias"] = share;
-  }
-  return found;
-}
 
 double own_linear_flops(const torch::nn::Module& part) {
   const auto weights = [](const auto* linear) {
@@ -45,19 +27,13 @@ double own_linear_flops(const torch::nn::Module& part) {
 }  // namespace
 
 config::ModelSizes model_sizes(const torch::nn::Module& module, const Config& config, const UnitPolicy& policy) {
-  const auto shares = shares_of(module, config);
-  config::ModelSizes sizes;
-  std::map<std::string, int64_t> units;
-  for (const engine::ParamSpec& param : param_specs(module, policy(module))) {
-    const auto share = shares.find(param.name);
-    const int64_t whole = param.tensor.numel();
-    const int64_t count = share == shares.end() ? whole : whole * share->second.most / share->second.whole;
-    units[param.unit] += count;
-    (param.group >= 0 ? sizes.trained : sizes.frozen) += count;
-  }
-  for (const auto& [name, count] : units)
-    sizes.units.push_back(count);
-  return sizes;
+  std::optional<parallel::Plan> plan;
+  if (const int64_t ranks = config::tensor_parallel_ranks(config); ranks > 1)
+    plan = plan_for(module, config, static_cast<int>(ranks));
+  std::vector<config::SizedParam> params;
+  for (const engine::ParamSpec& param : param_specs(module, policy(module)))
+    params.push_back({param.name, param.unit, param.tensor.numel(), param.group >= 0});
+  return config::sizes_of(params, plan ? &*plan : nullptr);
 }
 
 double linear_flops(const torch::nn::Module& module) {

@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/misfits.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/logical.h"
 #include "tessera/parallel/functions.h"
@@ -72,16 +73,11 @@ bool is_cut(const engine::Engine& core, int param) {
   return core.params()[param].cut != nullptr;
 }
 
-std::string complex_fault(bool there, bool here) {
-  return there && !here ? "is complex there and real here" : "";
-}
-
 // Where the values of a load come from.
 struct Source {
   std::vector<std::vector<std::string>> names;  // of each tensor
   std::function<std::optional<Shape>(const std::string& name)> sizes;
-  std::function<std::string(const std::string& name, bool complex)>
-      fault;  // why its values cannot be a tensor's; or empty
+  std::function<std::string(const std::string& name, const at::Tensor& own)> misfit;
   std::function<at::Tensor(const std::string& name, const shard::CutPtr& cut)>
       value;  // this rank's slice of a tensor, or all
   bool on_disk = false;
@@ -106,7 +102,7 @@ std::string renamed(const LoadOptions& options, const std::string& name) try {
 LoadPlan plan_of(const std::vector<Entry>& entries, engine::Engine& core, const Source& source,
                  const LoadOptions& options) {
   LoadPlan plan{std::vector<std::string>(core.params().size()), {}, {}};
-  std::string problems;
+  checkpoint::Misfits misfits;
   std::set<std::string> used;
   std::vector<std::string> named;  // by entry
   named.reserve(entries.size());
@@ -118,10 +114,10 @@ LoadPlan plan_of(const std::vector<Entry>& entries, engine::Engine& core, const 
     const Shape own = entry.param < 0 ? entry.tensor.sizes().vec() : core.states().form(entry.param).sizes;
     const shard::CutPtr cut = entry.param < 0 ? nullptr : core.params()[entry.param].cut;
     if (*there != own && (cut == nullptr || *there != cut->sizes))
-      problems += c10::str("\n  '", entry.name, "' has shape ", at::IntArrayRef(*there), " there and ",
-                           at::IntArrayRef(cut ? cut->sizes : own), " here");
-    else if (const std::string wrong = source.fault(name, entry.tensor.is_complex()); !wrong.empty())
-      problems += "\n  '" + entry.name + "' " + wrong;
+      misfits.add(entry.name, c10::str("has shape ", at::IntArrayRef(*there), " there and ",
+                                       at::IntArrayRef(cut ? cut->sizes : own), " here"));
+    else
+      misfits.add(entry.name, source.misfit(name, entry.tensor));
     if (entry.param < 0)
       plan.others.emplace_back(entry.tensor, name);
     else
@@ -136,17 +132,11 @@ LoadPlan plan_of(const std::vector<Entry>& entries, engine::Engine& core, const 
   for (const auto& names : source.names)
     if (std::ranges::none_of(names, [&](const std::string& name) { return used.contains(name); }))
       plan.names.unexpected.push_back(names[0]);
-  const auto list = [&](const char* what, const std::vector<std::string>& names) {
-    if (!names.empty()) problems += std::string("\n  ") + what;
-    for (const std::string& name : names)
-      problems += " '" + name + "'";
-  };
   if (options.strict) {
-    list("not there:", plan.names.missing);
-    list("not in the module:", plan.names.unexpected);
+    misfits.list("not there:", plan.names.missing);
+    misfits.list("not in the module:", plan.names.unexpected);
   }
-  TESSERA_CHECK_VALUE(problems.empty(), "engine.load_module_state_dict",
-                      "what is to be loaded does not fit:", problems);
+  misfits.check();
   return plan;
 }
 
@@ -236,12 +226,7 @@ LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& cor
     if (found == nullptr || !found->defined()) return std::nullopt;
     return found->sizes().vec();
   };
-  source.fault = [&](const std::string& name, bool complex) -> std::string {
-    const at::Tensor& value = state[name];
-    if (value.is_meta()) return "is on the meta device there, and has no values";
-    if (value.layout() != at::kStrided || value.is_quantized()) return "is sparse or quantized there; make it dense";
-    return complex_fault(value.is_complex(), complex);
-  };
+  source.misfit = [&](const std::string& name, const at::Tensor& own) { return checkpoint::misfit(state[name], own); };
   source.value = [&](const std::string& name, const shard::CutPtr& cut) {
     const at::Tensor& value = state[name];
     return cut && value.sizes() == cut->sizes ? parallel::take_slice(value, *cut) : value;
@@ -259,8 +244,8 @@ LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& cor
     if (found == nullptr) return std::nullopt;
     return found->shape;
   };
-  source.fault = [&](const std::string& name, bool complex) {
-    return complex_fault(at::isComplexType(files.find(name)->dtype), complex);
+  source.misfit = [&](const std::string& name, const at::Tensor& own) {
+    return checkpoint::misfit(files.find(name)->dtype, own);
   };
   source.value = [&](const std::string& name, const shard::CutPtr& cut) {
     const bool whole = cut && files.find(name)->shape == cut->sizes;

@@ -1,6 +1,7 @@
 #include "tessera/optim/schedule.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <numbers>
 
@@ -9,79 +10,55 @@
 namespace tessera::optim {
 namespace {
 
+template <class Schedule>
+using Table = std::vector<ScheduleOption<Schedule>>;
+
+constexpr int64_t kMostStairs = 1'000'000;
+
 // Collects problems, so that one error names all of them.
 class Problems {
  public:
+  explicit Problems(size_t groups) : groups_(groups) {}
+
+  template <class Schedule>
+  void find(const Schedule& options) {
+    for (const ScheduleOption<Schedule>& option : options_of<Schedule>())
+      std::visit([&](const auto& at) { look(option, options.*at); }, option.where);
+  }
+  void raise() const { TESSERA_CHECK_VALUE(text_.empty(), "optim.schedule", "wrong schedule options:", text_); }
+
+ private:
   void require(bool ok, const std::string& text) {
     if (!ok) {
       text_ += "\n  " + text;
     }
   }
-  void positive(const char* key, int64_t value) {
-    require(value > 0 && value <= 1'000'000'000'000,
-            std::string(key) + " must be a positive integer (at most 1e12), got " + std::to_string(value));
+  void look(const auto&, bool) {}
+  void look(const auto&, WarmupType) {}
+  void look(const auto& option, double value) {
+    require(std::isfinite(value), std::string(option.name) + " must be a finite number");
   }
-  void stairs(const char* key, int64_t value) {
-    require(value >= 0 && value <= 1'000'000,
-            std::string(key) + " must be from 0 to 1000000, got " + std::to_string(value));
+  void look(const auto& option, int64_t value) {
+    const std::string range =
+        option.least == 1 ? "a positive integer (at most 1e12)" : c10::str("from ", option.least, " to ", option.most);
+    require(value >= option.least && value <= option.most,
+            std::string(option.name) + " must be " + range + ", got " + std::to_string(value));
   }
-  void finite(const char* key, double value) {
-    require(std::isfinite(value), std::string(key) + " must be a finite number");
+  void look(const auto& option, const std::optional<int64_t>& value) {
+    if (value) look(option, *value);
   }
-  void per_group(const char* key, const std::vector<double>& values, size_t groups, bool required) {
-    require(!required || !values.empty(), std::string(key) + " must not be empty");
-    require(groups == 0 || values.size() <= 1 || values.size() == groups,
-            std::string(key) + " must be one number or one for each of the " + std::to_string(groups) +
+  void look(const auto& option, const std::vector<double>& values) {
+    require(option.may_be_empty || !values.empty(), std::string(option.name) + " must not be empty");
+    require(groups_ == 0 || values.size() <= 1 || values.size() == groups_,
+            std::string(option.name) + " must be one number or one for each of the " + std::to_string(groups_) +
                 " param groups, got " + std::to_string(values.size()));
-    for (double value : values) {
-      finite(key, value);
-    }
+    for (const double value : values)
+      look(option, value);
   }
-  void raise() const { TESSERA_CHECK_VALUE(text_.empty(), "optim.schedule", "wrong schedule options:", text_); }
 
- private:
+  size_t groups_;
   std::string text_;
 };
-
-void find(const WarmupLR& o, size_t groups, Problems& problems) {
-  problems.positive("warmup_num_steps", o.warmup_num_steps);
-  problems.per_group("warmup_min_lr", o.warmup_min_lr, groups, true);
-  problems.per_group("warmup_max_lr", o.warmup_max_lr, groups, false);
-}
-
-void find(const WarmupDecayLR& o, size_t groups, Problems& problems) {
-  problems.positive("total_num_steps", o.total_num_steps);
-  problems.positive("warmup_num_steps", o.warmup_num_steps);
-  problems.per_group("warmup_min_lr", o.warmup_min_lr, groups, true);
-  problems.per_group("warmup_max_lr", o.warmup_max_lr, groups, true);
-}
-
-void find(const WarmupCosineLR& o, size_t groups, Problems& problems) {
-  problems.positive("total_num_steps", o.total_num_steps);
-  problems.positive("warmup_num_steps", o.warmup_num_steps);
-  problems.finite("warmup_min_ratio", o.warmup_min_ratio);
-  problems.finite("cos_min_ratio", o.cos_min_ratio);
-}
-
-void find(const OneCycle& o, size_t groups, Problems& problems) {
-  problems.per_group("cycle_min_lr", o.cycle_min_lr, groups, true);
-  problems.per_group("cycle_max_lr", o.cycle_max_lr, groups, true);
-  problems.positive("cycle_first_step_size", o.cycle_first_step_size);
-  problems.require(o.cycle_second_step_size.value_or(0) >= 0, "cycle_second_step_size must be >= 0");
-  problems.stairs("cycle_first_stair_count", o.cycle_first_stair_count);
-  problems.stairs("cycle_second_stair_count", o.cycle_second_stair_count.value_or(0));
-  problems.require(o.decay_step_size >= 0, "decay_step_size must be >= 0");
-  problems.finite("decay_lr_rate", o.decay_lr_rate);
-  problems.finite("decay_mom_rate", o.decay_mom_rate);
-  problems.per_group("cycle_min_mom", o.cycle_min_mom, groups, true);
-  problems.per_group("cycle_max_mom", o.cycle_max_mom, groups, true);
-}
-
-void find(const LRRangeTest& o, size_t groups, Problems& problems) {
-  problems.per_group("lr_range_test_min_lr", o.lr_range_test_min_lr, groups, true);
-  problems.positive("lr_range_test_step_size", o.lr_range_test_step_size);
-  problems.finite("lr_range_test_step_rate", o.lr_range_test_step_rate);
-}
 
 double of_group(const std::vector<double>& values, size_t group) {
   return values.size() == 1 ? values[0] : values[group];
@@ -207,9 +184,83 @@ ScheduleValues values_of(const LRRangeTest& o, int64_t iteration, const std::vec
 
 }  // namespace
 
+template <>
+const Table<WarmupLR>& options_of<WarmupLR>() {
+  using S = WarmupLR;
+  static const Table<S> all{{"warmup_min_lr", &S::warmup_min_lr},
+                            {"warmup_max_lr", &S::warmup_max_lr, 0, 0, false, true, /*may_be_empty=*/true},
+                            {"warmup_num_steps", &S::warmup_num_steps, 1, kMostSteps, false, /*may_be_null=*/false},
+                            {"warmup_type", &S::warmup_type}};
+  return all;
+}
+
+template <>
+const Table<WarmupDecayLR>& options_of<WarmupDecayLR>() {
+  using S = WarmupDecayLR;
+  static const Table<S> all{{"total_num_steps", &S::total_num_steps, 1, kMostSteps, /*required=*/true},
+                            {"warmup_min_lr", &S::warmup_min_lr},
+                            {"warmup_max_lr", &S::warmup_max_lr},
+                            {"warmup_num_steps", &S::warmup_num_steps, 1, kMostSteps, false, /*may_be_null=*/false},
+                            {"warmup_type", &S::warmup_type}};
+  return all;
+}
+
+template <>
+const Table<WarmupCosineLR>& options_of<WarmupCosineLR>() {
+  using S = WarmupCosineLR;
+  static const Table<S> all{{"total_num_steps", &S::total_num_steps, 1, kMostSteps, /*required=*/true},
+                            {"warmup_min_ratio", &S::warmup_min_ratio},
+                            {"warmup_num_steps", &S::warmup_num_steps, 1, kMostSteps, false, /*may_be_null=*/false},
+                            {"cos_min_ratio", &S::cos_min_ratio},
+                            {"warmup_type", &S::warmup_type}};
+  return all;
+}
+
+template <>
+const Table<OneCycle>& options_of<OneCycle>() {
+  using S = OneCycle;
+  static const Table<S> all{{"cycle_min_lr", &S::cycle_min_lr, 0, 0, /*required=*/true},
+                            {"cycle_max_lr", &S::cycle_max_lr, 0, 0, /*required=*/true},
+                            {"decay_lr_rate", &S::decay_lr_rate},
+                            {"cycle_first_step_size", &S::cycle_first_step_size, 1},
+                            {"cycle_second_step_size", &S::cycle_second_step_size},
+                            {"cycle_first_stair_count", &S::cycle_first_stair_count, 0, kMostStairs},
+                            {"cycle_second_stair_count", &S::cycle_second_stair_count, 0, kMostStairs},
+                            {"decay_step_size", &S::decay_step_size},
+                            {"cycle_momentum", &S::cycle_momentum},
+                            {"cycle_min_mom", &S::cycle_min_mom},
+                            {"cycle_max_mom", &S::cycle_max_mom},
+                            {"decay_mom_rate", &S::decay_mom_rate}};
+  return all;
+}
+
+template <>
+const Table<LRRangeTest>& options_of<LRRangeTest>() {
+  using S = LRRangeTest;
+  static const Table<S> all{{"lr_range_test_min_lr", &S::lr_range_test_min_lr},
+                            {"lr_range_test_step_size", &S::lr_range_test_step_size, 1},
+                            {"lr_range_test_step_rate", &S::lr_range_test_step_rate},
+                            {"lr_range_test_staircase", &S::lr_range_test_staircase}};
+  return all;
+}
+
+std::optional<ScheduleOptions> find_schedule(std::string name) {
+  std::ranges::transform(name, name.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  if (name == "warmuplr") return WarmupLR();
+  if (name == "warmupdecaylr") return WarmupDecayLR();
+  if (name == "warmupcosinelr") return WarmupCosineLR();
+  if (name == "onecycle") return OneCycle();
+  if (name == "lrrangetest") return LRRangeTest();
+  return std::nullopt;
+}
+
+const char* warmup_name(WarmupType type) {
+  return type == WarmupType::Log ? "log" : "linear";
+}
+
 void check(const ScheduleOptions& options, size_t groups) {
-  Problems problems;
-  std::visit([&](const auto& o) { find(o, groups, problems); }, options);
+  Problems problems(groups);
+  std::visit([&](const auto& schedule) { problems.find(schedule); }, options);
   problems.raise();
 }
 

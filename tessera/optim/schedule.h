@@ -54,6 +54,38 @@ struct LRRangeTest {
 };
 using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest>;
 
+inline constexpr int64_t kMostSteps = 1'000'000'000'000;
+
+// An option by its name in configurations: one table, from which both front ends have names, defaults and bounds.
+template <class Schedule>
+struct ScheduleOption {
+  using Where =
+      std::variant<double Schedule::*, bool Schedule::*, int64_t Schedule::*, std::optional<int64_t> Schedule::*,
+                   std::vector<double> Schedule::* /* one for all param groups, or one each */, WarmupType Schedule::*>;
+  const char* name;
+  Where where;
+  int64_t least = 0, most = kMostSteps;  // of an integer
+  bool required = false;
+  bool may_be_null = true;    // in a configuration
+  bool may_be_empty = false;  // of one for each param group
+};
+// The options of one of the types above, in the order of a constructor's arguments.
+template <class Schedule>
+const std::vector<ScheduleOption<Schedule>>& options_of();
+template <>
+const std::vector<ScheduleOption<WarmupLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<WarmupDecayLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<WarmupCosineLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<OneCycle>>& options_of();
+template <>
+const std::vector<ScheduleOption<LRRangeTest>>& options_of();
+// A schedule by name in any letter case, with its defaults; nothing for another name.
+std::optional<ScheduleOptions> find_schedule(std::string name);
+const char* warmup_name(WarmupType type);  // "log" or "linear"
+
 // What a schedule says for one iteration. Empty `momentum`: the schedule does not touch it.
 struct ScheduleValues {
   std::vector<double> lr;        // one per param group

@@ -198,9 +198,11 @@ std::string wrong_in(const Type& type, const GroupOptions& group) {
   return wrong.str();
 }
 
-void check(const Type& type, const GroupOptions& group) {
-  if (const std::string wrong = wrong_in(type, group); !wrong.empty())
-    TESSERA_FAIL(c10::ValueError, "[", type.name, "] ", wrong);
+void check(const Type& type, const GroupOptions& group, const std::string& origin, std::optional<size_t> number) {
+  const std::string wrong = wrong_in(type, group);
+  if (wrong.empty()) return;
+  TESSERA_FAIL(c10::ValueError, "[", origin.empty() ? type.name : origin, "] ",
+               number ? c10::str("param group ", *number, ": ") : "", wrong);
 }
 
 std::string text_of(const Type& type, const GroupOptions& group) {

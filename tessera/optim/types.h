@@ -63,8 +63,9 @@ OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = tru
 
 // What is out of its bounds, or no finite number: "lr must be >= 0, got -1; ..."; empty where nothing is.
 std::string wrong_in(const Type& type, const GroupOptions& group);
-// Value error that says it, with the type's name as its origin.
-void check(const Type& type, const GroupOptions& group);
+// Value error that says it, with the type's name as its origin, or `origin`, and the number of the param group if it is given.
+void check(const Type& type, const GroupOptions& group, const std::string& origin = "",
+           std::optional<size_t> number = {});
 // The group's fields as text, "lr 0.001, betas (0.9, 0.999), ...": for ranks to compare.
 std::string text_of(const Type& type, const GroupOptions& group);
 

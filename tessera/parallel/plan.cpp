@@ -63,6 +63,17 @@ const Rule* first_match(const std::vector<Rule>& rules, const std::string& name)
   return found == rules.end() ? nullptr : &*found;
 }
 
+LeftWhole left_whole(const std::vector<Rule>& rules, const std::vector<std::string>& names) {
+  LeftWhole left;
+  for (const std::string& name : names) {
+    const Rule* const rule = first_match(rules, name);
+    if (rule == nullptr || rule->partition != Partition::Skip) continue;
+    left.names.push_back(name);
+    if (rule->sum_gradient) left.summed.push_back(name);
+  }
+  return left;
+}
+
 const Decision* Plan::find(const std::string& path, const std::string& param) const {
   const auto found =
       std::ranges::find_if(decisions, [&](const Decision& d) { return d.path == path && d.param == param; });

@@ -61,6 +61,11 @@ struct Rule {
 
 // The first rule whose pattern matches; null without any. Matches parameters of no module's, too: Skip leaves these.
 const Rule* first_match(const std::vector<Rule>& rules, const std::string& name);
+// Which of these parameters rules leave whole (Skip), and of which of them they sum the gradients.
+struct LeftWhole {
+  std::vector<std::string> names, summed;
+};
+LeftWhole left_whole(const std::vector<Rule>& rules, const std::vector<std::string>& names);
 
 struct PlanOptions {
   int size = 1;             // ranks of the group

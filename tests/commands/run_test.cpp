@@ -306,11 +306,16 @@ TEST(Run, SignalsArePassedOn) {
 }
 
 TEST(Run, TracebacksOfAnInterruptAreLeftOut) {
-  const std::string frames = "Traceback (most recent call last):\n  File \"a.py\", line 1\n    f()\n";
+  // Torch begins lines of a rank that has a process group with its own number.
+  const std::string frames = "Traceback (most recent call last):\n  File \"a.py\", line 1\n    f()\n",
+                    of_torch = "[rank0]: Traceback (most recent call last):\n[rank0]:   File \"a.py\", line 1\n";
   for (const std::string end : {"KeyboardInterrupt\n", "KeyboardInterrupt: here\n", "ValueError: 1\n", ""}) {
+    Launcher prefixed({"sh", "-c", "printf '" + of_torch + (end.empty() ? "" : "[rank0]: " + end) + "more\n' >&2"});
+    EXPECT_EQ(prefixed.wait(), 0);
+    const bool shown = !end.starts_with("Keyboard");
+    EXPECT_EQ(prefixed.err().find("Traceback") != std::string::npos, shown) << end;
     Launcher launcher({"sh", "-c", "printf '" + frames + end + "more\n' >&2"});
     EXPECT_EQ(launcher.wait(), 0);
-    const bool shown = !end.starts_with("Keyboard");
     EXPECT_EQ(launcher.err().find("Traceback") != std::string::npos, shown) << end;
     EXPECT_EQ(launcher.err().find("[rank 0]   File \"a.py\", line 1\n") != std::string::npos, shown) << end;
     EXPECT_TRUE(launcher.err().ends_with("more\n")) << launcher.err();

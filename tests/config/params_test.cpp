@@ -177,5 +177,17 @@ TEST(Params, RefusesWrongScheduleParameters) {
   EXPECT_EQ(schedule_error("StepLR", {{"step_size", 5}}), "");
 }
 
+TEST(Params, SchedulesOfArguments) {
+  const auto error = [](const std::string& type, const Params& arguments) {
+    return error_of([&] { schedule_of(type, arguments); });
+  };
+  EXPECT_EQ(std::get<optim::WarmupLR>(schedule_of("WarmupLR", {{"warmup_num_steps", 7}})).warmup_num_steps, 7);
+  EXPECT_EQ(error("WarmupLR", {{"warmup_num_steps", 0}, {"warmup_type", "cubic"}}),
+            "[lr_schedules] warmup_num_steps must be a positive integer, got 0; warmup_type must be log or linear, got "
+            "\"cubic\"");
+  EXPECT_HAS(error("OneCycle", {}), "cycle_min_lr is required");
+  EXPECT_HAS(error("StepLR", {}), "there is no schedule StepLR");
+}
+
 }  // namespace
 }  // namespace tessera::config

@@ -233,7 +233,7 @@ TEST(Pipeline, OneStageTells) {
     lines.insert(lines.end(), kept.lines.begin(), kept.lines.end());
   });
   const std::string shown = ::testing::internal::GetCapturedStderr();
-  EXPECT_TRUE(shown.starts_with("[tessera] step=1, skipped=0, lr=[0.01], loss=")) << shown;
+  EXPECT_TRUE(shown.starts_with("[tessera] step=1, skipped=0, lr=[0.01], mom=[(0.9, 0.999)], loss=")) << shown;
   EXPECT_EQ(std::ranges::count(shown, '\n'), 1);
   ASSERT_EQ(lines.size(), 1u) << ::testing::PrintToString(lines);
   EXPECT_HAS(lines[0], "data_parallel_size: has no effect");

@@ -70,7 +70,7 @@ TEST(Session, OneRankTells) {
     const std::string shown = ::testing::internal::GetCapturedStderr();
     EXPECT_EQ(std::ranges::count(shown, '\n'), 2) << shown;
     for (const int step : {2, 4})
-      EXPECT_HAS(shown, c10::str("[tessera] step=", step, "/10, skipped=0, lr=[0.5], samples/s="));
+      EXPECT_HAS(shown, c10::str("[tessera] step=", step, "/10, skipped=0, lr=[0.5], mom=[0.0], samples/s="));
     EXPECT_HAS(shown, ", memory=0.0 MB, left=0:00:0");
     const auto lines = tells(axes, 3, 0);
     ASSERT_EQ(lines.size(), 3u) << ::testing::PrintToString(lines);

@@ -59,6 +59,8 @@ TEST(OptimizerOptions, OutOfBounds) {
             "[SGD] lr must be a finite number, got inf; dampening must be a finite number, got nan");
   EXPECT_EQ(error("Lamb", [](auto& g) { g.max_coeff = INFINITY; }), "");
   EXPECT_HAS(error("Adam", [](auto& g) { g.beta2 = std::nan(""); }), "beta 1 must be in [0, 1), got nan");
+  EXPECT_EQ(testing::error_of<c10::ValueError>([] { check(*find_type("Adam"), {.lr = -1}, "FusedAdam", 2); }),
+            "[FusedAdam] param group 2: lr must be >= 0, got -1");
   EXPECT_HAS(error("Lamb", [](auto& g) { g.min_coeff = 20; }), "0 < min_coeff <= max_coeff must hold, got 20 and 10");
 }
 

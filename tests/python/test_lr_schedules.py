@@ -95,18 +95,30 @@ def test_state_dict_and_last_lr() -> None:
     assert other.last_batch_iteration == 3
 
 
+# The texts are those of the configuration.
 @pytest.mark.parametrize(
     ("params", "text"),
     [
-        ({"warmup_num_steps": 0}, "warmup_num_steps"),
-        ({"warmup_num_steps": 2.5}, "warmup_num_steps"),
-        ({"warmup_type": "cubic"}, "warmup_type"),
-        ({"warmup_min_lr": [0.1, 0.2]}, "warmup_min_lr"),
+        ({"warmup_num_steps": 0}, "warmup_num_steps must be a positive integer, got 0"),
+        ({"warmup_num_steps": 2.5}, "warmup_num_steps must be a positive integer, got 2.5"),
+        ({"warmup_num_steps": True}, "warmup_num_steps must be a positive integer, got true"),
+        ({"warmup_type": "cubic"}, 'warmup_type must be log or linear, got "cubic"'),
+        (
+            {"warmup_min_lr": "x", "warmup_num_steps": 0},
+            r"warmup_min_lr must be a number or a list.*; warmup_num_steps",
+        ),
+        ({"warmup_min_lr": [0.1, 0.2]}, "warmup_min_lr must be one number or one for each of the 1 param groups"),
     ],
 )
 def test_wrong_options(params: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(tessera.ConfigError, match=text):
         lr_schedules.WarmupLR(optimizer(), **params)
+
+
+def test_numbers_of_other_packages_are_numbers() -> None:
+    own = lr_schedules.WarmupLR(optimizer(), warmup_max_lr=0.5, warmup_num_steps=4)
+    others = lr_schedules.WarmupLR(optimizer(), warmup_max_lr=torch.tensor(0.5), warmup_num_steps=torch.tensor(4))
+    assert rates(own, 6) == rates(others, 6)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

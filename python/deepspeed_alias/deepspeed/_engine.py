@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from tessera.engine.front import put_script
 from tessera.errors import UsageError
+from tessera.optim.engines import momentum_of
 from torch import nn
 
 import tessera
@@ -359,7 +360,7 @@ class DeepSpeedEngine(nn.Module):
         return [group.get("type", 0.0) for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
-        return _schedules.momentum_of(self._groups())
+        return momentum_of(self._groups())
 
     def get_global_grad_norm(self) -> float | None:
         return self._engine.global_grad_norm()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tessera.optim.engines import momentum_of
+
 from tessera import _core
 from tessera import lr_schedules as ours
 
@@ -26,11 +28,6 @@ _OPTIONS = {
 }
 
 
-def momentum_of(groups: list[dict[str, Any]]) -> list[Any]:
-    """Betas of Adam-likes, else momentum, one per param group, as they are now."""
-    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
-
-
 class _Shown(ours.Schedule):
     def __getattr__(self, name: str) -> Any:
         options = self.__dict__.get("_options")
@@ -48,8 +45,8 @@ class _Shown(ours.Schedule):
 
     @property
     def warmup_type(self) -> str:
-        is_log = self._options.warmup_type == _core.WarmupType.Log
-        return ours.WARMUP_LOG_RATE if is_log else ours.WARMUP_LINEAR_RATE
+        kind: str = self._options.warmup_type
+        return kind
 
     @property
     def inverse_log_warm_up(self) -> float:

@@ -15,6 +15,7 @@ from tessera._warnings import warn_user
 from tessera.engine._report import logger, show_progress, shows_in_place
 from tessera.flops import FlopsProfiler
 from tessera.monitor import Monitor
+from tessera.optim.engines import momentum_of
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
@@ -26,8 +27,6 @@ class Watched(Protocol):
     def core(self) -> _core.Engine: ...
     @property
     def module(self) -> nn.Module: ...
-    @property
-    def device(self) -> torch.device: ...
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None: ...
     @property
@@ -44,7 +43,6 @@ class Watch:
         self._config = config
         self._speaks = rank == 0
         self._every: int = config.steps_per_print or 0
-        self._memory: bool = config.memory_breakdown
         self.profile_step: int | None = config.flops_profiler.profile_step
         if not config.flops_profiler.enabled:
             self.profile_step = None
@@ -56,8 +54,8 @@ class Watch:
         self.monitor = Monitor(config, rank, warnings)
         if config.log_level:
             logger.setLevel(_LEVELS[config.log_level])
-        lines = self._every or config.wall_clock_breakdown or self._memory or self.calls is not None
-        if self._speaks and lines:
+        lines = self._every or config.wall_clock_breakdown or config.memory_breakdown or config.dump_state
+        if self._speaks and (lines or self.calls is not None):
             show_progress()
 
     @property
@@ -69,15 +67,12 @@ class Watch:
         """The engine has its core from here on."""
         self._numbers.attach(engine.core, self._speaks)
         self._listen(engine)
-        shares = (self._config.tessera.device_share, self._config.zero_optimization.offload_optimizer.ratio)
-        if self._speaks and "auto" in shares:
-            logger.info("%s", engine.core.offload_plan().text())
-        if self._config.dump_state and self._speaks:
-            show_progress()
-            logger.info("configuration\n%s", self._config.describe())
-            for number, group in enumerate(engine.basic_optimizer.param_groups if engine.basic_optimizer else []):
-                shown = {key: value for key, value in group.items() if key != "params"}
-                logger.info("param group %d: %d parameters, %s", number, len(group["params"]), shown)
+        if not self._speaks:
+            return
+        base = engine.basic_optimizer if self._config.dump_state else None
+        groups = [] if base is None else base.param_groups
+        shown = [(len(group["params"]), str({k: v for k, v in group.items() if k != "params"})) for group in groups]
+        self._say(self._numbers.first_lines(engine.core, shown), "")
 
     # ---------------------------------------------------------------- forward
 
@@ -123,14 +118,12 @@ class Watch:
         if self._every and self._speaks:
             self._numbers.in_place = self._terminal and shows_in_place()
         rates = [float(rate) for rate in engine.get_lr()] if self._numbers.wants_rates(engine.core) else []
-        more = f"mom={momentum_of(engine.basic_optimizer)}" if rates else ""
-        events, lines, progress, warnings = self._numbers.stepped(engine.core, rates, more)
+        momenta = momentum_of(engine.basic_optimizer.param_groups if rates and engine.basic_optimizer else [])
+        events, lines, progress, warnings = self._numbers.stepped(engine.core, rates, momenta)
         if self._speaks:
             self._warn(warnings, engine.core)
         if self.monitor.writers:
             self.monitor.write_events(events)
-        if self._memory and self._speaks and engine.global_steps % (self._every or 1) == 0:
-            lines.append(f"memory (MB) | {_core.memory_text(engine.core)}{device_memory(engine.device)}")
         if self._speaks:
             self._say(lines, progress)
 
@@ -178,15 +171,3 @@ class Watch:
     def close(self) -> None:
         self._numbers.end_line()
         self.monitor.close()
-
-
-def momentum_of(base: torch.optim.Optimizer | None) -> list[Any]:
-    """Betas of Adam-likes, else momentum, one per param group."""
-    return [] if base is None else [group.get("betas", group.get("momentum", 0.0)) for group in base.param_groups]
-
-
-def device_memory(device: torch.device) -> str:
-    if device.type != "cuda":
-        return ""
-    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    return f" | device: {used / 2**20:.1f} (peak {peak / 2**20:.1f})"

@@ -14,7 +14,6 @@ from tessera import _core
 from tessera._copies import own_copies
 from tessera._former import renamed, takes_former
 from tessera.engine._on_all import on_all
-from tessera.errors import ConfigError
 from tessera.parallel.engines import TensorParallel
 from tessera.zero.engines import Region, parts_of
 
@@ -35,14 +34,9 @@ class HasWeights(Protocol):
 
 def _check_values(state: dict[str, Any], module: nn.Module) -> None:
     """Of what torch notices when some of the module has changed already."""
-    for name, own in itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers()):
-        value = state.get(name)
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.is_meta:
-            raise ConfigError(f"[engine.load_module_state_dict] '{name}' is on the meta device, and has no values")
-        if value.is_complex() and not own.is_complex():
-            raise ConfigError(f"[engine.load_module_state_dict] '{name}' is complex there and real here")
+    tensors = itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers())
+    found = ((name, state.get(name), own) for name, own in tensors)
+    _core.check_fit([(name, value, own) for name, value, own in found if isinstance(value, torch.Tensor)])
 
 
 class Weights:

@@ -30,18 +30,17 @@ Group = dict[str, Any]
 T = TypeVar("T")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_UNSERVED = ("amsgrad", "capturable", "differentiable")
+# Options that ask for something else than the kernels compute.
+UNSERVED = ("amsgrad", "capturable", "differentiable")
 
 
-def check_rates(name: str, lr: float, betas: tuple[float, float], eps: float) -> None:
-    wrong = []
-    if not lr >= 0:
-        wrong.append(f"lr must be >= 0, got {lr}")
-    wrong += [f"beta {i} must be in [0, 1), got {beta}" for i, beta in enumerate(betas) if not 0 <= beta < 1]
-    if not eps >= 0:
-        wrong.append(f"eps must be >= 0, got {eps}")
-    if wrong:
-        raise ConfigError(f"[{name}] " + "; ".join(wrong))
+def defaults_in_table(name: str) -> dict[str, Any]:
+    """What the core's table of optimizers has for a type, by the names of param groups."""
+    kind = _core.options_of_type(name)
+    return _core.group_values(kind.rule, kind.defaults)
+
+
+_ADAM, _LION, _ADAGRAD = map(defaults_in_table, ("Adam", "Lion", "Adagrad"))
 
 
 def defaults_of(arguments: dict[str, Any]) -> Group:
@@ -71,6 +70,7 @@ class _Work(NamedTuple):
     """The work of one group."""
 
     group: Group
+    options: _core.GroupOptions
     params: list[torch.Tensor]
     firsts: list[int]  # numbers of their first elements among those of all parameters
 
@@ -82,11 +82,21 @@ class KernelOptimizer(torch.optim.Optimizer):
     _states: tuple[str, ...]
     _on_cpu_only = True
 
+    def __init__(self, params: ParamsT, defaults: Group, amsgrad: bool = False) -> None:
+        self._check_group(0, {"amsgrad": amsgrad})
+        super().__init__(params, defaults)
+        self._options(self.defaults)
+
     def fill(self, group: Group, options: _core.GroupOptions) -> None:
         """The hyper-parameters of a param group in the core's terms."""
-        options.lr = float(group["lr"])
-        options.weight_decay = group["weight_decay"]
-        options.maximize = group["maximize"]
+        _core.read_group(self._rule, group, options)
+
+    def _options(self, group: Group, number: int | None = None) -> _core.GroupOptions:
+        """The same, within their bounds, or ConfigError."""
+        options = _core.GroupOptions()
+        self.fill(group, options)
+        _core.check_group(self._rule, options, self._name, number)
+        return options
 
     def _state_dtype(self, param: torch.Tensor) -> torch.dtype:
         return torch.float32
@@ -106,8 +116,7 @@ class KernelOptimizer(torch.optim.Optimizer):
         first, works = 0, []
         for number, group in enumerate(self.param_groups):
             self._check_group(number, group)
-            self._check_range(number, group)
-            work = _Work(group, [], [])
+            work = _Work(group, self._options(group, number), [], [])
             for index, param in enumerate(group["params"]):
                 if param.grad is not None:
                     self._check(param, number, index)
@@ -121,11 +130,9 @@ class KernelOptimizer(torch.optim.Optimizer):
 
     def _update(self, work: _Work) -> None:
         states = [self._state(param, work.group) for param in work.params]
-        options = _core.GroupOptions()
-        self.fill(work.group, options)
         _core.update_tensors(
             self._rule,
-            options,
+            work.options,
             work.params,
             [param.grad for param in work.params],  # type: ignore[misc]
             [[state[name] for state in states] for name in self._states],
@@ -147,17 +154,11 @@ class KernelOptimizer(torch.optim.Optimizer):
         raise ConfigError(f"[{self._name}] parameter {index} of group {group} {says}")
 
     def _check_group(self, number: int, group: Group) -> None:
-        for name in _UNSERVED:
+        for name in UNSERVED:
             if group.get(name):
                 raise RuntimeError(
                     f"[{self._name}] {name} is not supported (param group {number}); use the class of torch.optim"
                 )
-
-    def _check_range(self, number: int, group: Group) -> None:
-        options = _core.GroupOptions()
-        self.fill(group, options)
-        if wrong := _core.wrong_in_group(self._rule, options):
-            raise ConfigError(f"[{self._name}] param group {number}: {wrong}")
 
     def _state(self, param: torch.Tensor, group: Group) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
@@ -210,30 +211,25 @@ class Adam(KernelOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: float = _ADAM["lr"],
+        betas: tuple[float, float] = _ADAM["betas"],
+        eps: float = _ADAM["eps"],
+        weight_decay: float = _ADAM["weight_decay"],
         amsgrad: bool = False,
         *,
-        maximize: bool = False,
+        maximize: bool = _ADAM["maximize"],
         decoupled_weight_decay: bool = False,
-        bias_correction: bool = True,
+        bias_correction: bool = _ADAM["bias_correction"],
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        check_rates(self._name, float(lr), betas, eps)
-        self._check_group(0, {"amsgrad": amsgrad})
-        super().__init__(params, defaults_of(locals()))
+        super().__init__(params, defaults_of(locals()), amsgrad)
 
     def _decoupled(self, group: Group) -> bool:
         return bool(group["decoupled_weight_decay"])
 
     def fill(self, group: Group, options: _core.GroupOptions) -> None:
         super().fill(group, options)
-        options.beta1, options.beta2 = map(float, group["betas"])
-        options.eps = group["eps"]
-        options.bias_correction = group["bias_correction"]
         options.decoupled = self._decoupled(group)
 
 
@@ -258,10 +254,10 @@ class AdamW(Adam):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        lr: float = _ADAM["lr"],
+        betas: tuple[float, float] = _ADAM["betas"],
+        eps: float = _ADAM["eps"],
+        weight_decay: float = _core.torch_defaults("AdamW").weight_decay,
         amsgrad: bool = False,
         **more: Unpack[More],
     ) -> None:
@@ -281,12 +277,12 @@ class FusedAdam(AdamW):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        lr: float = _ADAM["lr"],
+        bias_correction: bool = _ADAM["bias_correction"],
+        betas: tuple[float, float] = _ADAM["betas"],
+        eps: float = _ADAM["eps"],
         adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
+        weight_decay: float = _ADAM["weight_decay"],
         amsgrad: bool = False,
         **more: Unpack[FusedMore],
     ) -> None:
@@ -308,20 +304,15 @@ class Lion(KernelOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
+        lr: float = _LION["lr"],
+        betas: tuple[float, float] = _LION["betas"],
+        weight_decay: float = _LION["weight_decay"],
         *,
-        maximize: bool = False,
+        maximize: bool = _LION["maximize"],
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        check_rates(self._name, float(lr), betas, 0.0)
         super().__init__(params, defaults_of(locals()))
-
-    def fill(self, group: Group, options: _core.GroupOptions) -> None:
-        super().fill(group, options)
-        options.beta1, options.beta2 = map(float, group["betas"])
 
 
 class Adagrad(KernelOptimizer):
@@ -333,29 +324,17 @@ class Adagrad(KernelOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-2,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10,
+        lr: float = _ADAGRAD["lr"],
+        lr_decay: float = _ADAGRAD["lr_decay"],
+        weight_decay: float = _ADAGRAD["weight_decay"],
+        initial_accumulator_value: float = _ADAGRAD["initial_accumulator_value"],
+        eps: float = _ADAGRAD["eps"],
         *,
-        maximize: bool = False,
+        maximize: bool = _ADAGRAD["maximize"],
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        check_rates(self._name, float(lr), (0.0, 0.0), eps)
-        if not lr_decay >= 0 or not initial_accumulator_value >= 0:
-            raise ConfigError(
-                f"[{self._name}] lr_decay and initial_accumulator_value must be >= 0, got {lr_decay} and "
-                f"{initial_accumulator_value}"
-            )
         super().__init__(params, defaults_of(locals()))
         for group in self.param_groups:
             for param in group["params"]:
                 self._state(param, group)
-
-    def fill(self, group: Group, options: _core.GroupOptions) -> None:
-        super().fill(group, options)
-        options.lr_decay = group["lr_decay"]
-        options.initial_accumulator_value = group["initial_accumulator_value"]
-        options.eps = group["eps"]

@@ -320,6 +320,11 @@ def _schedule_from_config(kind: str, params: dict[str, Any], base: torch.optim.O
     return _construct(f"scheduler.params of {kind}", found, base, params)
 
 
+def momentum_of(groups: Iterable[dict[str, Any]]) -> list[Any]:
+    """Betas of Adam-likes, else momentum, one per param group, as they are now."""
+    return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+
 def params_of(groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
     """All tensors of param groups, in order."""
     return [param for group in groups for param in group["params"]]

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 
 from tessera import _core
 from tessera.errors import ConfigError
-from tessera.optim._alone import Adagrad, Adam, AdamW, FusedAdam, KernelOptimizer, Lion
+from tessera.optim._alone import UNSERVED, Adagrad, Adam, AdamW, FusedAdam, KernelOptimizer, Lion
 from tessera.optim._whole import WholeOptimizer
 
 Group = dict[str, Any]
-
-
-def _of_table(rule: _core.Rule) -> Callable[[torch.optim.Optimizer, Group, _core.GroupOptions], None]:
-    """Reads what the core's table of optimizers has of a rule, by the names that torch has in param groups too."""
-    names = list(_core.group_values(rule, _core.GroupOptions()))
-
-    def read(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
-        for name in names:
-            if name == "betas":
-                options.beta1, options.beta2 = group["betas"]
-            elif name in group:
-                setattr(options, name, group[name])
-        if rule == _core.Rule.Adam:
-            options.decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
-
-    return read
-
-
-def _own(optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
-    assert isinstance(optimizer, KernelOptimizer)
-    optimizer.fill(group, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,23 +21,26 @@ class NativeRule:
     """How one optimizer class runs natively."""
 
     rule: _core.Rule
-    read: Callable[[torch.optim.Optimizer, Group, _core.GroupOptions], None]
     counts_steps: bool  # the rule's state has "step"
     state_from_start: bool = False  # the rule's state exists before the first update
 
+    def read(self, optimizer: torch.optim.Optimizer, group: Group, options: _core.GroupOptions) -> None:
+        """Takes what a param group has of the hyper-parameters in the core's table."""
+        if isinstance(optimizer, KernelOptimizer):
+            optimizer.fill(group, options)
+            return
+        _core.read_group(self.rule, group, options)
+        if self.rule == _core.Rule.Adam:
+            options.decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
 
+
+_ADAM, _ADAGRAD = NativeRule(_core.Rule.Adam, True), NativeRule(_core.Rule.Adagrad, True, True)
 _RULES: dict[type, NativeRule] = {
-    torch.optim.Adam: NativeRule(_core.Rule.Adam, _of_table(_core.Rule.Adam), True),
-    torch.optim.AdamW: NativeRule(_core.Rule.Adam, _of_table(_core.Rule.Adam), True),
-    torch.optim.SGD: NativeRule(_core.Rule.Sgd, _of_table(_core.Rule.Sgd), False),
-    torch.optim.Adagrad: NativeRule(_core.Rule.Adagrad, _of_table(_core.Rule.Adagrad), True, True),
-    **{cls: NativeRule(_core.Rule.Adam, _own, True) for cls in (Adam, AdamW, FusedAdam)},
-    Lion: NativeRule(_core.Rule.Lion, _own, True),
-    Adagrad: NativeRule(_core.Rule.Adagrad, _own, True, True),
+    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW, Adam, AdamW, FusedAdam), _ADAM),
+    **dict.fromkeys((torch.optim.Adagrad, Adagrad), _ADAGRAD),
+    torch.optim.SGD: NativeRule(_core.Rule.Sgd, False),
+    Lion: NativeRule(_core.Rule.Lion, True),
 }
-
-# Options that ask for something else than the kernels compute.
-_FOREIGN_FLAGS = ("amsgrad", "differentiable", "capturable")
 
 # Classes whose step is element by element: as external optimizers they may work on flat shards.
 _ELEMENTWISE = frozenset(_RULES)
@@ -76,17 +58,22 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-def _runs_natively(group: Group) -> bool:
-    if any(group.get(flag) for flag in _FOREIGN_FLAGS):
+@functools.cache
+def _names(rule: _core.Rule) -> tuple[str, ...]:
+    return tuple(_core.group_values(rule, _core.GroupOptions()))
+
+
+def _runs_natively(rule: NativeRule, group: Group) -> bool:
+    if any(group.get(flag) for flag in UNSERVED):
         return False
-    numbers = [group[name] for name in ("lr", "eps", "weight_decay", "momentum", "dampening") if name in group]
-    return all(map(_is_number, numbers)) and all(map(_is_number, group.get("betas", ())))
+    values = {name: group[name] for name in _names(rule.rule) if name in group}
+    return all(map(_is_number, (*values.pop("betas", ()), *values.values())))
 
 
 def native_rule(optimizer: torch.optim.Optimizer) -> NativeRule | None:
     """The rule for an optimizer, by exact class (or the one it says it equals); None when it has to run itself."""
     rule = _RULES.get(_class_of(optimizer))
-    if rule is None or not all(map(_runs_natively, optimizer.param_groups)):
+    if rule is None or not all(_runs_natively(rule, group) for group in optimizer.param_groups):
         return None
     return rule
 
@@ -148,9 +135,9 @@ def is_tested(optimizer: torch.optim.Optimizer) -> bool:
 def read_group(rule: NativeRule, optimizer: torch.optim.Optimizer, index: int, options: _core.GroupOptions) -> None:
     """Copies the present hyper-parameters of a param group. ConfigError when they left what the kernels compute."""
     group = optimizer.param_groups[index]
-    if not _runs_natively(group):
+    if not _runs_natively(rule, group):
         raise ConfigError(
             f"[engine.step] param group {index} asks for what this engine was not built for (a rate that is no number, "
-            f"such as a tensor; {', '.join(_FOREIGN_FLAGS)}); set it before tessera.initialize"
+            f"such as a tensor; {', '.join(UNSERVED)}); set it before tessera.initialize"
         )
     rule.read(optimizer, group, options)

@@ -14,14 +14,14 @@ from torch.optim.optimizer import ParamsT
 from tessera import _core
 from tessera._loans import loss_of
 from tessera.errors import ConfigError
-from tessera.optim._alone import defaults_of
+from tessera.optim._alone import defaults_in_table, defaults_of
 
 _NS_METHODS = ("standard", "gram")  # two ways to compute one polynomial
-_LAMB, _MUON = (_core.options_of_type(name) for name in ("Lamb", "Muon"))
-_OF_LAMB, _OF_MUON = (_core.group_values(kind.rule, kind.defaults) for kind in (_LAMB, _MUON))
-assert _MUON.others is not None
+_OF_LAMB, _OF_MUON = map(defaults_in_table, ("Lamb", "Muon"))
+_OTHERS = _core.options_of_type("Muon").others
+assert _OTHERS is not None
 # Settings of what a configured Muon updates as AdamW, where the configuration does not say (DeepSpeed's values).
-_OF_OTHERS = _core.group_values(_core.Rule.Muon, _MUON.others)
+_OF_OTHERS = _core.group_values(_core.Rule.Muon, _OTHERS)
 T = TypeVar("T")
 AUX_ADAM: dict[str, Any] = {name: _OF_OTHERS[name] for name in ("lr", "betas", "eps")}
 
@@ -64,13 +64,14 @@ class WholeOptimizer(torch.optim.Optimizer):
 
     def options(self, group: dict[str, Any]) -> _core.GroupOptions:
         """The hyper-parameters of a param group in the core's terms."""
-        return _core.group_options(self._rule, group)
+        options = _core.GroupOptions()
+        _core.read_group(self._rule, group, options)
+        return options
 
     def check_group(self, number: int, group: dict[str, Any]) -> _core.GroupOptions:
         """options(). ConfigError for what is beyond the bounds of a configuration."""
         options = self.options(group)
-        if wrong := _core.wrong_in_group(self._rule, options):
-            raise ConfigError(f"[{type(self).__name__}] param group {number}: {wrong}")
+        _core.check_group(self._rule, options, type(self).__name__, number)
         return options
 
     def _state(self, param: torch.Tensor, keys: list[str]) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class WholeOptimizer(torch.optim.Optimizer):
         return state
 
     def _check(self) -> None:
-        _core.check_group(self._rule, self.options(self.defaults))
+        _core.check_group(self._rule, self.options(self.defaults), "")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

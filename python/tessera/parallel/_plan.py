@@ -80,11 +80,9 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     core = _core.make_plan(modules, facts_of(model), options)
     unknown = check_heads(model, core.decisions)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    matched = {name: _core.first_match(options.rules, name) for name in names}
-    kept = {name: rule for name, rule in matched.items() if rule is not None and rule.partition == _core.Partition.Skip}
-    summed = [name for name, rule in kept.items() if rule.sum_gradient]
+    kept, summed = _core.left_whole(options.rules, names)
     regions = find_regions(model, core) if size > 1 and config.tessera.sequence_parallel_norms else None
-    plan = ParallelPlan(core, size, rules.source, list(kept), summed, regions=regions)
+    plan = ParallelPlan(core, size, rules.source, kept, summed, regions=regions)
     if size > 1:
         plan.warnings = unknown
     if size > 1 and options.vocab_parallel:

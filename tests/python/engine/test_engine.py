@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -426,17 +427,24 @@ def test_a_partial_load_leaves_other_masters_exact(stage: int, way: str) -> None
     engines(make(), 2, config(stage, bf16=True), body)
 
 
-@pytest.mark.parametrize("wrong", ["meta", "complex"])
+UNFIT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "meta": ("is on the meta device there, and has no values", lambda value: value.to("meta")),
+    "complex": ("is complex there and real here", lambda value: value.to(torch.complex64)),
+    "sparse": ("is sparse or quantized there; make it dense", lambda value: value.to_sparse()),
+}
+
+
+@pytest.mark.parametrize("wrong", UNFIT)
 @pytest.mark.parametrize("stage", STAGES)
 def test_values_that_cannot_be_are_refused_before_anything_changes(stage: int, wrong: str) -> None:
-    says = {"meta": "is on the meta device, and has no values", "complex": "is complex there and real here"}[wrong]
+    says, spoil = UNFIT[wrong]
 
     def body(engine: tessera.Engine, rank: int) -> None:
         before = {name: value.clone() for name, value in engine.module_state_dict().items()}
         state = {name: value + 1 for name, value in before.items()}
         weight = state["head.weight"]
         if stage < 3 or rank == 1:  # where ranks wait for each other, one is enough
-            state["head.weight"] = weight.to("meta") if wrong == "meta" else weight.to(torch.complex64)
+            state["head.weight"] = spoil(weight)
         with pytest.raises(tessera.ConfigError, match=f"'head.weight' {says}"):
             engine.load_module_state_dict(state)
         assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())

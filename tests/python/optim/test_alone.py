@@ -272,10 +272,14 @@ def test_flags_and_states_of_others_are_refused_by_name() -> None:
     momentum.step()
     with pytest.raises(tessera.ConfigError, match=r"parameter 0 has no exp_avg, exp_avg_sq; it has momentum_buffer"):
         optim.Adam([param]).load_state_dict(momentum.state_dict())
-    with pytest.raises(ValueError, match=r"lr.*beta"):
+    with pytest.raises(ValueError, match=r"\[FusedAdam\] lr must be >= 0, got -1; beta 1 must be in \[0, 1\), got 1$"):
         optim.FusedAdam([param], lr=-1, betas=(0.9, 1.0))
-    with pytest.raises(tessera.ConfigError, match="lr_decay"):
+    with pytest.raises(tessera.ConfigError, match=r"\[Adagrad\] lr_decay must be >= 0, got -1$"):
         optim.Adagrad([param], lr_decay=-1)
+    with pytest.raises(tessera.ConfigError, match=r"\[Lion\] weight_decay must be >= 0, got -0.1$"):
+        optim.Lion([param], weight_decay=-0.1)
+    with pytest.raises(tessera.ConfigError, match="betas must be two numbers, got 1"):
+        optim.Lion([param], betas=(0.9,))  # type: ignore[arg-type]
     with pytest.raises(tessera.ConfigError, match=r"stochastic_rounding of Lion"):
         model = make()
         client = optim.Lion(model.parameters(), stochastic_rounding=True)
