@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         asked = name in ("-h", "--help")
         if name and not asked:
-            near = [f"; did you mean '{other}'?" for other in difflib.get_close_matches(name, COMMANDS, 1)]
+            near = [f"; did you mean '{other}'?" for other in _core.all_nearest(name, list(COMMANDS))[:1]]
             print(f"tessera: there is no command '{name}'{''.join(near)}\n", file=sys.stderr)
         print(_usage(), end="", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2

@@ -127,12 +127,6 @@ const std::vector<Refusal>& python_only() {
       {"wandb.enabled", "true", [](C c) { return c.wandb.enabled; }},
       {"comet.enabled", "true", [](C c) { return c.comet.enabled; }},
       {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},
-      {"zero_optimization.ignore_unused_parameters", "false with offload_optimizer at stages 1 and 2",
-       [](C c) {
-         const ZeroOptimization& zero = c.zero_optimization;
-         return !zero.ignore_unused_parameters && zero.offload_optimizer.device != OffloadDevice::None &&
-                (zero.stage == 1 || zero.stage == 2) && !c.tessera.update_in_backward;
-       }},
       {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
   };
   return all;

@@ -25,6 +25,10 @@ Options options_from(const config::Config& config, int data_parallel_size) {
   options.broadcast_buffers = config.tessera.broadcast_buffers;
   options.accumulate_in = config.data_types.grad_accum_dtype;
   const config::ZeroOptimization& zero = config.zero_optimization;
+  // As in DeepSpeed, which looks there only.
+  const bool looks =
+      zero.offload_optimizer.device != config::OffloadDevice::None && (zero.stage == 1 || zero.stage == 2);
+  options.wants_all_used = looks && !zero.ignore_unused_parameters && !config.tessera.update_in_backward;
   options.says_some_unused =
       zero.ignore_unused_parameters && config.given.contains("zero_optimization.ignore_unused_parameters");
   options.nvme_path = zero.offload_optimizer.nvme_path.value_or(zero.offload_param.nvme_path.value_or(""));

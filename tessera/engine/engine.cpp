@@ -239,6 +239,7 @@ void Engine::Impl::check_step(bool boundary, std::optional<double> global_norm, 
     if (boundary && !model->early.on()) model->updater.check_no_regions();
     const std::string wrong = boundary && !model->early.on() ? group_fault() : "";
     TESSERA_CHECK_VALUE(wrong.empty(), "engine.step", wrong);
+    if (boundary && options.wants_all_used) check_all_used();
   });
 }
 
@@ -247,16 +248,6 @@ bool Engine::Impl::gradients_given() const {
   const bool shows = model->units.placements().grads == shard::Placement::Replicate && before;
   const auto put = [&](int id) { return params[id].tensor.grad().defined(); };
   return (begun == 0 && before) || ((begun == 0 || !shows) && std::ranges::any_of(model->units.trained_ids(), put));
-}
-
-void Engine::Impl::check_trains(int64_t empty, const std::vector<bool>& present) const {
-  const auto& trained = model->units.trained_ids();
-  const auto came = [&](int id) { return !present.empty() && present[id]; };
-  const auto trains = [&](int id) { return params[id].tensor.requires_grad(); };
-  if (counts_empty || empty <= begun || std::ranges::any_of(trained, came)) return;
-  TESSERA_CHECK(std::ranges::none_of(trained, trains), "engine.step",
-                "no backward has reached this engine since the last update, and no parameter has a gradient: this step "
-                "would train nothing; call step() once after each backward");
 }
 
 // The boundary's part of a step. False when gradients had inf or NaN.

@@ -42,6 +42,7 @@ struct Options {
   std::optional<at::ScalarType> accumulate_in;  // then: the dtype of gradients, where it is not the parameters'
   std::optional<at::ScalarType> sequence_communication;  // zero.communication where several ranks share a sequence
   bool time_device = false;                  // phases begin and end when the device has done its work (base/phases.h)
+  bool wants_all_used = false;               // a trained parameter without a gradient is an error of an update
   bool says_some_unused = false;             // the user knows of parameters that have no part in a loss
   bool broadcast_buffers = true;             // broadcast_buffers() does what it says, and nothing without this
   std::string nvme_path;                     // where offload_states() may put what goes to a disk

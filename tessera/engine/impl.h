@@ -127,6 +127,7 @@ struct Engine::Impl {
   // What is wrong with the hyper-parameters that the program has set. Local.
   std::string group_fault() const;
   // `present`: which parameters have a gradient, on any rank, so that all ranks find the same; empty: none.
+  void check_all_used() const;  // no trained parameter without a gradient on this rank
   void check_trains(int64_t empty, const std::vector<bool>& present) const;
   // empty_with_this(): calls of step() for this update that no backward preceded, if the next one came now.
   // gradients_given(): no backward came, and the user has put gradients into p.grad, or left them there before the first one.

@@ -199,4 +199,23 @@ std::vector<int> Engine::take_joined() {
   return std::exchange(impl_->joined, {});
 }
 
+void Engine::Impl::check_all_used() const {
+  std::vector<std::string> unused;
+  for (const int id : model->units.trained_ids())
+    if (!model->states.local_view(id, Quantity::Gradient).defined()) unused.push_back(params[id].name);
+  TESSERA_CHECK(unused.empty(), "engine.step", c10::Join(", ", unused),
+                ": no part in the loss, which zero_optimization.ignore_unused_parameters false makes an error; set it "
+                "to true, or freeze them (requires_grad false) before the engine is made");
+}
+
+void Engine::Impl::check_trains(int64_t empty, const std::vector<bool>& present) const {
+  const auto& trained = model->units.trained_ids();
+  const auto came = [&](int id) { return !present.empty() && present[id]; };
+  const auto trains = [&](int id) { return params[id].tensor.requires_grad(); };
+  if (counts_empty || empty <= begun || std::ranges::any_of(trained, came)) return;
+  TESSERA_CHECK(std::ranges::none_of(trained, trains), "engine.step",
+                "no backward has reached this engine since the last update, and no parameter has a gradient: this step "
+                "would train nothing; call step() once after each backward");
+}
+
 }  // namespace tessera::engine

@@ -210,6 +210,28 @@ TEST(Session, AnUpdateFromFewerBackwardsThanStepsIsWarnedOfOnce) {
   }
 }
 
+// With offload at stages 1 and 2, as in DeepSpeed.
+TEST(Session, AnUnusedParameterIsAnErrorWhereTheConfigurationSaysSo) {
+  struct Half : torch::nn::Module {
+    torch::nn::Linear used{register_module("used", torch::nn::Linear(2, 1))};
+    torch::nn::Linear idle{register_module("idle", torch::nn::Linear(2, 1))};
+    at::Tensor forward(const at::Tensor& x) { return used(x); }
+  };
+  for (int stage = 0; stage <= 3; ++stage) {
+    const auto config = Config::from_json(c10::str(
+        R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"ignore_unused_parameters": false, "offload_optimizer": {"device": ")",
+        stage == 0 ? "none" : "cpu", R"("}, "stage": )", stage, "}}"));
+    auto engine = initialize(std::make_shared<Half>(), config);
+    engine.backward(engine.forward(at::ones({1, 2})).sum());
+    const std::string text = testing::error_of<UsageError>([&] { engine.step(); });
+    EXPECT_EQ(text.empty(), stage == 0 || stage == 3) << stage << text;
+    if (!text.empty()) {
+      EXPECT_HAS(text, "idle.weight, idle.bias: no part in the loss, which zero_optimization.ignore_unused_parameters");
+    }
+  }
+}
+
 TEST(Session, ADiskThatIsFullForNumbersIsWarnedOfOnceAndTheRunGoesOn) {
   const io::TempFolder folder;
   auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}})");

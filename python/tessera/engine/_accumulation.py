@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 from tessera import _core
-from tessera.errors import UsageError
 
 
 class Accumulation:
@@ -25,11 +24,6 @@ class Accumulation:
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Overrides the count for the present micro-batch; call it before its forward and backward."""
-        if not self._managed:
-            raise UsageError(
-                "[engine.set_gradient_accumulation_boundary] with managed_gradient_accumulation false every step() is "
-                "a boundary"
-            )
         self._core.set_gradient_accumulation_boundary(is_boundary)
 
     @contextlib.contextmanager

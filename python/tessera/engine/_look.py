@@ -12,7 +12,6 @@ import torch
 from tessera import _core
 from tessera.engine._contents import Contents
 from tessera.engine._joining import HasModule, Joining
-from tessera.engine._preflight import check_all_used, wants_all_used
 from tessera.engine._updates import Updates
 
 
@@ -24,7 +23,6 @@ class Look:
     ) -> None:
         self._engine, self._updates, self._joining, self._contents = engine, updates, joining, contents
         self._core = updates.core
-        self._wants_all_used = wants_all_used(settings)
         self.in_backward: bool = settings.tessera.update_in_backward  # where the updates are, too
         self.looked: tuple[str, Exception | None] | None = None  # before step_together() steps
 
@@ -54,8 +52,6 @@ class Look:
         if problem is None and before_step:
             try:
                 self._updates.trained_by("step").before_step()
-                if self._wants_all_used:
-                    check_all_used(self._core, self._updates.optimized)
             except Exception as error:
                 problem = error
         return self._contents.fault(self._engine.module) if problem is None else fault_text(problem), problem

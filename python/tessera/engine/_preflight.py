@@ -1,16 +1,13 @@
-"""Refuses modules that an engine cannot take, before it touches anything (the core refuses parameters), and uses of
-the module before a step."""
+"""Refuses modules that an engine cannot take, before it touches anything; the core refuses parameters."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from tessera import _core
-from tessera.errors import ConfigError, UsageError
+from tessera.errors import ConfigError
 
 
 def check_modules(model: nn.Module, partitions: bool, runs_on: bool) -> None:
@@ -55,22 +52,3 @@ def _check_not_wrapped(model: nn.Module) -> None:
                 f"[initialize] {path or 'the model'} is a {type(module).__name__}, which exchanges gradients as the "
                 f"engine does: hand over what it wraps ({path + '.' if path else 'model.'}module)"
             )
-
-
-def wants_all_used(config: _core.Config) -> bool:
-    """The configuration makes unused parameters an error: as in DeepSpeed with optimizer offload at stages 1 and 2."""
-    refuses = not (config.zero_optimization.ignore_unused_parameters or config.tessera.update_in_backward)
-    away = config.zero_optimization.offload_optimizer.device != "none"
-    return refuses and away and config.placements.shards_states and not config.placements.shards_params
-
-
-def check_all_used(core: _core.Engine, numbers: Iterable[int]) -> None:
-    """UsageError where no backward has reached one of these parameters on this rank. Local."""
-    specs = core.params()
-    unused = [specs[n].name for n in sorted(numbers) if core.local_view(n, _core.Quantity.Gradient) is None]
-    if unused:
-        raise UsageError(
-            f"[engine.step] {', '.join(unused)}: no part in the loss, which "
-            "zero_optimization.ignore_unused_parameters false makes an error; set it to true, or freeze them "
-            "(requires_grad False) before tessera.initialize"
-        )
