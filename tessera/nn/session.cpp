@@ -286,6 +286,10 @@ std::string Session::fault() {
   const engine::ContentsReport report = contents_->report(live().params());
   if (!report.warning.empty() && !std::exchange(warned_of_frozen_, true)) warn({report.warning});
   const bool looks = checks_sequence_ == SequenceCheck::Error && report.fault.empty() && live().backwards() > 0;
+  return fault_of(report);
+}
+
+std::string Session::fault_of(const engine::ContentsReport& report) const {
   return looks ? sequence_fault() : report.fault;
 }
 

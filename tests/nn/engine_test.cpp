@@ -501,7 +501,11 @@ TEST(Engine, HasWhatProgramsReadOfTheCore) {
   const auto& seen = engine;
   EXPECT_EQ(seen.groups().front().lr, 0.5);
   EXPECT_EQ(seen.states().full_param("bias").sizes(), at::IntArrayRef({1}));
-  EXPECT_FALSE(engine.offload_plan().text().empty());
+  EXPECT_FALSE(seen.offload_plan().text().empty());
+  EXPECT_EQ(seen.module_state_dict()["bias"].sizes(), at::IntArrayRef({1}));
+  EXPECT_HAS(testing::error_of<UsageError>([&] { std::ignore = seen.comm_summary(); }), "set comms_logger.enabled");
+  engine.backward(engine.forward(at::ones({3, 2})).sum());
+  EXPECT_NEAR(seen.grad_norm(), std::sqrt(27.0) / 2, 1e-5);  // of a half of the gradients (3, 3) and 3
 }
 
 // A rank that leaves by an error waits for none, and the other never comes to its own end before; nothing is lost.
