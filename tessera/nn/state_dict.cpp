@@ -72,16 +72,18 @@ bool is_cut(const engine::Engine& core, int param) {
   return core.params()[param].cut != nullptr;
 }
 
-std::string complex_fault(bool there, bool here) {
-  return there && !here ? "is complex there and real here" : "";
+std::string dtype_fault(at::ScalarType there, at::ScalarType here) {
+  constexpr at::ScalarType kPacked = at::ScalarType::Float4_e2m1fn_x2;  // torch converts it to nothing
+  if ((there == kPacked) != (here == kPacked)) return c10::str("is of ", there, " there and of ", here, " here");
+  return at::isComplexType(there) && !at::isComplexType(here) ? "is complex there and real here" : "";
 }
 
 // Where the values of a load come from.
 struct Source {
   std::vector<std::vector<std::string>> names;  // of each tensor
   std::function<std::optional<Shape>(const std::string& name)> sizes;
-  std::function<std::string(const std::string& name, bool complex)>
-      fault;  // why its values cannot be a tensor's; or empty
+  std::function<std::string(const std::string& name, at::ScalarType dtype)>
+      fault;  // why its values cannot be those of a tensor of that dtype; or empty
   std::function<at::Tensor(const std::string& name, const shard::CutPtr& cut)>
       value;  // this rank's slice of a tensor, or all
   bool on_disk = false;
@@ -120,7 +122,7 @@ LoadPlan plan_of(const std::vector<Entry>& entries, engine::Engine& core, const 
     if (*there != own && (cut == nullptr || *there != cut->sizes))
       problems += c10::str("\n  '", entry.name, "' has shape ", at::IntArrayRef(*there), " there and ",
                            at::IntArrayRef(cut ? cut->sizes : own), " here");
-    else if (const std::string wrong = source.fault(name, entry.tensor.is_complex()); !wrong.empty())
+    else if (const std::string wrong = source.fault(name, entry.tensor.scalar_type()); !wrong.empty())
       problems += "\n  '" + entry.name + "' " + wrong;
     if (entry.param < 0)
       plan.others.emplace_back(entry.tensor, name);
@@ -236,11 +238,11 @@ LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& cor
     if (found == nullptr || !found->defined()) return std::nullopt;
     return found->sizes().vec();
   };
-  source.fault = [&](const std::string& name, bool complex) -> std::string {
+  source.fault = [&](const std::string& name, at::ScalarType dtype) -> std::string {
     const at::Tensor& value = state[name];
     if (value.is_meta()) return "is on the meta device there, and has no values";
     if (value.layout() != at::kStrided || value.is_quantized()) return "is sparse or quantized there; make it dense";
-    return complex_fault(value.is_complex(), complex);
+    return dtype_fault(value.scalar_type(), dtype);
   };
   source.value = [&](const std::string& name, const shard::CutPtr& cut) {
     const at::Tensor& value = state[name];
@@ -259,8 +261,10 @@ LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& cor
     if (found == nullptr) return std::nullopt;
     return found->shape;
   };
-  source.fault = [&](const std::string& name, bool complex) {
-    return complex_fault(at::isComplexType(files.find(name)->dtype), complex);
+  source.fault = [&](const std::string& name, at::ScalarType dtype) {
+    const checkpoint::WeightTensor& found = *files.find(name);
+    return found.dtype == at::ScalarType::Undefined ? "has the dtype '" + found.unknown + "', which torch does not have"
+                                                    : dtype_fault(found.dtype, dtype);
   };
   source.value = [&](const std::string& name, const shard::CutPtr& cut) {
     const bool whole = cut && files.find(name)->shape == cut->sizes;
