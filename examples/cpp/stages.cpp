@@ -78,7 +78,7 @@ struct Reader : torch::nn::Module {
 
 void sending(const Gpt& model, const tessera::nn::Link& link, const tessera::comm::Parts& parts) {
   auto engine = tessera::initialize(std::make_shared<Tower>(model), config_of(kMicro), parts.mesh);
-  tessera::nn::LinkSender sender(link, parts, &engine.core());
+  tessera::nn::LinkSender sender(link, parts, engine);
   for (int64_t step = 0; step < kSteps; ++step) {
     for (int64_t micro = 0; micro < kMicro; ++micro)
       sender.send({engine.forward(micro_batch(step, micro).ids)}, micro);
@@ -92,7 +92,7 @@ void sending(const Gpt& model, const tessera::nn::Link& link, const tessera::com
 
 void receiving(const Gpt& model, const tessera::nn::Link& link, const tessera::comm::Parts& parts) {
   auto engine = tessera::initialize(std::make_shared<Reader>(model), config_of(kMicro), parts.mesh);
-  tessera::nn::LinkReceiver receiver(link, parts, &engine.core());
+  tessera::nn::LinkReceiver receiver(link, parts, engine);
   for (int64_t step = 0; step < kSteps; ++step) {
     double shown = 0;
     for (int64_t micro = 0; micro < kMicro; ++micro) {

@@ -9,6 +9,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <string>
+#include <variant>
+
 #include "bindings.h"
 #include "tessera/base/error.h"
 #include "tessera/io/data_order.h"
@@ -151,7 +154,11 @@ void bind_checkpoint(py::module_& m) {
   using checkpoint::WeightTensor;
   py::class_<WeightTensor>(m, "WeightTensor")
       .def_readonly("names", &WeightTensor::names)
-      .def_readonly("dtype", &WeightTensor::dtype)
+      .def_property_readonly("dtype",
+                             [](const WeightTensor& tensor) -> std::variant<at::ScalarType, std::string> {
+                               if (tensor.dtype == at::ScalarType::Undefined) return tensor.unknown;
+                               return tensor.dtype;
+                             })
       .def_readonly("shape", &WeightTensor::shape);
   py::class_<ExportTensor, WeightTensor>(m, "ExportTensor");
   m.def(

@@ -273,8 +273,13 @@ void bind_modules(EngineClass& c) {
            py::arg("hides") = false, NoGil())
       .def("inside_module", [](Engine& e) { return !e.destroyed() && e.modules().inside(); })
       .def("use_elsewhere", on(&Engine::modules, &zero::Modules::use_elsewhere), py::arg("param"), NoGil())
-      .def("register_external", on(&Engine::modules, &zero::Modules::register_external), py::arg("module"),
-           py::arg("param"), NoGil())
+      .def(
+          "register_external",
+          [](Engine& e, int module, zero::ParamId param) {
+            e.check_one_thread("register_external_parameter");
+            e.modules().register_external(module, param);
+          },
+          py::arg("module"), py::arg("param"), NoGil())
       .def("is_gathered", on(&Engine::regions, &zero::Regions::is_gathered), py::arg("param"))
       .def("partition_of", on(&Engine::regions, &zero::Regions::partition_of), py::arg("param"))
       .def("held_values", on(&Engine::regions, &zero::Regions::held_values), py::arg("param"), NoGil())
@@ -296,6 +301,7 @@ void bind_counters(EngineClass& c) {
       .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{},
            py::arg("fault") = "", NoGil())
       .def("check_step", &Engine::check_step, NoGil())
+      .def("check_one_thread", &Engine::check_one_thread, py::arg("call"), py::arg("together") = true, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)
       .def("has_gradients", &Engine::has_gradients)
       .def("take_notices", &Engine::take_notices)

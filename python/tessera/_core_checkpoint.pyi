@@ -33,7 +33,7 @@ def export_checkpoint(
 
 class WeightTensor:
     names: Final[list[str]]
-    dtype: Final[torch.dtype]
+    dtype: Final[torch.dtype | str]
     shape: Final[list[int]]
 
 class ExportTensor(WeightTensor): ...

@@ -89,8 +89,9 @@ class WeightReader:
         else:
             self._reader = _core.WeightReader([os.fspath(file) for file in path])
 
-    def tensors(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        """Dtype and shape of each by name, also by the other names of tied ones."""
+    def tensors(self) -> dict[str, tuple[torch.dtype | str, list[int]]]:
+        """Dtype and shape of each by name, also by the other names of tied ones. Of a dtype that torch does not have it
+        is the format's word ("F6_E3M2"), and read() of that tensor is an IoError."""
         return {name: (one.dtype, one.shape) for one in self._reader.tensors() for name in one.names}
 
     def metadata(self) -> dict[str, str]:

@@ -10,7 +10,8 @@ std::vector<ExportTensor> list_export(const Reader& reader, const ExportOptions&
     if (!param.trained && !options.frozen) continue;
     const TensorRecord* record = reader.find(param.name, "master");
     if (record == nullptr) record = reader.find(param.name, "weight");
-    const bool casts = options.dtype && c10::isFloatingType(param.dtype);
+    const bool packed = param.dtype == at::ScalarType::Float4_e2m1fn_x2;  // torch converts it to nothing
+    const bool casts = options.dtype && c10::isFloatingType(param.dtype) && !packed;
     std::vector<std::string> names{param.name};
     names.insert(names.end(), param.aliases.begin(), param.aliases.end());
     all.push_back({{names, casts ? *options.dtype : param.dtype, param.shape}, {}});

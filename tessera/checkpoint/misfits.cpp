@@ -14,6 +14,9 @@ std::string misfit(const at::Tensor& value, const at::Tensor& own) {
 }
 
 std::string misfit(at::ScalarType dtype, const at::Tensor& own) {
+  constexpr at::ScalarType kPacked = at::ScalarType::Float4_e2m1fn_x2;  // torch converts it to nothing
+  if ((dtype == kPacked) != (own.scalar_type() == kPacked))
+    return c10::str("is of ", dtype, " there and of ", own.scalar_type(), " here");
   return at::isComplexType(dtype) && !own.is_complex() ? "is complex there and real here" : "";
 }
 

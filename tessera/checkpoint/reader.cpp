@@ -75,13 +75,19 @@ Reader::Reader(std::string folder, const std::string& manifest_text)
 Reader::Reader(Reader&&) noexcept = default;
 Reader::~Reader() = default;
 
+void Reader::check_live() const {
+  TESSERA_CHECK(files_ != nullptr, "checkpoint", "this reader was moved from; use the one that it was moved to");
+}
+
 const TensorRecord* Reader::find(const std::string& name, const std::string& kind) const {
+  check_live();
   const auto found = index_.find({name, kind});
   return found == index_.end() ? nullptr : &manifest_.tensors[found->second];
 }
 
 // Opens a file once, and compares it with what the manifest says.
 std::shared_ptr<const io::File> Reader::file(int number) const {
+  check_live();
   const std::lock_guard lock(files_->mutex);
   std::shared_ptr<const io::File>& place = files_->open[number];
   if (place) return place;
@@ -170,6 +176,7 @@ void Reader::verify(const TensorRecord& record, const Want& want) const {
 }
 
 void Reader::verify_blocks(const std::function<bool(const TensorRecord&)>& needed, int part, int parts) const {
+  check_live();
   std::map<std::pair<int, int64_t>, std::pair<const Block*, const TensorRecord*>> blocks;
   for (const TensorRecord& record : manifest_.tensors)
     for (const Piece& piece : record.pieces) {
@@ -287,6 +294,7 @@ const TensorRecord& Reader::named(const std::string& name, const std::string& ki
 }
 
 std::string Reader::blob(const std::string& name) const {
+  check_live();
   const auto found = manifest_.blobs.find(name);
   TESSERA_CHECK_IO(found != manifest_.blobs.end(), "checkpoint", "'", folder_, "' has no '", name, "'");
   if (found->second.name.empty()) return found->second.text;

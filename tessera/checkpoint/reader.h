@@ -24,15 +24,22 @@ struct Want {
   shard::Range range;          // of the slice
 };
 
+// UsageError for one that was moved from.
 class Reader {
  public:
   // `manifest_text`: of `folder`; files are opened when they are needed.
   Reader(std::string folder, const std::string& manifest_text);
-  const std::string& folder() const { return folder_; }
+  const std::string& folder() const {
+    check_live();
+    return folder_;
+  }
   Reader(Reader&&) noexcept;
   ~Reader();
 
-  const Manifest& manifest() const { return manifest_; }
+  const Manifest& manifest() const {
+    check_live();
+    return manifest_;
+  }
   // The record of a tensor; null where there is none.
   const TensorRecord* find(const std::string& name, const std::string& kind) const;
 
@@ -58,6 +65,7 @@ class Reader {
   void verify_all() const;
 
  private:
+  void check_live() const;
   struct Copy;
   std::vector<Copy> copies(const TensorRecord& record, const std::vector<Slice>& slice, shard::Range range) const;
   const TensorRecord& named(const std::string& name, const std::string& kind) const;

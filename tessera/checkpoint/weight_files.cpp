@@ -50,6 +50,8 @@ struct WeightFiles::Open {
 };
 
 int64_t WeightTensor::bytes() const {
+  TESSERA_CHECK_VALUE(dtype != at::ScalarType::Undefined, "safetensors", "tensor '", names.empty() ? "" : names[0],
+                      "' has the dtype '", unknown, "', which torch does not have");
   const auto size = static_cast<int64_t>(c10::elementSize(dtype));
   return std::accumulate(shape.begin(), shape.end(), size, std::multiplies<>());
 }
@@ -370,7 +372,7 @@ void WeightReader::add_file(const std::string& path, const Index* wanted) {
     if (wanted != nullptr && !wanted->contains(entry.name)) continue;
     add_name(entry.name, tensors_.size());
     mine.emplace(entry.name, tensors_.size());
-    tensors_.push_back({{entry.name}, entry.dtype, entry.shape});
+    tensors_.push_back({{entry.name}, entry.dtype, entry.shape, entry.unknown});
     bytes_.push_back({file, entry.begin, entry.end});
   }
   for (const auto& [key, word] : header.metadata) {
@@ -390,6 +392,10 @@ const WeightTensor* WeightReader::find(const std::string& name) const {
 size_t WeightReader::number_of(const std::string& name) const {
   const auto found = numbers_.find(name);
   TESSERA_CHECK_VALUE(found != numbers_.end(), "safetensors", "no file has a tensor '", name, "'");
+  const WeightTensor& tensor = tensors_[found->second];
+  TESSERA_CHECK_IO(tensor.dtype != at::ScalarType::Undefined, "safetensors", "'", bytes_[found->second].file->path(),
+                   "', tensor '", name, "' has the dtype '", tensor.unknown,
+                   "', which torch does not have: it cannot be read, the others can");
   return found->second;
 }
 

@@ -21,8 +21,10 @@ class SaveMark;
 
 struct WeightTensor {
   std::vector<std::string> names;  // the tensor's own name first, then those of parameters that are tied to it
-  at::ScalarType dtype = at::kFloat;
+  at::ScalarType dtype =
+      at::kFloat;  // Undefined: of a file, one that torch does not have; reading the tensor is an IoError
   std::vector<int64_t> shape;
+  std::string unknown = {};  // the format's word for that dtype
 
   int64_t bytes() const;
 };
@@ -94,7 +96,8 @@ class WeightReader {
   const std::map<std::string, std::string>& metadata() const { return metadata_; }  // of the first file that has a key
   // Finds a tensor by any of its names; null where there is none.
   const WeightTensor* find(const std::string& name) const;
-  // Reads a tensor or a slice on the CPU, in its dtype. Value error for a name or a slice that is not there; IoError for a disk.
+  // Reads a tensor or a slice on the CPU, in its dtype. Value error for a name or a slice that is not there; IoError for a disk, and
+  // for a dtype that torch does not have.
   // A slice is read without the rest of its tensor, but for gaps of less than 16 KiB.
   at::Tensor read(const std::string& name) const;
   at::Tensor read(const std::string& name, const Slice& slice) const;

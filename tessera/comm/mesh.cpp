@@ -9,6 +9,14 @@
 #include "tessera/comm/backends.h"
 
 namespace tessera::comm {
+namespace {
+
+void check_live(const GroupPtr& single) {
+  TESSERA_CHECK(single != nullptr, "comm.mesh",
+                "this mesh was moved from; use the one that it was moved to, or pass a copy");
+}
+
+}  // namespace
 
 const char* axis_name(Axis axis) {
   switch (axis) {
@@ -117,6 +125,7 @@ Mesh::Mesh(GroupPtr dp_shard) : Mesh() {
 }
 
 Mesh& Mesh::set(Axes axes, GroupPtr group) {
+  check_live(single_);
   TESSERA_CHECK_VALUE(group != nullptr, "comm.mesh", "the group of axis '", axes.name(), "' is null");
   const bool several = !(axes == Axes(Axis::DpReplicate) || axes == Axes(Axis::DpShard) || axes == Axes(Axis::Sp) ||
                          axes == Axes(Axis::Tp));
@@ -129,6 +138,7 @@ Mesh& Mesh::set(Axes axes, GroupPtr group) {
 
 // Axes of one rank do not count.
 const GroupPtr& Mesh::group(Axes axes) const {
+  check_live(single_);
   if (const auto found = groups_.find(axes); found != groups_.end()) return found->second;
   for (const Axis axis : kAxes) {
     const auto found = groups_.find(axis);

@@ -236,6 +236,7 @@ bool Checkpointer::is_copy(int param) const {
 }
 
 void Checkpointer::wait() {
+  engine_.check_one_thread("wait_for_checkpoint", /*together=*/false);
   finish();
   const auto over = std::exchange(background_, nullptr);
   const std::string error = over ? over->error : "";

@@ -125,8 +125,8 @@ zero::Accumulation& Engine::accumulation() {
 OneThread::Call Engine::enter(const char* call) {
   return impl_->enter_all(call);
 }
-void Engine::check_one_thread(const char* call) {
-  impl_->check_beside(call);
+void Engine::check_one_thread(const char* call, bool together) {
+  together ? impl_->check_beside(call) : impl_->check_alone(call);
 }
 
 OneThread::Call Engine::Impl::enter_all(const char* call) try {
@@ -136,7 +136,11 @@ OneThread::Call Engine::Impl::enter_all(const char* call) try {
   throw;
 }
 
-void Engine::Impl::check_beside(const char* call) try { thread.check_beside(call); } catch (const UsageError& error) {
+void Engine::Impl::check_alone(const char* call) {
+  thread.check_beside(call, zero::Hooks::on_autograd_thread(device));
+}
+
+void Engine::Impl::check_beside(const char* call) try { check_alone(call); } catch (const UsageError& error) {
   end_ranks(error);
   throw;
 }
@@ -292,6 +296,7 @@ bool Engine::Impl::apply(const std::function<void()>& external, std::optional<do
 }
 
 void Engine::count_empty_steps() {
+  impl_->check_alone("count_empty_steps");
   impl_->counts_empty = true;
 }
 
@@ -391,6 +396,7 @@ bool Engine::is_gradient_accumulation_boundary() const {
 }
 
 void Engine::set_gradient_accumulation_boundary(bool boundary) {
+  impl_->check_alone("set_gradient_accumulation_boundary");
   impl_->check_accumulates("set_gradient_accumulation_boundary", boundary ? 1 : 2);
   TESSERA_CHECK(impl_->options.managed_accumulation, "engine.set_gradient_accumulation_boundary",
                 "with managed_gradient_accumulation false every step() is a boundary");
@@ -398,12 +404,14 @@ void Engine::set_gradient_accumulation_boundary(bool boundary) {
 }
 
 void Engine::set_gradient_accumulation_steps(int64_t steps) {
+  impl_->check_alone("set_gradient_accumulation_steps");
   impl_->check_accumulates("set_gradient_accumulation_steps", steps);
   TESSERA_CHECK_VALUE(steps >= 1, "engine", "gradient_accumulation_steps must be >= 1, got ", steps);
   impl_->options.gradient_accumulation_steps = steps;
 }
 
 void Engine::set_micro_batch_size(int64_t samples) {
+  impl_->check_alone("set_micro_batch_size");
   TESSERA_CHECK_VALUE(samples >= 1, "engine", "the micro batch must be >= 1, got ", samples);
   impl_->options.micro_batch_size = samples;
 }

@@ -77,9 +77,10 @@ class Engine {
   void check_not_captured(const char* call) const;
 
   // A call of a front end that is several of these, until the object goes: UsageError where another thread is in one, also on the
-  // other ranks, which would wait for this one. check_one_thread(): a part of a forward may be this, too. Local.
+  // other ranks, which would wait for this one. check_one_thread(): the same of a part of a forward or a backward, which threads of
+  // autograd's may run; `together` false: other ranks do not wait for it. Local.
   OneThread::Call enter(const char* call);
-  void check_one_thread(const char* call);
+  void check_one_thread(const char* call, bool together = true);
 
   // ---- forward
   // From here to the end of the forward, on this thread, autocast is as the options say: on in their dtype, or off even

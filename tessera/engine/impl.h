@@ -105,7 +105,9 @@ struct Engine::Impl {
   // A call that ranks make together begins on this thread. UsageError where another one is in a call; the other ranks, which would
   // wait for this one, get it, too.
   OneThread::Call enter_all(const char* call);
+  // A part of a forward or a backward, which a thread of autograd's own may run. check_alone(): where no other rank waits.
   void check_beside(const char* call);
+  void check_alone(const char* call);
   void end_ranks(const UsageError& error) const;
 
   zero::StepState step_state() {

@@ -20,12 +20,13 @@ class OneThread {
     if (depth_++ == 0) call_ = call;
     thread_ = std::this_thread::get_id();
   }
-  // A part of a forward or a backward, which may run on threads of autograd's: UsageError where another thread is in another call.
-  void check_beside(const char* call) {
+  // A part of a call: UsageError where another thread is in one. `by_autograd`: this is a thread of autograd's own, which runs the
+  // backward of whoever is in a forward or a backward.
+  void check_beside(const char* call, bool by_autograd) {
     const std::lock_guard lock(mutex_);
     const std::string_view now = depth_ == 0 || thread_ == std::this_thread::get_id() ? "" : call_;
-    TESSERA_CHECK(now.empty() || now == "forward" || now == "backward", "engine", call, ": another thread is in ",
-                  call_, " of this engine; calls come from one thread at a time");
+    TESSERA_CHECK(now.empty() || (by_autograd && (now == "forward" || now == "backward")), "engine", call,
+                  ": another thread is in ", call_, " of this engine; calls come from one thread at a time");
   }
   void leave() noexcept {
     const std::lock_guard lock(mutex_);

@@ -41,7 +41,12 @@ constexpr DtypeRow kDtypes[] = {
     {at::kFloat8_e4m3fnuz, "F8_E4M3FNUZ"},
     {at::kFloat8_e5m2fnuz, "F8_E5M2FNUZ"},
     {at::kFloat8_e8m0fnu, "F8_E8M0"},
+    {at::ScalarType::Float4_e2m1fn_x2, "F4"},
 };
+
+constexpr int64_t values_of(at::ScalarType dtype) {
+  return dtype == at::ScalarType::Float4_e2m1fn_x2 ? 2 : 1;
+}
 
 // Bytes of `shape`, or nothing where that is no shape or more than a file can have.
 std::optional<int64_t> bytes_of(const std::vector<int64_t>& shape, at::ScalarType dtype) {
@@ -63,10 +68,19 @@ TensorEntry entry_of(const std::string& path, const std::string& name, const Jso
   const auto are_numbers = [&](const Json& j) { return j.is_array() && std::all_of(j.begin(), j.end(), is_number); };
   good(json["dtype"].is_string() && are_numbers(json["shape"]) && are_numbers(offsets) && offsets.size() == 2,
        "the header is not of the form that the format has");
-  const auto dtype = dtype_of(json["dtype"].get<std::string>());
-  good(dtype.has_value(), "a dtype that is not known");
-  TensorEntry entry{name, *dtype, json["shape"].get<std::vector<int64_t>>(), start + offsets[0].get<int64_t>(),
-                    start + offsets[1].get<int64_t>()};
+  const auto word = json["dtype"].get<std::string>();
+  TensorEntry entry{name, dtype_of(word).value_or(at::ScalarType::Undefined), json["shape"].get<std::vector<int64_t>>(),
+                    start + offsets[0].get<int64_t>(), start + offsets[1].get<int64_t>()};
+  if (entry.dtype == at::ScalarType::Undefined) {
+    good(entry.begin <= entry.end, "data_offsets end before they begin");
+    entry.unknown = word;
+    return entry;
+  }
+  if (const int64_t values = values_of(entry.dtype); values > 1) {
+    good(!entry.shape.empty() && entry.shape.back() % values == 0,
+         "two values of F4 share a byte, so the last dim must have an even number of them");
+    entry.shape.back() /= values;
+  }
   const auto bytes = bytes_of(entry.shape, entry.dtype);
   good(bytes && *bytes == entry.end - entry.begin,
        "shape and dtype need another number of bytes than data_offsets say");
@@ -98,9 +112,15 @@ std::string layout_safetensors(SafeTensors& file) {
                         "' is taken: each tensor of a file has one of its own, and '", kMetadata, "' is the format's");
     TESSERA_CHECK_VALUE(name != nullptr && bytes, "safetensors", "tensor '", entry.name, "' has dtype ", entry.dtype,
                         ", which the format does not know");
+    std::vector<int64_t> shape = entry.shape;
+    if (const int64_t values = values_of(entry.dtype); values > 1) {
+      TESSERA_CHECK_VALUE(!shape.empty(), "safetensors", "tensor '", entry.name, "' has dtype ", entry.dtype,
+                          " and no dims: the format counts its values along the last one");
+      shape.back() *= values;
+    }
     entry.begin = at;
     entry.end = at += *bytes;
-    json[entry.name] = {{"dtype", name}, {"shape", entry.shape}, {"data_offsets", {entry.begin, entry.end}}};
+    json[entry.name] = {{"dtype", name}, {"shape", shape}, {"data_offsets", {entry.begin, entry.end}}};
   }
   std::string text;
   try {

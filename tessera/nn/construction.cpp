@@ -11,11 +11,12 @@ Construction::Construction(const Config& config, comm::Mesh mesh)
       early_(std::make_shared<zero::EarlyParams>(zero::Ranks(mesh_), config::zero_options(config).weight_home)) {}
 
 void Construction::partition_parameters(const torch::nn::Module& module) {
+  zero::EarlyParams& early = live();
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (numbers_.contains(tensor.unsafeGetTensorImpl())) continue;
     if (tensor.is_meta() || !at::isFloatingType(tensor.scalar_type())) continue;
-    numbers_[tensor.unsafeGetTensorImpl()] = early_->add(item.key(), tensor, dtype_);
+    numbers_[tensor.unsafeGetTensorImpl()] = early.add(item.key(), tensor, dtype_);
   }
 }
 
@@ -50,19 +51,21 @@ std::vector<int> Construction::numbers_of(const std::vector<at::Tensor>& params)
 }
 
 void Construction::gather(const std::vector<at::Tensor>& params, int writer) {
-  early_->gather(numbers_of(params), writes_of(writer), writer);
+  live().gather(numbers_of(params), writes_of(writer), writer);
 }
 
 void Construction::release(const std::vector<at::Tensor>& params, int writer) {
-  early_->release(numbers_of(params), writes_of(writer), writer);
+  live().release(numbers_of(params), writes_of(writer), writer);
 }
 
 void Construction::restore(const at::Tensor& param) const {
+  zero::EarlyParams& early = live();
   for (const int number : numbers_of({param}))
-    early_->restore(number);
+    early.restore(number);
 }
 
 void Construction::hand_over(std::vector<engine::ParamSpec>& specs) const {
+  live();
   for (engine::ParamSpec& spec : specs) {
     const auto found = numbers_.find(spec.tensor.unsafeGetTensorImpl());
     if (found == numbers_.end()) continue;

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tessera/base/error.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/config/config.h"
 #include "tessera/engine/engine.h"
@@ -25,7 +26,8 @@
 namespace tessera::nn {
 
 // Calls marked collective are made by all data-parallel ranks in one order. Parameters that were partitioned are read
-// and written in a region of gather() and release(), and belong to the engine once there is one.
+// and written in a region of gather() and release(), and belong to the engine once there is one. UsageError for an object that was
+// moved from.
 class Construction {
  public:
   // The parameters' dtype is that of the configuration's precision; slices live where the configuration's offload_param says.
@@ -39,6 +41,7 @@ class Construction {
   // UsageError for operators that do something else without memory. Collective: all ranks make the same.
   template <class F>
   auto build(const F& make, std::optional<c10::Device> device = {}) {
+    live();
     Deferred deferred;
     auto module = recorded(deferred, make);
     realize(*module, deferred, device);
@@ -64,11 +67,18 @@ class Construction {
 
   // Lets an engine built from `specs` take over what is partitioned here. Local.
   void hand_over(std::vector<engine::ParamSpec>& specs) const;
-  const comm::Mesh& mesh() const { return mesh_; }
+  const comm::Mesh& mesh() const {
+    live();
+    return mesh_;
+  }
   // Bytes of this rank's slices on the device.
-  int64_t bytes() const { return early_->bytes(); }
+  int64_t bytes() const { return live().bytes(); }
 
  private:
+  zero::EarlyParams& live() const {
+    TESSERA_CHECK(early_ != nullptr, "construction", "this object was moved from; use the one that it was moved to");
+    return *early_;
+  }
   template <class F>
   static auto recorded(Deferred& deferred, const F& make) try {
     const Deferred::Recording recording(deferred);

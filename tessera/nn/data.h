@@ -53,6 +53,9 @@ c10::IValue to_value(DataPosition position);
 // IoError for what is none; value error for a place in a larger dataset than one of `size` examples.
 DataPosition data_position(const c10::IValue& value, int64_t size);
 
+template <class E>
+concept DealsBatches = requires(const E& engine) { engine.micro_batch_size() + engine.rank() + engine.size(); };
+
 // A batch is what the dataset makes of its examples (BatchType). One pass at a time, on one thread. A loader moves and does not copy;
 // a pass goes on where it was moved to.
 template <class Dataset>
@@ -62,7 +65,9 @@ class Loader {
 
   // Micro-batches of this rank, among those that share the batch's work; ranks of one sequence or one model see the same. Value error
   // for a dataset that is empty or does not say its size, a batch below 1 and a rank that is none.
-  Loader(Dataset dataset, const Session& engine, const LoaderOptions& options = {})
+  // `engine`: an nn::Engine or nn::Session, or an nn::Pipeline, whose stages all see what a rank's place among data-parallel ones has.
+  template <DealsBatches E>
+  Loader(Dataset dataset, const E& engine, const LoaderOptions& options = {})
       : Loader(std::move(dataset), engine.rank(), engine.size(), engine.micro_batch_size(), options) {}
   Loader(Dataset dataset, int rank, int ranks, int64_t batch_size, const LoaderOptions& options = {})
       : passes_(std::make_shared<Passes>(std::move(dataset), rank, ranks, batch_size, options)) {

@@ -32,6 +32,11 @@ pipeline::LinkRanks ranks_of(const Link& link, const comm::Parts& parts, const e
 
 }  // namespace
 
+LinkSender::LinkSender(const Link& link, const comm::Parts& parts, Session& engine)
+    : LinkSender(link, parts, &engine.core()) {}
+LinkReceiver::LinkReceiver(const Link& link, const comm::Parts& parts, Session& engine)
+    : LinkReceiver(link, parts, &engine.core()) {}
+
 LinkSender::LinkSender(const Link& link, const comm::Parts& parts, engine::Engine* engine)
     : pipeline::LinkSender(ranks_of(link, parts, engine, true), pipeline::link_engine(engine)) {}
 

@@ -205,6 +205,7 @@ void Session::register_external_parameter(const torch::nn::Module& reader, const
         around && holder != nullptr && !holder->scope().engine.expired())
       scope = &holder->scope();
   }
+  live().check_one_thread("register_external_parameter");
   const int module = scope != nullptr ? scope->module : rest_.module;
   if (module >= 0) live().modules().register_external(module, number);
 }
@@ -283,6 +284,10 @@ void Session::look_before_update() {
 std::string Session::fault() {
   const engine::ContentsReport report = contents_->report(live().params());
   if (!report.warning.empty() && !std::exchange(warned_of_frozen_, true)) warn({report.warning});
+  return fault_of(report);
+}
+
+std::string Session::fault_of(const engine::ContentsReport& report) const {
   const bool looks = checks_sequence_ == SequenceCheck::Error && report.fault.empty() && live().backwards() > 0;
   return looks ? sequence_fault() : report.fault;
 }

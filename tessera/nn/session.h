@@ -120,7 +120,7 @@ class Session {
   void wait_for_checkpoint() { live().checkpoints().wait(); }
   // The module's parameters and buffers by name, detached: the tensors themselves, or copies of the whole of what is partitioned
   // or cut along tp, on every rank. Collective where a tensor is, and where an update runs on. `frozen` false: no frozen ones.
-  [[nodiscard]] NamedTensors module_state_dict(bool frozen = true) {
+  [[nodiscard]] NamedTensors module_state_dict(bool frozen = true) const {
     const auto call = live().enter("module_state_dict");
     return nn::module_state_dict(*module_, live(), frozen);
   }
@@ -198,7 +198,8 @@ class Session {
   bool states_are_away() const { return live().states_are_away(); }
   // What of offloaded states an update moves, by which threads it is computed, and how long that is to take: with `measure`, which
   // is collective, by speeds of this machine (engine::Engine::offload_plan, measure_offload).
-  engine::OffloadPlan offload_plan(bool measure = false) {
+  engine::OffloadPlan offload_plan() const { return live().offload_plan(); }
+  engine::OffloadPlan offload_plan(bool measure) {
     if (measure) live().measure_offload();
     return live().offload_plan();
   }
@@ -225,6 +226,8 @@ class Session {
   void zero_grad() { live().zero_grad(); }
   int64_t micro_batch_size() const { return live().options().micro_batch_size; }  // samples of this rank
   int64_t gradient_accumulation_steps() const { return live().options().gradient_accumulation_steps; }
+  // An update without any gradient, which is an error else, counts as any other from here on. On all ranks alike.
+  void count_empty_steps() { live().count_empty_steps(); }
   // Whether the next backward completes an update.
   bool is_gradient_accumulation_boundary() const { return live().is_gradient_accumulation_boundary(); }
   // The calls below do what those of engine::Engine do.
@@ -234,7 +237,7 @@ class Session {
 
   // ---- between a backward and its step. Collective; errors on all ranks where step() would be one (engine::Engine).
   // The norm of the gradients as they are now.
-  double grad_norm() { return trained_by("grad_norm").grad_norm(fault()); }
+  double grad_norm() const { return trained_by("grad_norm").grad_norm(fault_of(contents_->report(live().params()))); }
   // Returns that norm; gradients are scaled so that it is `max_norm` at most.
   double clip_grad_norm(double max_norm) { return trained_by("clip_grad_norm").clip_grad_norm(max_norm, fault()); }
 
@@ -280,7 +283,7 @@ class Session {
   }
   // What this engine's collectives took on this rank, by operation and size: print engine::text_of(rows). State error without
   // comms_logger.enabled. Collective with `stragglers`.
-  std::vector<engine::CallRow> comm_summary(bool stragglers = false);
+  std::vector<engine::CallRow> comm_summary(bool stragglers = false) const;
 
   // ---- over the ranks that gradients are averaged over: those of other batches (rank(), size()) and of other parts of a sequence.
   // Collective.
@@ -351,6 +354,7 @@ class Session {
   void report_step();
   void warn_of_step();
   std::string sequence_fault() const;
+  std::string fault_of(const engine::ContentsReport& report) const;
   std::map<std::string, std::vector<std::string>> aliases() const;
 
   std::shared_ptr<torch::nn::Module> module_;

@@ -110,8 +110,8 @@ void Session::write_metrics(const std::vector<io::Metric>& metrics) {
       calls_[i](metric.name, metric.value, metric.step);
 }
 
-std::vector<engine::CallRow> Session::comm_summary(bool stragglers) {
-  live();
+std::vector<engine::CallRow> Session::comm_summary(bool stragglers) const {
+  if (engine::Engine& core = live(); stragglers) core.check_one_thread("comm_summary");
   TESSERA_CHECK(watch_.calls() != nullptr, "engine.comm_summary",
                 "collectives are not timed: set comms_logger.enabled to true");
   return engine::call_rows(*watch_.calls(), live(), stragglers);

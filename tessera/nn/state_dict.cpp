@@ -245,7 +245,9 @@ LoadedNames load_state_dict(const torch::nn::Module& module, engine::Engine& cor
     return found->shape;
   };
   source.misfit = [&](const std::string& name, const at::Tensor& own) {
-    return checkpoint::misfit(files.find(name)->dtype, own);
+    const checkpoint::WeightTensor& found = *files.find(name);
+    return found.dtype == at::ScalarType::Undefined ? "has the dtype '" + found.unknown + "', which torch does not have"
+                                                    : checkpoint::misfit(found.dtype, own);
   };
   source.value = [&](const std::string& name, const shard::CutPtr& cut) {
     const bool whole = cut && files.find(name)->shape == cut->sizes;

@@ -14,8 +14,15 @@ constexpr int64_t kHeadDim = 2;
 constexpr const char* kThere = "query, key and value to heads";
 constexpr const char* kBack = "result of attention to the sequence";
 
+void check_group(const SequenceCut& cut) {
+  TESSERA_CHECK_VALUE(cut.group != nullptr, "parallel",
+                      "sequence parallel attention has no group: set SequenceCut::group; an attention that was moved "
+                      "from has none any more");
+}
+
 void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut) {
-  TESSERA_CHECK_VALUE(cut.group != nullptr && (cut.sequence_dim == 0 || cut.sequence_dim == 1), "parallel",
+  check_group(cut);
+  TESSERA_CHECK_VALUE(cut.sequence_dim == 0 || cut.sequence_dim == 1, "parallel",
                       "sequence parallel attention: the sequence is dim 0 or 1 of a tensor of 4, not ",
                       cut.sequence_dim);
   for (const at::Tensor* t : {&query, &key, &value})
@@ -77,6 +84,7 @@ Dealt to_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor&
 }
 
 at::Tensor to_sequence(const at::Tensor& result, const Heads& heads, const SequenceCut& cut) {
+  check_group(cut);
   check_result(result, heads.queries[cut.group->rank()]);
   return exchange({result}, cut.group, cut.sequence_dim, kHeadDim, lengths_of(cut), heads.queries, kBack)[0];
 }

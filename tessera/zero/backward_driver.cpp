@@ -491,6 +491,7 @@ void BackwardDriver::used_up(Unit& unit) {
 }
 
 void BackwardDriver::call_opened(ScopeCall& call, bool again) {
+  step_();  // whoever may not run a backward now is refused before anything is gathered
   units_.unsharder().call_opened(call, again);
 }
 

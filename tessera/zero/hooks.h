@@ -121,6 +121,9 @@ class Hooks {
                   const std::vector<compat::NodePtr>& producers);
   // Whether the calling thread runs a node of a backward, so that a forward is a recomputation.
   static bool inside_task();
+  // Whether the calling thread is autograd's own, at work on a backward that another one has called: nodes of a device have a thread
+  // for all backwards, and deep re-entrant ones go to a pool; else a node of the CPU runs on the thread that called.
+  static bool on_autograd_thread(c10::DeviceType device);
 
   // ---- loss scaling, see Note [Loss scaling]
   // Whether backwards through the engine's outputs need scale() from now on.

@@ -55,6 +55,22 @@ TEST(Reader, AnyElementsOfAnyWayToWriteThem) {
   }
 }
 
+TEST(Reader, WhatWasMovedFromSaysSo) {
+  const io::TempFolder folder;
+  write_checkpoint(folder.path(), ways(at::ones({9, 7}))[0]);
+  Reader reader = open_folder(folder.path());
+  const TensorRecord record = *reader.find("w", "weight");
+  const Reader other = std::move(reader);
+  other.verify_all();
+  const Want want{{}, {}, {0, 63}};
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { reader.folder(); }, [&] { reader.manifest(); }, [&] { reader.find("w", "weight"); },
+           [&] { reader.read(record, want); }, [&] { reader.read_whole(record); },
+           [&] { reader.read_whole("w", "weight"); }, [&] { reader.verify(record, want); }, [&] { reader.blob("b"); },
+           [&] { reader.verify_all(); }})  // NOLINT
+    EXPECT_HAS(testing::error_of<UsageError>(call), "[checkpoint] this reader was moved from");
+}
+
 // A file of another program, read where its bytes are, by as many readers as there are.
 TEST(Reader, RawFiles) {
   const io::TempFolder folder;

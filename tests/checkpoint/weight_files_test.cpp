@@ -94,6 +94,7 @@ NamedTensors tensors() {
         at::kBool, at::kUInt16, at::kUInt32, at::kUInt64, at::kComplexFloat, at::kFloat8_e4m3fn, at::kFloat8_e5m2,
         at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz, at::kFloat8_e8m0fnu})
     all.insert(c10::toString(dtype), at::arange(12).remainder(2).view({3, 4}).to(dtype));
+  all.insert("Float4", at::arange(12).to(at::kByte).view({3, 4}).view(at::ScalarType::Float4_e2m1fn_x2));
   all.insert("scalar", at::tensor(2.5));
   all.insert("none", at::zeros({0, 3}));
   all.insert("turned", at::arange(6, at::kFloat).view({2, 3}).t());
@@ -215,6 +216,7 @@ TEST(WeightReader, WhatWasWrittenComesBack) {
         EXPECT_EQ(found.sizes(), item.value().sizes()) << item.key();
         EXPECT_TRUE(bytes_of(found).equal(bytes_of(item.value()))) << item.key();
       }
+      EXPECT_TRUE(bytes_of(reader.read("Float4", {1, {{1, 3}}})).equal(bytes_of(written["Float4"].slice(1, 1, 3))));
     }
   }
 }
@@ -281,6 +283,25 @@ TEST(WeightReader, AnIndexSaysWhatIsRead) {
     write_bytes(index, text);
     EXPECT_HAS(error_of<IoError>([&] { WeightReader other(index); }), message);
   }
+}
+
+// A tensor of a dtype that torch does not have: the others are read.
+TEST(WeightReader, ADtypeThatTorchDoesNotHaveIsAnErrorOfItsTensor) {
+  const io::TempFolder folder;
+  const std::string json =
+      R"({"a":{"dtype":"F6_E3M2","shape":[4],"data_offsets":[0,3]},"b":{"dtype":"U8","shape":[2],"data_offsets":[3,5]}})";
+  write_bytes(folder / "f.safetensors",
+              std::string({static_cast<char>(json.size()), 0, 0, 0, 0, 0, 0, 0}) + json + "xxxab");
+  const WeightReader reader(folder.path());
+  EXPECT_TRUE(reader.read("b").equal(at::tensor({97, 98}, at::kByte)));
+  EXPECT_EQ(reader.find("a")->unknown, "F6_E3M2");
+  for (const auto& read :
+       std::vector<std::function<void()>>{[&] { reader.read("a"); }, [&] { reader.read("a", {0, {}}); }})
+    EXPECT_HAS(error_of<IoError>(read),
+               "f.safetensors', tensor 'a' has the dtype 'F6_E3M2', which torch does not have");
+  const auto tensors = reader.tensors();
+  EXPECT_HAS(error_of<c10::ValueError>([&] { WeightFiles files(folder.path(), "o.safetensors", tensors, 1 << 20); }),
+             "F6_E3M2");
 }
 
 TEST(WeightReader, WhatIsNoFileOfWeightsIsNamed) {

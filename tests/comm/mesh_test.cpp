@@ -47,6 +47,18 @@ TEST(Mesh, RefusesNull) {
   EXPECT_HAS(text, "'sp'");
 }
 
+TEST(Mesh, WhatWasMovedFromSaysSo) {
+  Mesh mesh(thread_groups(1)[0]);
+  const Mesh other = std::move(mesh);
+  EXPECT_EQ(other.size(kAxes), 1);
+  for (const auto& call : std::vector<std::function<void()>>{[&] { mesh.size(kAxes); }, [&] { mesh.rank(Axis::Sp); },
+                                                             [&] { mesh.group(Axis::DpShard); },
+                                                             [&] { mesh.set(Axis::Tp, single_group()); }})  // NOLINT
+    EXPECT_HAS(testing::message_of<UsageError>(call), "[comm.mesh] this mesh was moved from");
+  mesh = other;
+  EXPECT_EQ(mesh.rank(kAxes), 0);
+}
+
 TEST(MeshShape, NumbersRanksWithTheLastAxisFastest) {
   const MeshShape shape = mesh_shape(24, 2, 3, 2);
   EXPECT_EQ(shape.sizes, (std::array{2, 2, 3, 2}));

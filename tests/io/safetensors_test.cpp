@@ -42,6 +42,23 @@ TEST(SafeTensors, ComeBack) {
     EXPECT_THROW(layout_safetensors(strange), c10::ValueError);
 }
 
+// Two values of F4 are a byte, and one element of torch. A dtype that torch does not have spoils its own tensor only.
+TEST(SafeTensors, DtypesOfLessThanAByte) {
+  SafeTensors file{
+      {{"a", at::ScalarType::Float4_e2m1fn_x2, {2, 3}}, {"none", at::ScalarType::Float4_e2m1fn_x2, {0, 3}}}, {}};
+  const std::string header = layout_safetensors(file);
+  EXPECT_NE(header.find(R"("a":{"dtype":"F4","shape":[2,6],"data_offsets":[0,6]})"), std::string::npos) << header;
+  EXPECT_EQ(read_bytes(header + std::string(6, 'x')).tensors, file.tensors);
+  SafeTensors scalar{{{"a", at::ScalarType::Float4_e2m1fn_x2, {}}}, {}};
+  EXPECT_THROW(layout_safetensors(scalar), c10::ValueError);
+  const std::string json =
+      R"({"a":{"dtype":"F6_E3M2","shape":[4],"data_offsets":[0,3]},"b":{"dtype":"F32","shape":[1],"data_offsets":[3,7]}})";
+  const std::vector<TensorEntry> found = read_bytes(with_header(json, 7)).tensors;
+  const auto start = static_cast<int64_t>(json.size()) + 8;
+  EXPECT_EQ(found[0], (TensorEntry{"a", at::ScalarType::Undefined, {4}, start, start + 3, "F6_E3M2"}));
+  EXPECT_EQ(found[1], (TensorEntry{"b", at::kFloat, {1}, start + 3, start + 7}));
+}
+
 TEST(SafeTensors, HostileHeadersAreRefused) {
   const std::string a = R"("a":{"dtype":"F32","shape":[2],"data_offsets":)";
   const std::string headers[] = {
@@ -54,7 +71,11 @@ TEST(SafeTensors, HostileHeadersAreRefused) {
       "{" + a + "[8,0]}}",
       "{" + a + "[-8,0]}}",
       "{" + a + "[0,8]},\"b\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}",
-      R"({"a":{"dtype":"F33","shape":[2],"data_offsets":[0,8]}})",
+      R"({"a":{"dtype":"F33","shape":[2],"data_offsets":[8,0]}})",
+      R"({"a":{"dtype":"F33","shape":[2],"data_offsets":[0,9]}})",
+      R"({"a":{"dtype":"F4","shape":[16,1],"data_offsets":[0,8]}})",
+      R"({"a":{"dtype":"F4","shape":[],"data_offsets":[0,8]}})",
+      R"({"a":{"dtype":"F4","shape":[8],"data_offsets":[0,8]}})",
       R"({"a":{"dtype":"F32","shape":[1152921504606846976,16],"data_offsets":[0,8]}})",
       R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"more":1}})",
       R"({"a":{"dtype":"F32","shape":2,"data_offsets":[0,8]}})",

@@ -232,6 +232,23 @@ TEST(Construction, BuiltModelsTrainAsPlainOnes) {
   }
 }
 
+TEST(Construction, WhatWasMovedFromSaysSo) {
+  const Config built = config(1, 3);
+  Construction building(built, comm::Mesh());
+  const auto linear = building.partition(layer(0, 1));
+  Construction other = std::move(building);
+  EXPECT_GT(other.bytes(), 0);
+  std::vector<engine::ParamSpec> specs;
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { building.bytes(); }, [&] { building.partition(layer(0, 1)); }, [&] { building.mesh(); },
+           [&] { building.build([] { return layer(0, 1); }); }, [&] { building.gather({linear->weight}); },
+           [&] { building.release({linear->weight}); }, [&] { building.restore(linear->weight); },
+           [&] { building.hand_over(specs); }, [&] { initialize(linear, built, building); },
+           [&] { const GatheredParameters region(building, {linear->weight}); }})  // NOLINT
+    EXPECT_HAS(testing::error_of<UsageError>(call), "[construction] this object was moved from");
+  initialize(linear, built, other).forward(at::ones({4, 6})).sum().backward();
+}
+
 TEST(Construction, WhatNeedsValuesIsRefusedInsideBuild) {
   testing::run_ranks(1, [](int /*rank*/, const comm::GroupPtr& group) {
     Construction building(config(1, 3), comm::Mesh(group));

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <set>
 #include <thread>
 
 #include "tests/io/temp_folder.h"
@@ -272,7 +273,8 @@ TEST(Engine, CallsComeFromOneThreadAtATime) {
     const auto model = std::make_shared<Calls>();
     auto engine = initialize(model, adamw_config(stage, 1), comm::Mesh());
     const io::TempFolder dir;
-    const at::Tensor x = at::ones({4, 2}), loss = engine.forward(x);
+    const at::Tensor x = at::ones({4, 2}), loss = engine.forward(x), plain_loss = engine.forward(x);
+    const at::Tensor weight = model->layer->weight;
     const std::vector<std::function<void()>> calls{[&] { engine.forward(x); },
                                                    [&] { engine.backward(loss); },
                                                    [&] { engine.step(); },
@@ -287,6 +289,18 @@ TEST(Engine, CallsComeFromOneThreadAtATime) {
                                                    [&] { engine.core().finish_update(); },
                                                    [&] { engine.core().join(); },
                                                    [&] { engine.core().reload_states(); },
+                                                   [&] { plain_loss.backward(); },
+                                                   [&] { const GatheredParameters region(engine, {weight}); },
+                                                   [&] { const GatheredParameters region(engine, {weight}, 0); },
+                                                   [&] { engine.states().full_param(weight); },
+                                                   [&] { engine.states().set_full_param(weight, at::ones({2, 2})); },
+                                                   [&] { engine.set_gradient_accumulation_steps(2); },
+                                                   [&] { engine.set_gradient_accumulation_boundary(false); },
+                                                   [&] { engine.set_micro_batch_size(3); },
+                                                   [&] { engine.count_empty_steps(); },
+                                                   [&] { engine.mean(x); },
+                                                   [&] { engine.register_external_parameter(*model, weight); },
+                                                   [&] { engine.wait_for_checkpoint(); },
                                                    [&] { engine.destroy(); }};
     for (const auto& call : calls) {
       std::string other;
@@ -294,12 +308,57 @@ TEST(Engine, CallsComeFromOneThreadAtATime) {
       engine.forward(x);
       EXPECT_HAS(other, ": another thread is in forward of this engine; calls come from one thread at a time");
     }
-    model->inside = [&] { engine.zero_grad(); };
+    model->inside = [&] {  // what reads, and this thread's own calls
+      std::thread([&] { EXPECT_EQ(engine.gradient_accumulation_steps() + engine.global_steps(), 1); }).join();
+      engine.zero_grad();
+    };
     engine.forward(x);
     std::thread([&] {
       engine.backward(loss);
       EXPECT_TRUE(engine.step());
     }).join();
+  }
+}
+
+// A node whose backward runs a backward of its own, and so on. From some depth on, autograd runs them on threads of a pool.
+struct Nested : torch::autograd::Function<Nested> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            const std::function<at::Tensor(at::Tensor)>* body, int64_t depth) {
+    context->save_for_backward({x});
+    context->saved_data["body"] = reinterpret_cast<int64_t>(body);
+    context->saved_data["depth"] = depth;
+    return (*body)(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& grads) {
+    const c10::AutoGradMode with_grad(true);
+    const auto* body =
+        reinterpret_cast<const std::function<at::Tensor(at::Tensor)>*>(context->saved_data["body"].toInt());
+    const int64_t depth = context->saved_data["depth"].toInt();
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    const at::Tensor y = depth > 0 ? apply(x, body, depth - 1) : (*body)(x);
+    y.backward(grads[0]);
+    return {x.grad(), {}, {}};
+  }
+};
+
+TEST(Engine, AutogradsOwnThreadsWorkForABackward) {
+  struct Deep : torch::nn::Module {
+    Deep() : layer(register_module("layer", torch::nn::Linear(2, 2))) {}
+    at::Tensor forward(const at::Tensor& x) { return Nested::apply(x, &body, 100).sum(); }
+    torch::nn::Linear layer;
+    std::set<std::thread::id> threads;
+    const std::function<at::Tensor(at::Tensor)> body = [this](const at::Tensor& x) {
+      threads.insert(std::this_thread::get_id());
+      return layer(x);
+    };
+  };
+  for (const int stage : {0, 1, 3}) {
+    const auto model = std::make_shared<Deep>();
+    auto engine = initialize(model, adamw_config(stage, 1), comm::Mesh());
+    engine.backward(engine.forward(at::ones({4, 2}).requires_grad_()));
+    EXPECT_GT(model->threads.size(), 1U);
+    EXPECT_TRUE(engine.step());
   }
 }
 
@@ -501,7 +560,11 @@ TEST(Engine, HasWhatProgramsReadOfTheCore) {
   const auto& seen = engine;
   EXPECT_EQ(seen.groups().front().lr, 0.5);
   EXPECT_EQ(seen.states().full_param("bias").sizes(), at::IntArrayRef({1}));
-  EXPECT_FALSE(engine.offload_plan().text().empty());
+  EXPECT_FALSE(seen.offload_plan().text().empty());
+  EXPECT_EQ(seen.module_state_dict()["bias"].sizes(), at::IntArrayRef({1}));
+  EXPECT_HAS(testing::error_of<UsageError>([&] { std::ignore = seen.comm_summary(); }), "set comms_logger.enabled");
+  engine.backward(engine.forward(at::ones({3, 2})).sum());
+  EXPECT_NEAR(seen.grad_norm(), std::sqrt(27.0) / 2, 1e-5);  // of a half of the gradients (3, 3) and 3
 }
 
 // A rank that leaves by an error waits for none, and the other never comes to its own end before; nothing is lost.

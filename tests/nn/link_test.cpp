@@ -113,8 +113,7 @@ void train_linked(const comm::Parts& parts, int zero, const Weights& expected, c
   const auto dtype = half ? at::kHalf : at::kFloat;
   std::optional<LinkSender> sender;
   std::optional<LinkReceiver> receiver;
-  parts.part == 0 ? (void)sender.emplace(kLink, parts, &engine.core())
-                  : (void)receiver.emplace(kLink, parts, &engine.core());
+  parts.part == 0 ? (void)sender.emplace(kLink, parts, engine) : (void)receiver.emplace(kLink, parts, engine);
   for (int step = 0; step < kRounds; ++step) {
     for (int micro = 0; sender && micro < kMicro; ++micro)
       sender->send(engine.forward(Tensors{part_of(data(step, micro).inputs[0], parts.mesh).to(dtype)}),
@@ -145,8 +144,8 @@ void train_over_each_other(const std::vector<comm::Parts>& parts, int zero, cons
                       {.parts_alone = true});
   Engine<Part> target(second, link_config(zero, sizes_of(parts[1].shapes[1])), parts[1].mesh, nullptr,
                       {.parts_alone = true});
-  LinkSender sender(kLink, parts[0], &source.core());
-  LinkReceiver receiver(kLink, parts[1], &target.core());
+  LinkSender sender(kLink, parts[0], source);
+  LinkReceiver receiver(kLink, parts[1], target);
   for (int step = 0; step < kRounds; ++step) {
     at::Tensor total;
     for (int micro = 0; micro < kMicro; ++micro) {

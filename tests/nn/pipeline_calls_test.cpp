@@ -1,11 +1,13 @@
 // What one stage's engine does beside batches, and what a program calls between them.
 #include <gtest/gtest.h>
+#include <torch/data.h>
 
 #include <filesystem>
 #include <mutex>
 #include <tuple>
 
 #include "tessera/base/error.h"
+#include "tessera/nn/data.h"
 #include "tessera/nn/pipeline.h"
 #include "tests/io/temp_folder.h"
 #include "tests/nn/stages.h"
@@ -46,7 +48,71 @@ Layers grafted(std::vector<Grafted>& made) {
   return list;
 }
 
+// Examples are their own numbers.
+struct Numbers : torch::data::Dataset<Numbers, int64_t> {
+  int64_t get(size_t index) override { return static_cast<int64_t>(index); }
+  std::optional<size_t> size() const override { return 30; }
+};
+
+struct Fed {
+  std::vector<double> losses;
+  std::map<std::pair<int, int>, std::vector<int64_t>> given;  // by stage and data-parallel rank
+};
+
+// Trains until `steps`, from the folder `from` on, and saves after two steps.
+Fed feed(const Case& c, int64_t steps, const std::string& from, const std::string& to) {
+  Fed fed;
+  std::mutex mutex;
+  testing::run_stages(c, [&](const comm::Parts& parts) {
+    Pipeline engine(c.list(parts.mesh), c.config(), parts, c.options());
+    Loader loader(Numbers{}, engine, {.seed = 5});
+    RepeatingLoader batches(loader);
+    std::vector<int64_t> mine;
+    std::vector<double> losses;
+    if (!from.empty()) loader.load_state(engine.load_checkpoint(from).client.at("loader"));
+    while (engine.global_steps() < steps) {
+      losses.push_back(engine.train_batch([&](int64_t) -> MicroBatch {
+        const std::vector<int64_t> batch = batches.next();
+        mine.insert(mine.end(), batch.begin(), batch.end());
+        const at::Tensor x = at::tensor(batch, at::kFloat).view({-1, 1}) / 30;
+        return {{x.expand({-1, 6})}, {x.expand({-1, 3})}};
+      }));
+      if (engine.global_steps() == 2 && !to.empty()) engine.save_checkpoint(to, {}, {{"loader", loader.state()}});
+    }
+    const std::scoped_lock lock(mutex);
+    fed.losses = losses;
+    fed.given[{engine.stage(), engine.rank()}] = mine;
+  });
+  return fed;
+}
+
 }  // namespace
+
+// Ranks of data parallel have other examples, the first and the last stage of one the same; a checkpoint has the position, also for
+// other stages.
+TEST(PipelineCalls, ALoaderFeedsAPipelineAndGoesOnWithItsCheckpoints) {
+  const std::vector<Case> cases{{.stages = 2, .micro_batches = 2},
+                                {.stages = 4, .micro_batches = 2},
+                                {.stages = 2, .ranks = 2, .zero = 1, .micro_batches = 2}};
+  for (const Case& c : cases) {
+    const io::TempFolder folder;
+    const Fed straight = feed(c, 5, "", folder.path());
+    std::multiset<int64_t> pass;
+    for (const auto& [of, mine] : straight.given) {
+      EXPECT_EQ(mine,
+                of.first == 0 || of.first == c.stages - 1 ? straight.given.at({0, of.second}) : std::vector<int64_t>());
+      if (of.first == 0) pass.insert(mine.begin(), mine.begin() + 30 / c.ranks);
+    }
+    EXPECT_EQ(std::set<int64_t>(pass.begin(), pass.end()).size(), 30U) << c.name();
+    for (const Case& other : cases) {
+      if (other.ranks != c.ranks) continue;
+      const Fed rest = feed(other, 5, folder.path(), "");
+      EXPECT_EQ(rest.losses, (std::vector<double>(straight.losses.begin() + 2, straight.losses.end()))) << other.name();
+      const std::vector<int64_t>& all = straight.given.at({0, 0});
+      EXPECT_EQ(rest.given.at({0, 0}), (std::vector<int64_t>(all.begin() + 12, all.end())));
+    }
+  }
+}
 
 TEST(PipelineCalls, AMaskedLossIsOverTheTokensOfAllRanks) {
   const Case c{.ranks = 2, .zero = 1};

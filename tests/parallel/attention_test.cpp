@@ -101,6 +101,10 @@ TEST(Attention, Errors) {
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q, q.narrow(2, 0, 1)); }),
              "2 key heads and 1 value heads");
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q[0], q, q); }), "4 dims");
+  SequenceAttention attention(local, {group});
+  const auto other = std::move(attention);
+  EXPECT_HAS(error_of([&] { attention(q, q, q); }), "an attention that was moved from");  // NOLINT
+  EXPECT_HAS(error_of([&] { to_sequence(q, {}, {}); }), "set SequenceCut::group");
 }
 
 }  // namespace tessera::parallel

@@ -61,6 +61,34 @@ def test_weight_files_are_written_and_read(max_size: int | None, tmp_path: Path)
         checkpoints.write_weights(tmp_path, "other.safetensors", {"b": second.to("meta")})
 
 
+def test_weights_of_dtypes_below_a_byte(tmp_path: Path) -> None:
+    """Those of safetensors' own writer and reader; what torch does not have spoils its own tensor only."""
+    packed = torch.arange(12, dtype=torch.uint8).view(4, 3).view(torch.float4_e2m1fn_x2)
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    safetensors_torch.save_file({"a": packed}, tmp_path / "theirs.safetensors")
+    checkpoints.write_weights(tmp_path, "ours.safetensors", {"a": packed})
+    theirs = safetensors_torch.load_file(tmp_path / "ours.safetensors")["a"]
+    ours = checkpoints.WeightReader(tmp_path / "theirs.safetensors")
+    assert ours.tensors() == {"a": (torch.float4_e2m1fn_x2, [4, 3])}
+    for found in (theirs, ours.read("a")):
+        assert torch.equal(found.view(torch.uint8), packed.view(torch.uint8))
+    assert torch.equal(ours.read("a", 1, [(1, 3)]).view(torch.uint8), packed[:, 1:].view(torch.uint8))
+
+    header = b"""{"a": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 3]},
+        "b": {"dtype": "U8", "shape": [2], "data_offsets": [3, 5]}}"""
+    path = tmp_path / "some.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"xxxab")
+    reader = checkpoints.WeightReader(path)
+    assert reader.tensors() == {"a": ("F6_E3M2", [4]), "b": (torch.uint8, [2])}
+    assert reader.read("b").tolist() == [97, 98]
+    with pytest.raises(tessera.errors.IoError, match="'a' has the dtype 'F6_E3M2'"):
+        reader.read("a")
+    model = torch.nn.Module()
+    model.register_buffer("b", torch.zeros(2, dtype=torch.uint8))
+    assert tessera.parallel.load_slices(model, path) == []
+    assert model.get_buffer("b").tolist() == [97, 98]
+
+
 def test_weights_for_other_tools(saved: Any, tmp_path: Path) -> None:
     folder, values, model = saved
     state = checkpoints.state_dict(folder)

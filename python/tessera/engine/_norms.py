@@ -22,16 +22,19 @@ class Norms:
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of `value` over the ranks that gradients are averaged over, without autograd. Collective."""
+        self._core.check_one_thread("sum")
         return _core.sum_over_batch(self._core.mesh(), value)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of `value` over the ranks that gradients are averaged over, without autograd. Collective."""
+        self._core.check_one_thread("mean")
         return _core.mean_over_batch(self._core.mesh(), value)
 
     def token_mean(self, sum: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
         """A loss of masked tokens: `sum` of this rank's losses (a scalar) and `count` of its tokens become the loss
         whose gradient, averaged over ranks as every step averages, is that of the mean over all tokens of all ranks;
         mean() of it is that mean. ConfigError where no rank has a token. Collective."""
+        self._core.check_one_thread("token_mean")
         return _core.token_mean(self._core.mesh(), sum, count)
 
     def grad_norm(self) -> float:

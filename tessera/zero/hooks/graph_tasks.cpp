@@ -40,6 +40,10 @@ bool Hooks::inside_task() {
   return torch::autograd::get_current_graph_task_id() != -1;
 }
 
+bool Hooks::on_autograd_thread(c10::DeviceType device) {
+  return inside_task() && (device != c10::DeviceType::CPU || current_graph_task().reentrant_depth_ > 0);
+}
+
 void Hooks::enter_forward() {
   const std::lock_guard lock(shared_->mutex);
   run_kept();

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from support import (
     shard_group,
     weights,
 )
+from tessera.errors import UsageError
 from torch import nn
 
 import tessera
@@ -465,6 +468,55 @@ def test_ranks_start_with_the_values_of_rank_0() -> None:
     want = weights(models[0])
     for values in run_ranks(3, body):
         assert same_bits(values, want)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_calls_come_from_one_thread_at_a_time(stage: int, tmp_path: Path) -> None:
+    model = make()
+    engine = tessera.Engine(model, config(stage))
+    weight = next(model.parameters())
+    loss, x = engine(*batch(0)), batch(0)[0]
+
+    def gather(modifier_rank: int | None) -> None:
+        with tessera.zero.GatheredParameters([weight], modifier_rank=modifier_rank):
+            pass
+
+    calls: list[Callable[[], object]] = [
+        lambda: loss.backward(),
+        lambda: gather(0),
+        lambda: engine.mean(x),
+        lambda: engine.token_mean(x.sum(), torch.tensor(1)),
+        lambda: tessera.state.get_full_fp32_param(engine, weight),
+        lambda: engine.set_train_batch_size(8),
+        lambda: engine.set_gradient_accumulation_boundary(False),
+        lambda: engine.wait_for_checkpoint(),
+        lambda: engine.save_checkpoint(tmp_path),
+    ]
+    if stage == 3:
+        calls += [lambda: gather(None), lambda: tessera.zero.register_external_parameter(model, weight)]
+    errors: list[str] = []
+
+    def of_another_thread(call: Callable[[], object]) -> None:
+        with pytest.raises((UsageError, RuntimeError)) as error:
+            call()
+        errors.append(str(error.value))
+
+    def inside(*_: Any) -> None:
+        for call in calls:
+            thread = threading.Thread(target=of_another_thread, args=(call,))
+            thread.start()
+            thread.join()
+        reader = threading.Thread(target=lambda: (engine.global_steps, engine.gradient_accumulation_steps()))
+        reader.start()
+        reader.join()
+
+    hook = model.register_forward_pre_hook(inside)
+    engine(*batch(1))
+    hook.remove()
+    assert len(errors) == len(calls)
+    assert all("another thread is in forward" in error for error in errors), errors
+    micro(engine, 2)
+    engine.destroy()
 
 
 def test_progress_line(caplog: pytest.LogCaptureFixture) -> None:
