@@ -70,6 +70,9 @@ TEST(Restore, DamageIsRefusedBeforeAnythingChanges) {
         "damaged");
     refused(manifest, [&] { put(manifest, contents(folder / "other/global_step3/manifest.json")); }, "global_step3");
     refused(manifest, [&] { std::filesystem::remove(manifest); }, "no complete checkpoint");
+    refused(manifest, [&] { std::filesystem::resize_file(manifest, 0); }, "manifest.json' is empty");
+    refused(
+        manifest, [&] { std::filesystem::resize_file(manifest, 90); }, "manifest.json' ends in the middle, after 90 b");
     for (int i = 0; i < 200; ++i) {
       refused(
           manifest,
@@ -193,9 +196,6 @@ TEST(Restore, ARecordOfARunIsCheckedByKey) {
   });
 }
 
-TEST(Restore, WhatDoesNotFitIsListedAtOnce) {
-  const TempFolder folder;
-  run_ranks(2, [&](int, const comm::GroupPtr& group) {
 // States of one optimizer mean something else to another, also where the names are the same; what Adam has is AdamW's and torch's, too.
 TEST(Restore, StatesOfAnotherOptimizerAreRefusedOnAllRanks) {
   using Json = nlohmann::ordered_json;
@@ -275,6 +275,9 @@ TEST(Restore, StatesOfAnotherOptimizerAreRefusedOnAllRanks) {
   }
 }
 
+TEST(Restore, WhatDoesNotFitIsListedAtOnce) {
+  const TempFolder folder;
+  run_ranks(2, [&](int, const comm::GroupPtr& group) {
     const Toy toy(5);
     Engine engine = toy_engine({.stage = 1}, toy, group);
     engine.checkpoints().save(folder.path(), {});
