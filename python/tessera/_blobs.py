@@ -33,16 +33,32 @@ _PLAIN = (bool, int, float, complex, str, bytes)
 
 
 def pickled(value: Any, what: str) -> bytes:
-    """ConfigError that says `what` where it cannot be pickled."""
-    out = io.BytesIO()
+    """ConfigError that says `what`, and of a dict all keys whose values cannot be pickled."""
     try:
-        torch.save(_mapped(value, _packed, {}), out)
+        return _bytes_of(value)
     except Exception as error:  # any kind of error that objects of a client have
         ours = isinstance(error, pickle.PicklingError) or "pickle" in str(error)  # else of an object's own code
-        raise ConfigError(f"[checkpoint] {what} holds what Python's pickle cannot save: {error}") from (
+        wrong = _wrong_keys(value) or str(error)
+        raise ConfigError(f"[checkpoint] {what} holds what Python's pickle cannot save: {wrong}") from (
             None if ours else error
         )
+
+
+def _bytes_of(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(_mapped(value, _packed, {}), out)
     return out.getvalue()
+
+
+def _wrong_keys(value: Any) -> str:
+    """Each key of a dict whose value cannot be pickled, with the reason."""
+    wrong = []
+    for key, item in value.items() if isinstance(value, dict) else ():
+        try:
+            _bytes_of(item)
+        except Exception as error:
+            wrong.append(f"{key!r:.80}: {error}")
+    return "; ".join(wrong)
 
 
 def unpickled(data: bytes, what: str, trusted: bool) -> Any:

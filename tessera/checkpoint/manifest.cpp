@@ -58,6 +58,12 @@ std::optional<std::string> bytes_of(const std::string& hex) {
 }
 
 void check_seal(const std::string& text, const std::string& path) {
+  const size_t end = text.find_last_not_of(" \n");
+  TESSERA_CHECK_IO(
+      end != std::string::npos && text[end] == '}', "checkpoint", "'", path,
+      end == std::string::npos ? "' is empty" : c10::str("' ends in the middle, after ", text.size(), " bytes"),
+      ": a copy that ended early, or a disk that was full, has cut it off; copy the checkpoint again, or load "
+      "another tag");
   const size_t start = kSealBefore.size() + kHexDigits + kSealAfter.size();
   const bool whole = text.size() > start && text.starts_with(kSealBefore) &&
                      text.compare(start - kSealAfter.size(), kSealAfter.size(), kSealAfter) == 0;

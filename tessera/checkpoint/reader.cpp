@@ -309,11 +309,8 @@ std::string Reader::blob(const std::string& name) const {
 std::string manifest_text(const std::string& dir, const std::string& tag, const DeepSpeedHints& hints) {
   check_tag(tag);
   const std::string folder = folder_of(dir, tag), path = (std::filesystem::path(folder) / kManifestName).string();
-  std::string text;
-  if (std::filesystem::exists(path))
-    text = io::read_text(path, kManifestLimit);
-  else
-    text = deepspeed::manifest_of(folder, hints);
+  if (std::filesystem::exists(path)) return io::read_text(path, kManifestLimit);
+  std::string text = deepspeed::manifest_of(folder, hints);
   TESSERA_CHECK_IO(!text.empty(), "checkpoint", "there is no complete checkpoint '", tag, "' in '", dir, "': '", path,
                    "' is missing, and so are ", deepspeed::kLookedFor);
   return text;

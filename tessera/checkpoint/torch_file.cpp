@@ -42,14 +42,50 @@ void write_torch_file(const c10::IValue& value, const std::function<void(const v
   if (error) std::rethrow_exception(error);
 }
 
-std::string to_torch_file(const c10::IValue& value, const std::string& what) try {
+namespace {
+
+std::string bytes_of(const c10::IValue& value) {
   std::string bytes;
   const c10::IValue on_host = value.deepcopy(at::Device(at::kCPU));
   write_torch_file(on_host, [&](const void* part, size_t size) { bytes.append(static_cast<const char*>(part), size); });
   return bytes;
-} catch (const c10::Error& error) {
-  TESSERA_CHECK_VALUE(false, "checkpoint", what,
-                      " holds what a file of torch.save() cannot: ", error.what_without_backtrace());
+}
+
+// Adds what of a value cannot be written, each by its place, as "'a'[2]: an undefined tensor".
+void add_wrong(const c10::IValue& value, const std::string& place, std::vector<std::string>& wrong) {
+  const size_t before = wrong.size();
+  if (value.isGenericDict()) {
+    for (const auto& item : value.toGenericDict()) {
+      const std::string key = item.key().isString() ? "'" + item.key().toStringRef() + "'" : c10::str(item.key());
+      add_wrong(item.value(), place.empty() ? key : c10::str(place, "[", key, "]"), wrong);
+    }
+  } else if (value.isList() || value.isTuple()) {
+    const auto parts = value.isTuple() ? value.toTupleRef().elements().vec() : value.toListRef().vec();
+    for (size_t i = 0; i < parts.size(); ++i)
+      add_wrong(parts[i], c10::str(place, "[", i, "]"), wrong);
+  } else if (value.isTensor() && !value.toTensor().defined()) {
+    wrong.push_back(place + ": an undefined tensor");
+  }
+  if (wrong.size() > before || (value.isTensor() && !value.toTensor().defined())) return;
+  try {
+    bytes_of(value);
+  } catch (const c10::Error& error) {
+    const std::string text = error.what_without_backtrace();
+    wrong.push_back(c10::str(place, place.empty() ? "" : ": ", text.substr(0, text.find('\n'))));
+  }
+}
+
+}  // namespace
+
+std::string to_torch_file(const c10::IValue& value, const std::string& what) {
+  std::vector<std::string> wrong;
+  try {
+    return bytes_of(value);
+  } catch (const c10::Error&) {
+    add_wrong(value, "", wrong);
+  }
+  TESSERA_FAIL(c10::ValueError, "[checkpoint] ", what,
+               " holds what a file of torch.save() cannot: ", c10::Join("; ", wrong));
 }
 
 c10::IValue from_torch_file(const std::string& bytes, const std::string& what) try {

@@ -38,8 +38,21 @@ class PointToPoint {
   virtual void settle(int64_t number) = 0;
   // Lets go of all that was sent, likewise.
   virtual void flush() = 0;
+
+  // The number after the highest that a sibling of this way has had.
+  int64_t siblings() const { return siblings_; }
+
+ private:
+  friend std::shared_ptr<PointToPoint> sibling(const std::shared_ptr<PointToPoint>& way, int64_t number);
+  int64_t siblings_ = 0;
 };
 using PointToPointPtr = std::shared_ptr<PointToPoint>;
+
+// The same ranks with tags (below kSiblingTags) and a list of what was sent of its own: it takes nothing that was sent elsewhere, and its
+// flush() waits for nothing of that. Both ends have the same `number`, from 0. Sibling 0 has the tags of `way` itself; those from
+// kSiblingTags to 2 * kSiblingTags are of no sibling. UsageError behind the last number. Local.
+inline constexpr int kSiblingTags = 1 << 16;
+PointToPointPtr sibling(const PointToPointPtr& way, int64_t number);
 
 // `size` ranks that are threads of this process, over shared memory: element r is for the thread of rank r. `timeout`: longest
 // wait for a peer. Value error in a build without TESSERA_TORCH_BACKEND.

@@ -12,28 +12,28 @@ namespace {
 
 constexpr int kFailed = 1, kWrongUsage = 2;
 
-const std::vector<Command>& table() {
-  static const std::vector<Command> all{inspect_command(), export_command(),   deepspeed_command(), universal_command(),
-                                        check_command(),   estimate_command(), page_command(),      report_command()};
-  return all;
+std::vector<Command> table_of(const FrontEnd& front) {
+  return {inspect_command(), export_command(),        deepspeed_command(), universal_command(),
+          check_command(),   estimate_command(front), page_command(),      report_command()};
 }
 
 }  // namespace
 
 std::vector<Name> names() {
   std::vector<Name> found;
-  for (const Command& command : table())
+  for (const Command& command : table_of({}))
     found.push_back({command.syntax.command, command.syntax.summary});
   return found;
 }
 
 Result run(const std::vector<std::string>& arguments, const FrontEnd& front) {
   const std::string name = arguments.empty() ? "" : arguments.front();
+  const std::vector<Command> table = table_of(front);
   const auto command =
-      std::find_if(table().begin(), table().end(), [&](const Command& c) { return c.syntax.command == name; });
-  if (command == table().end()) {
+      std::find_if(table.begin(), table.end(), [&](const Command& c) { return c.syntax.command == name; });
+  if (command == table.end()) {
     std::vector<std::string> all;
-    for (const Command& one : table())
+    for (const Command& one : table)
       all.push_back(one.syntax.command);
     const std::string near = config::nearest(name, all);
     const std::string hint = near.empty() ? "; tessera --help lists them" : "; did you mean '" + near + "'?";

@@ -94,8 +94,8 @@ void estimate(const Arguments& given, const FrontEnd& front, Result& result) {
   std::error_code ignored;
   const bool known = parameters_of(model) || std::filesystem::exists(model, ignored);
   if (!known) {  // beside what is wrong with the configuration
-    result.errors =
-        "[estimate] '" + model + "' is no number of parameters, like 7B or 350M, and no file or folder that exists\n";
+    result.errors = "[estimate] '" + model + "' is no number of parameters, like 7B or 350M" +
+                    (front.sizes_of ? ", and no file or folder that exists\n" : "\n");
   }
   const std::vector<int64_t> all =
       given.has("--ranks") ? given.numbers("--ranks", 1) : std::vector<int64_t>{1, 2, 4, 8};
@@ -124,10 +124,13 @@ void estimate(const Arguments& given, const FrontEnd& front, Result& result) {
 
 }  // namespace
 
-Command estimate_command() {
+Command estimate_command(const FrontEnd& front) {
+  const char* const model = front.sizes_of
+                                ? "a number of parameters (7B), or a folder or file of a Hugging Face configuration"
+                                : "a number of parameters (7B)";
   return {{.command = "estimate",
            .summary = "What a rank holds of model states, in GB, by ZeRO stage and number of ranks.",
-           .needed = {{"model", "a number of parameters (7B), or a folder or file of a Hugging Face configuration"}},
+           .needed = {{"model", model}},
            .options = {{"--config", "of Tessera or DeepSpeed; default: bf16 with Adam", "CONFIG"},
                        {"--ranks", "all ranks of the job; default: 1 2 4 8", "N", true}}},
           estimate};

@@ -15,6 +15,7 @@
 #include "tessera/engine/accumulation.h"
 #include "tessera/engine/group_fields.h"
 #include "tessera/engine/logical.h"
+#include "tessera/engine/saved_run.h"
 #include "tessera/engine/together.h"
 #include "tessera/io/crc32c.h"
 #include "tessera/io/file.h"
@@ -345,6 +346,7 @@ std::vector<ClientTensor> Checkpointer::own_buffers(const ClientPart& client) {
 checkpoint::Manifest Checkpointer::manifest(const SaveOptions& options, const ClientPart& client) {
   checkpoint::Manifest manifest;
   Json run = run_of(engine_);
+  if (const std::string optimizer = optimizer_of(engine_); !optimizer.empty()) run["optimizer"] = optimizer;
   run["ranks"] = c10::str(ranks_.all(), ": ", spread_of(engine_.mesh()));
   run["client"] = Json::parse(client.run, nullptr, /*allow_exceptions=*/false);
   TESSERA_CHECK_VALUE(run["client"].is_object(), "checkpoint", "the client's part of the run is not a JSON object");

@@ -6,6 +6,8 @@
 #include <limits>
 
 #include "tessera/base/error.h"
+#include "tessera/engine/logical.h"
+#include "tessera/optim/types.h"
 
 namespace tessera::engine {
 namespace {
@@ -67,7 +69,13 @@ at::Tensor ClientStates::get_full(int param, const std::string& key) const {
                                     found == state.end() ? at::empty({0}, options) : found->second.toTensor().detach());
 }
 
+void ClientStates::check(const std::string& key, const at::Tensor& value) const {
+  const std::string wrong = wrong_state(optim::family_of(kept_.name()), key, value);
+  TESSERA_CHECK_VALUE(wrong.empty(), "state", kept_.name(), "'s state '", key, "' ", wrong);
+}
+
 void ClientStates::set_full(int param, const std::string& key, const at::Tensor& full) const {
+  check(key, full);
   const State state = kept_.state(param);
   const Kind kind = agreed(param, state, key);
   TESSERA_CHECK_VALUE(kind != Kind::Nothing, "state", kept_.name(), " has no state '", key,
@@ -97,6 +105,7 @@ void ClientStates::set_local(int param, const std::string& key, const at::Tensor
     TESSERA_CHECK_VALUE(part.numel() == 0, "state", "this rank has no state '", key, "' of this parameter");
     return;
   }
+  check(key, part);
   const int64_t size = kind == Kind::Number ? 1 : state.at(key).toTensor().numel();
   TESSERA_CHECK_VALUE(part.numel() == size, "state", "state '", key, "' has ", size, " values here, not ",
                       part.numel());

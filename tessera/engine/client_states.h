@@ -48,6 +48,7 @@ class ClientStates {
   using State = KeptStates::State;
   Kind kind_of(int param, const State& state, const std::string& key) const;
   Kind agreed(int param, const State& state, const std::string& key) const;
+  void check(const std::string& key, const at::Tensor& value) const;
   void refuse(Kind kind, const std::string& key, const State& state) const;
 
   Engine& core_;

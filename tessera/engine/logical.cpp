@@ -2,7 +2,11 @@
 
 #include <ATen/ops/scalar_tensor.h>
 
+#include <cmath>
+
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/node.h"
+#include "tessera/optim/types.h"
 
 namespace tessera::engine {
 
@@ -50,6 +54,23 @@ std::string file_name_of(const Engine& engine, const ParamSpec& spec) {
   return spec.name + checkpoint::suffix_of(place_of(engine, spec));
 }
 
+std::string wrong_state(const std::string& family, const std::string& key, const at::Tensor& value) {
+  if (!value.defined()) return "is an undefined tensor";
+  if (key == "step") {
+    if (value.numel() != 1) return c10::str("is one number, not a tensor of sizes ", value.sizes());
+    const auto step = value.item<double>();
+    const bool counts = step >= 0 && step <= static_cast<double>(checkpoint::Node::kLargestCount);
+    return counts && step == std::floor(step) ? ""
+                                              : c10::str("is a number of updates, a whole one from 0 on, not ", step);
+  }
+  const bool under_root =
+      key == "exp_avg_sq" || key == "max_exp_avg_sq" || key == "square_avg" || (key == "sum" && family == "Adagrad");
+  if (!under_root || value.numel() == 0 || !value.lt(0).any().item<bool>()) return "";
+  return c10::str(
+      "is a mean or sum of squares, of which the next update takes the root: none of it is below 0, and it has ",
+      value.min().item<double>());
+}
+
 std::optional<Quantity> OptimizerStates::quantity(const std::string& key) const {
   const optim::Rule rule = engine_.options().rule;
   TESSERA_CHECK_BUILT(rule != optim::Rule::External, "state", "'", key,
@@ -73,8 +94,15 @@ at::Tensor OptimizerStates::get_full(int param, const std::string& key) const {
               : at::scalar_tensor(static_cast<double>(engine_.layout().param_step(param)), at::kFloat);
 }
 
+void OptimizerStates::check(const std::string& key, const at::Tensor& value) const {
+  const std::string wrong = wrong_state(optim::family_of(optim::type_of(engine_.options().rule).name), key, value);
+  TESSERA_CHECK_VALUE(wrong.empty(), "state", "'", key, "' ", wrong);
+}
+
 void OptimizerStates::set_full(int param, const std::string& key, const at::Tensor& value) const {
-  if (const auto what = quantity(key))
+  const auto what = quantity(key);
+  check(key, value);
+  if (what)
     engine_.states().set_full(param, *what, value);
   else
     engine_.states().set_param_step(param, static_cast<int64_t>(value.item<double>()));
@@ -88,7 +116,9 @@ at::Tensor OptimizerStates::get_local(int param, const std::string& key) const {
 }
 
 void OptimizerStates::set_local(int param, const std::string& key, const at::Tensor& value) const {
-  if (const auto what = quantity(key))
+  const auto what = quantity(key);
+  if (what) check(key, value);
+  if (what)
     engine_.states().set_local(param, *what, value);
   else
     set_full(param, key, value);

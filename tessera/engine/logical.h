@@ -29,6 +29,10 @@ std::vector<std::vector<checkpoint::Along>> places_of(const Engine& engine, cons
 // The parameter's name with this rank's place.
 std::string file_name_of(const Engine& engine, const ParamSpec& spec);
 
+// Why a state of this name, of the family of optim::family_of(), cannot have these values: empty where it can. "step" is one count of
+// updates; of second moments and sums of squares torch takes roots.
+std::string wrong_state(const std::string& family, const std::string& key, const at::Tensor& value);
+
 // What the core's optimizer keeps of a trained parameter, by the key of torch's optimizer state: "exp_avg", and where the rule
 // counts updates "step", a tensor without dims. Values as of StateAccess, in fp32; undefined before there is one. Value error for
 // a missing key, not-implemented error where a client's optimizer has the states. Full values are collective.
@@ -42,6 +46,7 @@ class OptimizerStates {
 
  private:
   std::optional<Quantity> quantity(const std::string& key) const;  // none: "step"
+  void check(const std::string& key, const at::Tensor& value) const;
 
   Engine& engine_;
 };

@@ -19,6 +19,7 @@
 #include "tessera/io/concurrently.h"
 #include "tessera/io/file.h"
 #include "tessera/io/progress.h"
+#include "tessera/optim/types.h"
 #include "tessera/zero/memory_for.h"
 
 namespace tessera::engine {
@@ -80,10 +81,37 @@ const std::string& Restore::client_run() const {
   return run_->client;
 }
 
+// Says that the states are those of an optimizer to which they mean something else; empty where they are not. Before its first update
+// an optimizer has none.
+std::string Restore::other_optimizer() const {
+  const checkpoint::Manifest& manifest = reader_->manifest();
+  std::set<std::string> updated;
+  for (const checkpoint::ParamRecord& param : manifest.params)
+    if (param.trained && param.step > 0) updated.insert(param.name);
+  const std::string own = optimizer_of(*engine_), family = optim::family_of(own);
+  if (updated.empty() || family.empty()) return "";
+  std::string there = run_->optimizer;
+  if (there.empty()) {  // the states themselves say it
+    std::set<std::string> states;
+    for (const TensorRecord& record : manifest.tensors)
+      if (updated.contains(record.name) && !optim::may_have_state(family, record.kind)) states.insert(record.kind);
+    if (states.empty()) return "";
+    there = c10::str("another one, which has ", c10::Join(", ", states));
+  } else if (const std::string other = optim::family_of(there); other.empty() || other == family) {
+    return "";
+  }
+  return c10::str("its optimizer was ", there, ", here it is ", own,
+                  ", to which states and rates of that one mean something else; load the weights alone: "
+                  "load_module_only=True (in C++ Restore::Options{.optimizer = false, .run = false})");
+}
+
 void Restore::plan(Engine& engine) {
   engine_ = &engine;
   zero::StateAccess& states = engine.states();
   std::vector<std::string> problems;
+  if (options_.optimizer) problems = {other_optimizer()};
+  std::erase(problems, "");
+  const bool takes_states = options_.optimizer && problems.empty();
   std::set<std::string> used;
   const auto add = [&](const TensorRecord* record, int id, shard::Quantity quantity, const std::string& kind) {
     const shard::Form form = states.form(id);
@@ -114,7 +142,7 @@ void Restore::plan(Engine& engine) {
     if (master == nullptr) master = reader_->find(record->name, kWeight);
     if (spec.tensor.numel() > 0)
       add(master, id, spec.group >= 0 ? shard::Quantity::Master : shard::Quantity::Weight, "weight");
-    if (spec.group < 0 || !options_.optimizer || spec.tensor.numel() == 0) continue;
+    if (spec.group < 0 || !takes_states || spec.tensor.numel() == 0) continue;
     // One line a parameter.
     const auto names = optim::state_names(engine.options().rule, engine.groups());
     for (int i = 0; i < names.count && problems.size() == before; ++i) {

@@ -70,6 +70,7 @@ class Restore {
     shard::Quantity quantity;
   };
   void plan(Engine& engine);
+  std::string other_optimizer() const;
   void plan_accumulation();
   void check_room() const;
   void read_parts(io::Progress& progress);

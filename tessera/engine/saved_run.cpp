@@ -6,6 +6,7 @@
 #include "tessera/checkpoint/node.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/group_fields.h"
+#include "tessera/optim/types.h"
 
 namespace tessera::engine {
 
@@ -68,6 +69,14 @@ SavedRunAccumulation read_accumulation(const Node& node) {
 
 }  // namespace
 
+std::string optimizer_of(Engine& engine) {
+  const Options& options = engine.options();
+  if (options.rule == optim::Rule::External)
+    return options.client_optimizer.substr(0, options.client_optimizer.find(' '));
+  const bool decoupled = !engine.groups().empty() && engine.groups()[0].decoupled;
+  return options.rule == optim::Rule::Adam && decoupled ? "AdamW" : optim::type_of(options.rule).name;
+}
+
 SavedRun::SavedRun(const std::string& text, const std::string& path) {
   const Json json = checkpoint::parsed(text);
   const Node run{json, path, "run"};
@@ -90,6 +99,7 @@ SavedRun::SavedRun(const std::string& text, const std::string& path) {
     for (const auto& item : written.json.items())
       unwritten[item.key()] = written.at(item.key().c_str()).counter();
   }
+  if (run.has("optimizer")) optimizer = run.at("optimizer").text();
   if (run.has("ranks")) ranks = run.at("ranks").text();
   if (run.has("source")) run.at("source").object();
   client = "{}";

@@ -24,6 +24,9 @@ struct SavedRunAccumulation {
   double gradient_scale = 1;
 };
 
+// The optimizer's type, or a client's class, as optim::family_of() takes it; empty without one.
+std::string optimizer_of(Engine& engine);
+
 struct SavedRun {
   int64_t micro_steps = 0, global_steps = 0, skipped_steps = 0, global_samples = 0;
   std::optional<int64_t> begun, accumulation_steps;  // not in older files, nor in those of others
@@ -32,6 +35,7 @@ struct SavedRun {
   std::vector<nlohmann::ordered_json> groups;        // fields of each_field()
   std::optional<SavedRunAccumulation> accumulation;
   std::map<std::string, int64_t> unwritten;  // updates since a user wrote to a parameter, by name
+  std::string optimizer;                     // optimizer_of(); empty: not in older files, nor in those of others
   std::string ranks;                         // the ranks that saved it, and how they lay
   std::string client;                        // the front end's part, a JSON object
 

@@ -23,6 +23,7 @@
 #include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/torch_file.h"
 #include "tessera/config/resolve.h"
+#include "tessera/engine/logical.h"
 #include "tessera/engine/whole_shards.h"
 #include "tessera/nn/element_optimizer.h"
 #include "tessera/nn/torch_optimizer.h"
@@ -79,6 +80,13 @@ bool is_own_kind(const std::string& kind) {
   return own.contains(kind);
 }
 
+void check_step(const c10::IValue& value, const std::string& what) {
+  if (!value.isTensor() && !value.isInt() && !value.isDouble()) return;  // a class's own
+  const at::Tensor step = value.isTensor() ? value.toTensor() : at::scalar_tensor(value.toScalar(), at::kDouble);
+  const std::string wrong = engine::wrong_state("", "step", step);
+  TESSERA_CHECK_IO(wrong.empty(), "checkpoint", what, " is damaged: 'step' ", wrong);
+}
+
 // Adds the numbers of a blob of numbers(), or of Python's like, by parameter and key. Optimizers of torch in C++ count integers.
 void add_numbers(const std::string& blob, const std::string& what,
                  std::map<std::string, std::map<std::string, c10::IValue>>& numbers) {
@@ -92,6 +100,7 @@ void add_numbers(const std::string& blob, const std::string& what,
       const std::string& key = item.key().toStringRef();
       const c10::IValue& value = item.value();
       const bool is_count = key == "step" && value.isTensor() && value.toTensor().numel() == 1;
+      if (key == "step") check_step(value, what);
       numbers[param.key().toStringRef()][key] = is_count ? c10::IValue(value.toTensor().item<int64_t>()) : value;
     }
   }

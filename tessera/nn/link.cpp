@@ -5,8 +5,8 @@
 namespace tessera::nn {
 namespace {
 
-constexpr int kFirstTag = 1 << 16;  // clear of a pipeline's tags
-constexpr int kTags = 3;            // tags of a link
+constexpr int kFirstTag = comm::kSiblingTags;  // no pipeline over the same parts has it
+constexpr int kTags = 3;                       // tags of a link
 
 pipeline::LinkRanks ranks_of(const Link& link, const comm::Parts& parts, const engine::Engine* engine, bool sends) {
   const int mine = sends ? link.source : link.target, count = static_cast<int>(parts.shapes.size());

@@ -45,6 +45,22 @@ void check(const Config& config, const comm::Parts& parts, int chunks) {
                       parts.shapes.size(), " stages; it needs 2 stages");
 }
 
+// Where the ranks of a stage wait for each other, the batch of an engine that failed has ended their groups. Collective.
+void check_usable(const comm::Parts& parts) {
+  for (const comm::Axes axes : parts.shapes[parts.part].groups()) {
+    std::string ended;
+    try {
+      parts.mesh.group(axes)->barrier("whether the ranks of a stage can be used");
+    } catch (const c10::DistBackendError& error) {
+      ended = pipeline::first_line(error.what_without_backtrace());
+    }
+    TESSERA_CHECK(
+        ended.empty(), "pipeline", "the groups of this stage's ranks have ended (", ended,
+        "); where an earlier engine over the same comm::Parts has failed, a stage of several ranks needs them "
+        "made anew, as nn::environment_stages() gives them");
+  }
+}
+
 std::vector<pipeline::Tied> tied_of(const StageLayers& module) {
   std::vector<pipeline::Tied> tied;
   for (const auto& [key, stages] : module.ties()) {
@@ -59,6 +75,7 @@ std::vector<pipeline::Tied> tied_of(const StageLayers& module) {
 }  // namespace
 
 struct Pipeline::Built {
+  comm::Parts parts;  // with messages of this pipeline's own
   std::shared_ptr<StageLayers> module;
   std::shared_ptr<pipeline::Ties> ties;
 };
@@ -70,6 +87,10 @@ Pipeline::Built Pipeline::build(const Layers& layers, const Config& config, cons
   const pipeline::Building building = building_of(parts);
   check(config, parts, chunks);
   building.agree();
+  check_usable(parts);
+  building.agree();
+  comm::Parts own = parts;
+  own.p2p = pipeline::own_messages(*parts.everyone, parts.p2p);
   auto alike = pipeline::alike_of(config);
   alike.emplace_back("the number of layers", std::to_string(layers.size()));
   alike.emplace_back("chunks", std::to_string(chunks));
@@ -79,7 +100,7 @@ Pipeline::Built Pipeline::build(const Layers& layers, const Config& config, cons
   building.agree();
   pipeline::check_alike(*parts.everyone, {{"bounds of the parts", c10::str(c10::ArrayRef<int>(bounds))}});
   pipeline::check_ties(config, !module->ties().empty());
-  return {module, std::make_shared<pipeline::Ties>(ranks_of(parts), tied_of(*module), building)};
+  return {own, module, std::make_shared<pipeline::Ties>(ranks_of(own), tied_of(*module), building)};
 } catch (...) {
   end_building(parts);
 }
@@ -117,7 +138,7 @@ Pipeline::Pipeline(const Config& config, const comm::Parts& parts, const Pipelin
                    const Built& built) try
     : Session(built.module, config, parts.mesh, nullptr, recipe_of(options, *built.module),
               parts.part == 0 ? Part::First : Part::Other),
-      parts_(parts),
+      parts_(built.parts),
       options_(options),
       module_(built.module),
       schedule_(config.pipeline.schedule),

@@ -83,9 +83,11 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
     chosen.deepspeed = {save_options_.deepspeed->stage, live().mesh().size(comm::kBatchAxes)};
   engine::ClientPart part;
   live().checkpoints().on_all([&] {
+    std::vector<std::string> own;
     for (const auto& [name, value] : client)
-      TESSERA_CHECK_VALUE(!chosen.deepspeed || !checkpoint::deepspeed::is_own_key(name), "engine.save_checkpoint",
-                          "the program's values have a key that is DeepSpeed's own: ", name);
+      if (chosen.deepspeed && checkpoint::deepspeed::is_own_key(name)) own.push_back(name);
+    TESSERA_CHECK_VALUE(own.empty(), "engine.save_checkpoint",
+                        "the program's values have keys that are DeepSpeed's own: ", c10::Join(", ", own));
     part = client_part(client);
   });
   return noting([&] { return live().checkpoints().save(dir, chosen, std::move(part)); });

@@ -4,6 +4,7 @@
 #include <cctype>
 #include <cmath>
 #include <iomanip>
+#include <map>
 #include <sstream>
 #include <string_view>
 
@@ -120,6 +121,28 @@ const Type* find_torch_type(const std::string& name) {
        {kRate, {"rho", &G::alpha, 0, 1}, kEps, kDecay, kMaximize}}};
   const auto found = std::ranges::find_if(all, [&](const Type& one) { return one.name == name; });
   return found == all.end() ? nullptr : &*found;
+}
+
+std::string family_of(const std::string& type) {
+  const std::string name = type.substr(type.find_last_of(".:") + 1);
+  const bool of_torch = type.starts_with("torch.optim.") || type.starts_with("torch::optim::");
+  if (find_torch_type(name) == nullptr && find_type(name) == nullptr && !of_torch) return "";
+  if (name != type && !of_torch && !type.starts_with("tessera.") && !type.starts_with("tessera::")) return "";
+  return name == "AdamW" ? "Adam" : name;
+}
+
+bool may_have_state(const std::string& family, const std::string& state) {
+  static const std::map<std::string, std::vector<std::string>> known{
+      {"Adam", {"exp_avg", "exp_avg_sq"}},
+      {"SGD", {"momentum_buffer"}},
+      {"Lion", {"exp_avg"}},
+      {"Adagrad", {"sum"}},
+      {"Lamb", {"exp_avg", "exp_avg_sq"}},
+      {"Muon", {"momentum_buffer", "exp_avg", "exp_avg_sq"}}};
+  const auto own = known.find(family);
+  const bool is_known = std::ranges::any_of(
+      known, [&](const auto& each) { return std::ranges::find(each.second, state) != each.second.end(); });
+  return !is_known || own == known.end() || std::ranges::find(own->second, state) != own->second.end();
 }
 
 std::string cpp_types() {

@@ -46,6 +46,13 @@ const Type& type_of(Rule rule);
 // Types that no rule is for, by exact names: of torch::optim RMSprop, and Adam and AdamW for amsgrad; NAdam (momentum_decay in lr_decay),
 // RAdam, Adamax, Adadelta (rho in alpha). C++ programs have them by Rule::External; Python takes torch.optim's.
 const Type* find_torch_type(const std::string& name);
+// What two optimizers must have alike for the states of one to mean the same to the other. `type`: a name of these tables, or a class of
+// torch or Tessera with its path, as "torch.optim.adamw.AdamW". "Adam" for Adam and AdamW; empty for a client's own class, of
+// which nothing is known.
+std::string family_of(const std::string& type);
+// Whether an optimizer of the family may have a state of that name, which is one of state_names() of some rule; true where nothing is
+// known of either.
+bool may_have_state(const std::string& family, const std::string& state);
 // All that a configuration can name in C++, for messages.
 std::string cpp_types();
 // How many values a type keeps for each element beside the master; for Muon the most, of parameters that are no matrices.

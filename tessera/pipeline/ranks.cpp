@@ -43,6 +43,14 @@ std::vector<std::string> texts_of(comm::Group& everyone, const std::string& own,
   return texts;
 }
 
+comm::PointToPointPtr own_messages(comm::Group& everyone, const comm::PointToPointPtr& way) {
+  if (way == nullptr) return nullptr;
+  double number = 0;
+  for (const auto& row : rows_of(everyone, {static_cast<double>(way->siblings())}, "pipelines over the same ranks"))
+    number = std::max(number, row[0]);
+  return comm::sibling(way, static_cast<int64_t>(number));
+}
+
 void agree(comm::Group& everyone, const std::string& problem, at::Device device) {
   const auto texts = texts_of(everyone, problem, "whether all ranks go on", device);
   const auto other = std::ranges::find_if(texts, [](const std::string& text) { return !text.empty(); });

@@ -20,6 +20,10 @@ std::vector<std::string> texts_of(comm::Group& everyone, const std::string& own,
 // none, and then StageFailed with what another rank's says, where that has one. Collective.
 void agree(comm::Group& everyone, const std::string& problem, at::Device device = at::kCPU);
 
+// Messages of a pipeline's own between ranks that may have had others over the same `way`: whatever became of an earlier one, a later one
+// takes none of its messages and waits for none. Null where `way` is. Collective.
+comm::PointToPointPtr own_messages(comm::Group& everyone, const comm::PointToPointPtr& way);
+
 // Stages are runs of neighbours of equal size. The ranks of one stage are an engine, those of one place in their stages send
 // each other what goes between stages.
 struct Ranks {

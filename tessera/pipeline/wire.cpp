@@ -14,8 +14,7 @@ enum What : int64_t { kTensors, kFailure, kTaken };
 enum Field : size_t { kWhat, kNumber, kForm, kNote, kSoFar, kFields };
 
 constexpr const char* kOfAnother =
-    "of an engine that has ended over the same ranks; in C++ a new engine needs comm::Parts made anew, as "
-    "nn::environment_stages() gives them";
+    "of an earlier link between the same ranks; each link of two parts has an nn::Link::number of its own";
 
 // A form has, for each tensor: dims (-1: undefined), dtype, whether it requires a gradient, sizes.
 std::vector<int64_t> form_of(const Tensors& tensors) {

@@ -270,6 +270,7 @@ int64_t StateAccess::param_step(ParamId param) const {
 }
 
 void StateAccess::set_param_step(ParamId param, int64_t step) {
+  TESSERA_CHECK_VALUE(step >= 0, "state", "'step' is a number of updates, a whole one from 0 on, not ", step);
   const Place& place = units_.trained(param, "set_param_step");
   place.unit->set_step(*place.param, step);
 }

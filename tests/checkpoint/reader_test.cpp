@@ -188,6 +188,12 @@ TEST(Open, ByFolderAndTag) {
   EXPECT_HAS(refused([&] { open(folder.path(), "../first"); }), "a tag is the name of one folder");
   EXPECT_HAS(opened("begun"), "there is no complete checkpoint 'begun'");
   EXPECT_HAS(opened("begun"), "and so are DeepSpeed's '*_model_states.pt'");
+  const std::string manifest = folder / "second/manifest.json";
+  std::filesystem::resize_file(manifest, std::filesystem::file_size(manifest) / 2);
+  EXPECT_HAS(opened("second"), c10::str("'", manifest, "' ends in the middle, after ",
+                                        std::filesystem::file_size(manifest), " bytes: a copy that ended early"));
+  std::filesystem::resize_file(manifest, 0);
+  EXPECT_HAS(opened("second"), c10::str("'", manifest, "' is empty: a copy that ended early, or a disk that was full"));
 }
 
 }  // namespace tessera::checkpoint

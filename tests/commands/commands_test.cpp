@@ -95,7 +95,7 @@ const std::vector<Case>& cases() {
        {"estimate", "7Q"},
        1,
        {},
-       {"[estimate] '7Q' is no number of parameters, like 7B or 350M, and no file or folder that exists"}},
+       {"[estimate] '7Q' is no number of parameters, like 7B or 350M\n"}},
       {"estimate of a typo, wrongly configured",
        {"estimate", "7Q", "--config", R"({"bf16": {"enabledd": true}})"},
        1,
@@ -160,6 +160,10 @@ TEST(Commands, AFrontEndAddsWhatItKnows) {
   };
   expect_parts(run({"estimate", "/", "--ranks", "2"}, front).output,
                {"     2      3       2.00       1.00       5.00       3.00"});
+  const std::string help = run({"estimate", "--help"}).output, more = run({"estimate", "--help"}, front).output;
+  expect_parts(help, {"a number of parameters (7B)\n"});
+  expect_parts(more, {"a number of parameters (7B), or a folder or file of a Hugging Face configuration\n"});
+  expect_parts(run({"estimate", "7Q"}, front).errors, {"like 7B or 350M, and no file or folder that exists"});
   const auto found = nlohmann::ordered_json::parse(run({"report", "--json"}, front).output);
   std::vector<std::string> names;
   for (const auto& [name, value] : found.items())

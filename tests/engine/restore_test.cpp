@@ -70,6 +70,9 @@ TEST(Restore, DamageIsRefusedBeforeAnythingChanges) {
         "damaged");
     refused(manifest, [&] { put(manifest, contents(folder / "other/global_step3/manifest.json")); }, "global_step3");
     refused(manifest, [&] { std::filesystem::remove(manifest); }, "no complete checkpoint");
+    refused(manifest, [&] { std::filesystem::resize_file(manifest, 0); }, "manifest.json' is empty");
+    refused(
+        manifest, [&] { std::filesystem::resize_file(manifest, 90); }, "manifest.json' ends in the middle, after 90 b");
     for (int i = 0; i < 200; ++i) {
       refused(
           manifest,
@@ -191,6 +194,85 @@ TEST(Restore, ARecordOfARunIsCheckedByKey) {
     }
     expect_same(values_of(engine).masters, before.masters, at::kFloat, "masters");
   });
+}
+
+// States of one optimizer mean something else to another, also where the names are the same; what Adam has is AdamW's and torch's, too.
+TEST(Restore, StatesOfAnotherOptimizerAreRefusedOnAllRanks) {
+  using Json = nlohmann::ordered_json;
+  using optim::Rule;
+  struct Here {
+    Rule rule;
+    const char* client = "";
+    const char* name;
+    bool decoupled = true;
+  };
+  const std::vector<Here> optimizers{
+      {Rule::Adam, "", "AdamW"},
+      {Rule::Adam, "", "Adam", false},
+      {Rule::Lion, "", "Lion"},
+      {Rule::Sgd, "", "SGD"},
+      {Rule::Adagrad, "", "Adagrad"},
+      {Rule::External, "Lamb (lr 0.1)", "Lamb"},
+      {Rule::External, "torch::optim::AdamW (lr 0.1)", "torch::optim::AdamW"},
+      {Rule::External, "torch.optim.nadam.NAdam [{'lr': 0.1}]", "torch.optim.nadam.NAdam"},
+      {Rule::External, "mine.AdamW [{'lr': 0.1}]", ""}};
+  const auto masters_of = [](Engine& engine) {
+    std::vector<at::Tensor> masters;
+    for (int i = 0; i < static_cast<int>(engine.params().size()); ++i)
+      masters.push_back(engine.states().get_full(i, Quantity::Master));
+    return masters;
+  };
+  const auto is_adam = [](const std::string& name) { return name == "Adam" || name.ends_with("AdamW"); };
+  for (const Here& there : optimizers) {
+    if (there.rule == Rule::External) continue;
+    for (const bool named : {true, false}) {
+      const TempFolder folder;
+      run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+        const auto built = [&](const Here& which, const Toy& toy) {
+          auto options = toy_options({.stage = 1});
+          options.rule = which.rule;
+          options.client_optimizer = which.client;
+          auto of_group = toy_adamw();
+          of_group.decoupled = which.decoupled;
+          return Engine(options, comm::Mesh(group), toy.specs(), {of_group});
+        };
+        const Toy toy;
+        Engine saved = built(there, toy);
+        train(saved, toy, rank, 0, 1);
+        saved.checkpoints().save(folder.path(), {});
+        if (rank == 0 && !named) {
+          const std::string path = folder / "global_step1/manifest.json";
+          Json json = Json::parse(io::read_text(path, 1 << 30));
+          json.erase("crc32c");
+          json["run"].erase("optimizer");
+          std::ofstream(path) << checkpoint::sealed(json.dump());
+        }
+        group->barrier();
+        for (const Here& here : optimizers) {
+          const Toy other(5);
+          Engine engine = built(here, other);
+          const auto before = masters_of(engine);
+          const auto error = [&](const engine::Restore::Options& options) {
+            return error_of([&] { std::ignore = engine.checkpoints().open(folder.path(), "", options); });
+          };
+          const std::string name = here.name, what = c10::str(there.name, " into ", here.client, name);
+          EXPECT_EQ(error({.optimizer = false, .run = false}), "") << what;
+          if (here.name == there.name || *here.name == 0 || (is_adam(name) && is_adam(there.name))) {
+            EXPECT_EQ(error({}), "") << what;
+            continue;
+          }
+          const std::string text = error({});
+          if (named) {
+            EXPECT_HAS(text, c10::str("its optimizer was ", there.name, ", here it is ", name, ", to which"));
+            EXPECT_HAS(text, "load the weights alone: load_module_only=True");
+          } else if (is_adam(there.name) && here.rule != Rule::External) {
+            EXPECT_HAS(text, "its optimizer was another one, which has exp_avg");
+          }
+          expect_same(masters_of(engine), before, at::kFloat, what);
+        }
+      });
+    }
+  }
 }
 
 TEST(Restore, WhatDoesNotFitIsListedAtOnce) {

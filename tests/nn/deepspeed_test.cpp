@@ -169,8 +169,9 @@ TEST(DeepSpeed, WhatCannotBeIsRefused) {
   const auto refused = [&](const auto& call) { return testing::error_of<c10::Error>(call); };
   auto net = net_of(1);
   auto engine = initialize(net, config_of(1, "deepspeed"));
-  EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), {}, {{"global_steps", int64_t{1}}}); }),
-             "DeepSpeed's own");
+  const ClientValues own{{"global_steps", int64_t{1}}, {"mine", int64_t{1}}, {"module", int64_t{1}}};
+  EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), {}, own); }),
+             "the program's values have keys that are DeepSpeed's own: global_steps, module");
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), engine::SaveOptions{.asynchronous = true}); }),
              "asynchronously");
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), engine::SaveOptions{.tag = "../x"}); }), "tag");

@@ -237,6 +237,24 @@ TEST(Session, CheckpointsAreAsTheConfigurationSays) {
     });
 }
 
+TEST(Session, AllClientValuesThatCannotBeSavedAreNamed) {
+  const io::TempFolder folder;
+  auto s = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD"}})");
+  c10::impl::GenericDict inner(c10::StringType::get(), c10::AnyType::get());
+  inner.insert("deep", at::Tensor());
+  inner.insert("fine", at::ones({1}));
+  const ClientValues client{{"epoch", int64_t{7}},
+                            {"gone", at::Tensor()},
+                            {"inner", inner},
+                            {"list", std::vector<at::Tensor>{at::ones({1}), at::Tensor()}}};
+  const std::string text = testing::error_of<c10::ValueError>([&] { s.save_checkpoint(folder.path(), {}, client); });
+  EXPECT_HAS(text,
+             "client_state holds what a file of torch.save() cannot: 'gone': an undefined tensor; "
+             "'inner'['deep']: an undefined tensor; 'list'[1]: an undefined tensor");
+  EXPECT_EQ(text.find("epoch"), std::string::npos);
+  EXPECT_FALSE(std::filesystem::exists(folder / "latest"));
+}
+
 // An option that is given changes that one alone.
 TEST(Session, OptionsOfASaveAreTakenOneByOne) {
   using Save = engine::SaveOptions;

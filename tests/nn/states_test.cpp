@@ -4,6 +4,8 @@
 #include <torch/nn.h>
 #include <torch/optim/adam.h>
 
+#include <cmath>
+
 #include "tessera/nn/engine.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
@@ -58,6 +60,7 @@ TEST(States, ByParameterAndByAnyName) {
           EXPECT_EQ(states.full_state(weight, "step").item<float>(), 1);
           EXPECT_EQ(states.full_state("0.weight", "exp_avg").sizes(), (at::IntArrayRef{5, 3}));
 
+          const auto text = [&](const auto& call) { return error_of<c10::ValueError>(call); };
           const at::Tensor values = at::arange(15, at::kFloat).view({5, 3}) / 8;
           states.set_full_param("0.weight", values);
           states.set_full_state(weight, "exp_avg_sq", values);
@@ -74,9 +77,19 @@ TEST(States, ByParameterAndByAnyName) {
           EXPECT_TRUE(states.full_param("0.weight").equal(values + 1));
           EXPECT_TRUE(states.full_state("0.weight", "exp_avg").equal(values + 1));
 
+          for (const at::Tensor& step : {at::tensor(-5), at::tensor(2.5), at::tensor(NAN), at::tensor(INFINITY),
+                                         at::tensor(1e300, at::kDouble), at::ones({2}), at::Tensor()}) {
+            EXPECT_HAS(text([&] { states.set_full_state(weight, "step", step); }), "[state] 'step' is ") << step;
+            EXPECT_HAS(text([&] { states.set_local_state(weight, "step", step); }), "[state] 'step' is ");
+          }
+          EXPECT_HAS(
+              text([&] { states.set_full_state(weight, "exp_avg_sq", values - 1); }),
+              "'exp_avg_sq' is a mean or sum of squares, of which the next update takes the root: none of it is below "
+              "0, and it has -1");
+          EXPECT_EQ(states.local_state("0.weight", "step").item<float>(), 7);
+
           EXPECT_FALSE(states.full_param("1.weight").defined()) << "frozen";
           EXPECT_FALSE(states.local_state("1.weight", "exp_avg").defined());
-          const auto text = [&](const auto& call) { return error_of<c10::ValueError>(call); };
           EXPECT_HAS(text([&] { states.set_full_param("1.weight", at::zeros({3, 5})); }), "it is not optimized");
           EXPECT_HAS(text([&] { states.full_param("2.weight"); }), "the module has no parameter '2.weight'");
           EXPECT_HAS(text([&] { states.full_param(at::ones({1})); }), "is not a parameter of the engine");
@@ -138,6 +151,12 @@ TEST(States, OfOptimizersThatRunThemselves) {
         states.set_local_state("0.weight", key, mine + 1);
       }
       EXPECT_TRUE(states.full_state("0.weight", key).equal(values + 1)) << key;
+      const bool under_root = key == "exp_avg_sq" || key == "max_exp_avg_sq" || key == "square_avg";
+      EXPECT_EQ(text([&] { states.set_full_state("0.weight", key, values - 1); }).empty(), !under_root) << key;
+      states.set_full_state("0.weight", key, values + 1);
+    }
+    for (const at::Tensor& step : {at::tensor(-5), at::tensor(2.5), at::tensor(NAN), at::ones({2})}) {
+      EXPECT_HAS(text([&] { states.set_full_state("0.weight", "step", step); }), "'s state 'step' is ");
     }
     states.set_full_state("0.weight", "step", at::tensor(7));
     EXPECT_EQ(states.full_state("0.weight", "step").item<float>(), 7);

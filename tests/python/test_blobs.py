@@ -82,6 +82,10 @@ def test_what_cannot_be_pickled_or_read_is_named(tmp_path: Path) -> None:
     engine = saved(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"client_state.*pickle"):
         engine.save_checkpoint(tmp_path, client_state={"f": lambda: os})
+    many = {"f": lambda: os, "good": 1, 3: [lambda: os], "last": {"deep": open}}
+    with pytest.raises(ConfigError, match=r"client_state holds .*cannot save: 'f': .*; 3: ") as caught:
+        engine.save_checkpoint(tmp_path, client_state=many)
+    assert "'good'" not in str(caught.value)
     with_blob(tmp_path / "t", "client_state", b"PK\x03\x04 no more")
     for trusted in (False, True):
         with pytest.raises(IoError, match="client_state"):

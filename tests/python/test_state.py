@@ -110,6 +110,29 @@ def test_edits_of_parameters_are_read_back(stage: int, bf16: bool) -> None:
     engines(make(), 2, config(stage, bf16=bf16), body)
 
 
+@pytest.mark.parametrize("optimizer", [ADAM, {"type": "RMSprop", "params": {"lr": 0.01}}])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_values_that_no_update_could_take_are_refused(stage: int, optimizer: Any) -> None:
+    key = "exp_avg_sq" if optimizer is ADAM else "square_avg"
+
+    def body(engine: tessera.Engine, rank: int) -> Any:
+        engine(*batch(rank)).backward()
+        engine.step()
+        param = engine.module.head.weight
+        begin, end = state.local_range(engine, param)
+        writes = [state.set_full_optimizer_state, *([state.set_local_optimizer_state] if begin < end else [])]
+        for step in (-5.0, 2.5, float("nan"), float("inf")):
+            for write in writes:
+                with pytest.raises(ValueError, match="'step' is a number of updates, a whole one from 0 on"):
+                    write(engine, param, "step", torch.tensor(step))
+        with pytest.raises(ValueError, match=f"'{key}' is a mean or sum of squares, .* and it has -0.5"):
+            state.set_full_optimizer_state(engine, param, key, torch.full(param.shape, -0.5))
+        state.set_full_optimizer_state(engine, param, key, torch.zeros(param.shape))
+        assert state.get_full_optimizer_state(engine, param, "step").item() == 1
+
+    engines(make(), 2, config(stage, optimizer=optimizer, zero_allow_untested_optimizer=True), body)
+
+
 def test_frozen_and_foreign_parameters() -> None:
     model = make()
     model.head.bias.requires_grad_(False)

@@ -5,7 +5,10 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <algorithm>
+#include <limits>
 #include <map>
+#include <set>
 
 #include "tessera/base/error.h"
 #include "tessera/comm/c10d/gloo.h"
@@ -28,6 +31,43 @@ at::Tensor PointToPoint::share(const at::Tensor& tensor) {
 }
 
 namespace {
+
+class Sibling final : public PointToPoint {
+ public:
+  Sibling(PointToPointPtr way, int first_tag) : way_(std::move(way)), first_tag_(first_tag) {}
+  int rank() const override { return way_->rank(); }
+  int size() const override { return way_->size(); }
+  at::Device device() const override { return way_->device(); }
+  at::Tensor share(const at::Tensor& tensor) override { return way_->share(tensor); }
+
+  int64_t send(const at::Tensor& tensor, int to, int tag, Label label) override {
+    return *sent_.insert(way_->send(tensor, to, mine(tag), label)).first;
+  }
+  void receive(const at::Tensor& tensor, int from, int tag, Label label) override {
+    way_->receive(tensor, from, mine(tag), label);
+  }
+  at::Tensor take(at::IntArrayRef sizes, at::ScalarType dtype, int from, int tag, Label label) override {
+    return way_->take(sizes, dtype, from, mine(tag), label);
+  }
+  void settle(int64_t number) override {
+    sent_.erase(number);
+    way_->settle(number);
+  }
+  void flush() override {
+    while (!sent_.empty())
+      settle(*sent_.begin());
+  }
+
+ private:
+  int mine(int tag) const {
+    TESSERA_ASSERT(tag < kSiblingTags, "tag ", tag);
+    return tag < 0 ? tag : first_tag_ + tag;  // one below 0 is the way's error
+  }
+
+  const PointToPointPtr way_;
+  const int first_tag_;
+  std::set<int64_t> sent_;  // numbers of what nobody has asked for yet
+};
 
 class C10dPointToPoint final : public PointToPoint {
  public:
@@ -119,6 +159,14 @@ class C10dPointToPoint final : public PointToPoint {
 };
 
 }  // namespace
+
+PointToPointPtr sibling(const PointToPointPtr& way, int64_t number) {
+  constexpr int kApart = 2 * kSiblingTags;
+  TESSERA_CHECK(number <= std::numeric_limits<int>::max() / kApart, "comm", "messages between the same ranks have had ",
+                number, " siblings, of which each has tags of its own; make comm::Parts anew");
+  way->siblings_ = std::max(way->siblings_, number + 1);
+  return std::make_shared<Sibling>(way, static_cast<int>(number) * kApart);
+}
 
 PointToPointPtr c10d_point_to_point(c10::intrusive_ptr<c10d::Backend> backend, at::Device device) {
   return std::make_shared<C10dPointToPoint>(std::move(backend), device);

@@ -225,3 +225,56 @@ def test_moments_that_are_not_loaded_stay(name: str, tmp_path: Path) -> None:
         run(engine, rank, 1)
 
     engines(make(Net), 2, config(2, zero_allow_untested_optimizer=True), body, client=OPTIMIZERS[name])
+
+
+# By whose states it is that they are: the same letter, the same meaning.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW": ("a", {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}),
+    "Adam": ("a", {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}),
+    "torch's AdamW": ("a", {"client": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=False)}),
+    "Tessera's AdamW": ("a", {"client": lambda p: tessera.optim.AdamW(p, lr=0.1)}),
+    "Lion": ("l", {"optimizer": {"type": "Lion", "params": {"lr": 0.1}}}),
+    "SGD": ("s", {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}),
+    "torch's SGD": ("s", {"client": lambda p: torch.optim.SGD(p, lr=0.1)}),
+    "Lamb": ("m", {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}),
+    "NAdam": ("n", {"client": lambda p: torch.optim.NAdam(p, lr=0.1)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("there", "form"),
+    [*((name, "tessera") for name in ("AdamW", "torch's SGD", "Lamb", "NAdam")), ("AdamW", "deepspeed")],
+)
+def test_states_of_another_optimizer_are_refused(there: str, form: str, tmp_path: Path) -> None:
+    def engines_of(which: str, body: Callable[[Any, int], Any], seed: int) -> Any:
+        of = dict(OTHERS[which][1])
+        cfg = config(1, zero_allow_untested_optimizer=True, checkpoint={"format": form}, **of)
+        cfg.pop("client", None)
+        return engines(make(Net, seed=seed), 2, cfg, body, client=of.get("client"))
+
+    def save(engine: Any, rank: int) -> None:
+        run(engine, rank, 1)
+        engine.save_checkpoint(tmp_path)
+
+    def refuse(engine: Any, rank: int) -> None:
+        before, rates = weights(engine.module), [group["lr"] for group in engine.optimizer.param_groups]
+        with pytest.raises((ConfigError, tessera.errors.IoError), match=match):
+            engine.load_checkpoint(tmp_path)
+        assert all(torch.equal(value, before[name]) for name, value in weights(engine.module).items())
+        assert rates == [group["lr"] for group in engine.optimizer.param_groups]
+        engine.load_checkpoint(tmp_path, load_module_only=True)
+        run(engine, rank, 1)
+
+    def take(engine: Any, rank: int) -> None:
+        engine.load_checkpoint(tmp_path)
+        run(engine, rank, 1)
+
+    engines_of(there, save, 0)
+    for here, (letter, _) in OTHERS.items():
+        match = r"its optimizer was \S*(AdamW|SGD|Lamb|NAdam), here it is \S+, .*load_module_only=True"
+        same = letter == OTHERS[there][0]
+        if form == "deepspeed":  # which does not name it: where one has states that the other cannot have
+            if not same and here not in ("Lion", "SGD"):
+                continue
+            match = "its optimizer was another one, which has .*exp_avg_sq"
+        engines_of(here, take if same else refuse, 4)
