@@ -412,11 +412,13 @@ void Engine::set_gradient_accumulation_steps(int64_t steps) {
   impl_->options.gradient_accumulation_steps = steps;
 }
 
+  impl_->check_batch(steps, impl_->options.micro_batch_size);
 void Engine::set_micro_batch_size(int64_t samples) {
   TESSERA_CHECK_VALUE(samples >= 1, "engine", "the micro batch must be >= 1, got ", samples);
   impl_->options.micro_batch_size = samples;
 }
 
+  impl_->check_batch(impl_->options.gradient_accumulation_steps, samples);
 void Engine::begin_no_sync() {
   const OneThread::Call call(impl_->thread, "no_sync");
   impl_->check_accumulates("no_sync");
