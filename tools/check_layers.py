@@ -386,7 +386,10 @@ def check_tests(files: dict[str, str]) -> Iterator[Finding]:
             yield path, f"has no test {wanted}"
 
 
-PYTHONS_WORDS = re.compile(r"=(True|False|None)\b|\btessera\.(zero|state)\.|\bzero\.Init\b|\bmodifier_rank=")
+PYTHONS_WORDS = re.compile(
+    r"=(True|False|None)\b|\btessera\.(zero|state)\.|\bzero\.Init\b|\bmodifier_rank="
+    r"|context manager|\b(clip_grad_norm_|coalesce_grad_reduction|kwargs)\b"
+)
 OF_PYTHON = ("tessera/config/", "tessera/checkpoint/deepspeed/names.cpp")  # keys are explained by what Python has
 
 

@@ -25,6 +25,7 @@ namespace {
 
 std::shared_ptr<Engine> make_engine(engine::Options options, comm::Mesh mesh, std::vector<engine::ParamSpec> params,
                                     const std::vector<optim::GroupOptions>& groups) {
+  options.names = {.coalesce = "coalesce_grad_reduction", .clip_grad_norm = "clip_grad_norm_"};
   options.zero.reader_lock = [] { return std::make_shared<py::gil_scoped_acquire>(); };
   py::gil_scoped_release no_gil;
   auto engine = std::make_unique<Engine>(options, std::move(mesh), std::move(params), groups);

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/node.h"
 #include "tessera/config/elastic.h"
 #include "tessera/config/json.h"
 #include "tessera/config/json_text.h"
@@ -108,7 +109,10 @@ Batch Config::resolve_batch(int64_t data_parallel_size) const {
   const int64_t parts = std::max<int64_t>(1, out.gradient_accumulation_steps);
   out.micro_batch_size = micro ? *micro : *total / world / parts;
   const auto product = times(times(out.micro_batch_size, out.gradient_accumulation_steps), world);
-  out.train_batch_size = total ? *total : product.value_or(0);
+  require(
+      product && *product <= checkpoint::Node::kLargestCount && total.value_or(1) <= checkpoint::Node::kLargestCount,
+      kBatch, "the batch is too large: more than 2^52 samples, up to which they are counted. " + given);
+  out.train_batch_size = total ? *total : *product;
   // A quotient of zero makes the product zero too, so this also refuses batches smaller than the
   // world.
   require(out.train_batch_size > 0 && product == out.train_batch_size, kBatch,

@@ -242,7 +242,10 @@ std::string assign(const Key& key, const Field& field, const Json& value, std::s
   if (std::visit(Setter{key, value, warning}, field)) {
     return "";
   }
-  return "must be " + allowed(key) + ", got " + shown(value);
+  const bool whole = std::holds_alternative<int64_t*>(field) || std::holds_alternative<std::optional<int64_t>*>(field);
+  const double number = number_of(value).value_or(0);
+  const bool too_large = whole && number >= 9223372036854775808.0 && std::isfinite(number);
+  return "must be " + allowed(key) + ", got " + shown(value) + (too_large ? ", which is too large: below 2^63" : "");
 }
 
 }  // namespace tessera::config

@@ -123,6 +123,7 @@ zero::Accumulation& Engine::accumulation() {
   return impl_->here("accumulation").accumulation;
 }
 OneThread::Call Engine::enter(const char* call) {
+  impl_->live(call);
   return impl_->enter_all(call);
 }
 void Engine::check_one_thread(const char* call, bool together) {
@@ -217,7 +218,7 @@ void Engine::Impl::check_for_all(bool boundary, Fault& fault, const std::functio
 void Engine::Impl::check_may_step() const {
   live("step").early.on() ? model->units.check_not_away("step") : model->units.check_here("step");
   TESSERA_CHECK(!no_sync && !coalesce, "engine.step", "It is illegal to call Engine.step() inside ",
-                no_sync ? "no_sync" : "coalesce_grad_reduction", " context manager; leave it first");
+                no_sync ? "no_sync" : options.names.coalesce, "(); end that first");
 }
 
 void Engine::check_step() const {
@@ -325,15 +326,17 @@ double Engine::grad_norm(const std::string& fault) try {
 }
 
 double Engine::clip_grad_norm(double max_norm, const std::string& fault) try {
-  const OneThread::Call call = impl_->enter_all("clip_grad_norm_");
   Impl& m = *impl_;
-  zero::ShardedModel& model = m.live("clip_grad_norm_");
-  m.check_keeps_gradients("clip_grad_norm_");
+  const char* const name = m.options.names.clip_grad_norm;
+  const OneThread::Call call = m.enter_all(name);
+  zero::ShardedModel& model = m.live(name);
+  m.check_keeps_gradients(name);
   Impl::Fault why{fault, nullptr};
   m.check_for_all(true, why, [&] {
-    TESSERA_CHECK_VALUE(max_norm >= 0, "engine.clip_grad_norm_", "max_norm must be a number >= 0, got ", max_norm);
+    if (!(max_norm >= 0))
+      TESSERA_FAIL(c10::ValueError, "[engine.", name, "] max_norm must be a number >= 0, got ", max_norm);
   });
-  const double norm = m.norm_of("clip_grad_norm_(" + text_of(max_norm) + ")", why);
+  const double norm = m.norm_of(c10::str(name, "(", text_of(max_norm), ")"), why);
   const double scale = max_norm / (norm + 1e-6);
   if (!std::isfinite(norm) || !(scale < 1)) return norm;
   const c10::AutoGradMode no_grad(false);
@@ -407,21 +410,23 @@ void Engine::set_gradient_accumulation_steps(int64_t steps) {
   impl_->check_alone("set_gradient_accumulation_steps");
   impl_->check_accumulates("set_gradient_accumulation_steps", steps);
   TESSERA_CHECK_VALUE(steps >= 1, "engine", "gradient_accumulation_steps must be >= 1, got ", steps);
+  impl_->check_batch(steps, impl_->options.micro_batch_size);
   impl_->options.gradient_accumulation_steps = steps;
 }
 
 void Engine::set_micro_batch_size(int64_t samples) {
   impl_->check_alone("set_micro_batch_size");
   TESSERA_CHECK_VALUE(samples >= 1, "engine", "the micro batch must be >= 1, got ", samples);
+  impl_->check_batch(impl_->options.gradient_accumulation_steps, samples);
   impl_->options.micro_batch_size = samples;
 }
 
 void Engine::begin_no_sync() {
   const OneThread::Call call(impl_->thread, "no_sync");
   impl_->check_accumulates("no_sync");
-  TESSERA_CHECK(!impl_->no_sync, "engine.no_sync", "no_sync context manager reentry is unsupported");
-  TESSERA_CHECK(!impl_->coalesce, "engine.no_sync",
-                "no_sync inside coalesce_grad_reduction: it is already local there");
+  TESSERA_CHECK(!impl_->no_sync, "engine.no_sync", "no_sync() inside itself: it is local there already; leave it out");
+  TESSERA_CHECK(!impl_->coalesce, "engine.no_sync", "no_sync() inside ", impl_->options.names.coalesce,
+                "(): it is local there already; leave it out");
   impl_->no_sync = true;
 }
 
@@ -430,12 +435,13 @@ void Engine::end_no_sync() {
 }
 
 void Engine::begin_coalesce() {
-  const OneThread::Call call(impl_->thread, "coalesce_grad_reduction");
-  impl_->check_accumulates("coalesce_grad_reduction");
-  TESSERA_CHECK(!impl_->no_sync && !impl_->coalesce, "engine.coalesce_grad_reduction",
-                "coalesce_grad_reduction nested in ", impl_->no_sync ? "no_sync" : "itself", " is unsupported");
-  TESSERA_CHECK_VALUE(impl_->options.managed_accumulation, "engine.coalesce_grad_reduction",
-                      "managed_gradient_accumulation false already reduces once a step");
+  const char* const name = impl_->options.names.coalesce;
+  const OneThread::Call call(impl_->thread, name);
+  impl_->check_accumulates(name);
+  TESSERA_CHECK(!impl_->no_sync && !impl_->coalesce, "engine", name, ": inside ",
+                impl_->no_sync ? "no_sync()" : "itself", "; end that first");
+  TESSERA_CHECK_VALUE(impl_->options.managed_accumulation, "engine", name,
+                      ": managed_gradient_accumulation false already reduces once a step");
   impl_->coalesce = true;
 }
 

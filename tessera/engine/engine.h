@@ -31,7 +31,14 @@ struct Type;
 
 namespace tessera::engine {
 
+// What a front end calls that has another name in the other one, for errors.
+struct CallNames {
+  const char* coalesce = "coalesce";
+  const char* clip_grad_norm = "clip_grad_norm";
+};
+
 struct Options {
+  CallNames names;
   zero::Options zero;
   optim::Rule rule = optim::Rule::Adam;
   int64_t micro_batch_size = 1;  // samples of one rank in one forward; only counted
@@ -75,6 +82,9 @@ class Engine {
   // State error where the current stream is captured into a graph: zero/units.h, Note [Captured streams]. Forwards with
   // gradients, backwards and steps check it themselves, front ends before other work around these. Local.
   void check_not_captured(const char* call) const;
+
+  // UsageError that names the call once the engine is destroyed. Local.
+  void check_live(const char* call) const;
 
   // A call of a front end that is several of these, until the object goes: UsageError where another thread is in one, also on the
   // other ranks, which would wait for this one. check_one_thread(): the same of a part of a forward or a backward, which threads of

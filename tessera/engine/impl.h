@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/node.h"
 #include "tessera/engine/agreement.h"
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/engine.h"
@@ -94,6 +95,16 @@ struct Engine::Impl {
         !live(call).early.on(), "engine", call,
         ": with tessera.update_in_backward the model is updated before several engines know their norm; switch "
         "it off");
+  }
+
+  // Value error for a batch whose samples nobody could count.
+  void check_batch(int64_t steps, int64_t samples) const {
+    int64_t batch = 0;
+    const bool fits = !__builtin_mul_overflow(steps, samples, &batch) &&
+                      !__builtin_mul_overflow(batch, static_cast<int64_t>(mesh.size(comm::kBatchAxes)), &batch);
+    TESSERA_CHECK_VALUE(fits && batch <= checkpoint::Node::kLargestCount, "engine", "the batch is too large: ", steps,
+                        " micro-batches of ", samples, " samples on ", mesh.size(comm::kBatchAxes),
+                        " ranks are more than 2^52, up to which samples are counted");
   }
 
   bool boundary() const {

@@ -236,6 +236,10 @@ void check_alike(const zero::Ranks& ranks, const Options& options, const std::ve
   if (ranks.model->size() > 1) check(ranks, /*whole=*/true);
 }
 
+void Engine::check_live(const char* call) const {
+  impl_->live(call);
+}
+
 void Engine::check_not_captured(const char* call) const {
   impl_->live(call).units.check_not_captured(call);
 }

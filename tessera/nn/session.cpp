@@ -298,6 +298,7 @@ void Session::destroy() {
 }
 
 std::vector<double> Session::lr() const {
+  live().check_live("lr");
   std::vector<double> rates;
   for (const auto& group : live().groups())
     rates.push_back(group.lr);

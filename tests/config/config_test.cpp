@@ -168,7 +168,16 @@ TEST(Config, RefusesABatchTripleThatDoesNotFit) {
   EXPECT_HAS(of(triple(1, none, none), 2), "do not fit");
   EXPECT_HAS(of(triple(0, none, none), 2), "must be >= 1");
   EXPECT_HAS(of(triple(8, 0, none), 2), "must be >= 1");
-  EXPECT_HAS(of(triple(none, int64_t{1} << 62, 4), 2), "do not fit");
+  const int64_t large = int64_t{1} << 52;
+  EXPECT_EQ(of(triple(none, large / 4, 2), 2), "");
+  for (const Config& c :
+       {triple(none, large * 1024, 4), triple(none, large, none), triple(none, 1, large), triple(none, large, large),
+        triple(large * 2, none, none), triple(8, 1, large * 1024), triple(large * 2, 1, large)})
+    EXPECT_HAS(of(c, 2),
+               "the batch is too large: more than 2^52 samples, up to which they are counted. train_batch_size");
+  for (const char* number : {"9223372036854775808", "99999999999999999999999", "1e30"})
+    for (const char* key : {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"})
+      EXPECT_HAS(error_of([&] { Config::from_json(c10::str("{\"", key, "\": ", number, "}")); }), "too large");
   EXPECT_HAS(of(triple(8, none, none), 0), "data-parallel size");
 }
 

@@ -237,6 +237,44 @@ TEST(Session, CheckpointsAreAsTheConfigurationSays) {
     });
 }
 
+TEST(Session, ErrorsNameTheCallsOfThisFrontEnd) {
+  auto s = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}})");
+  const auto error = [](const auto& call) { return testing::error_of(call); };
+  {
+    auto held = s.no_sync();
+    EXPECT_HAS(error([&] { auto again = s.no_sync(); }), "[engine.no_sync] no_sync() inside itself");
+    EXPECT_HAS(error([&] { auto again = s.coalesce(); }), "[engine] coalesce: inside no_sync(); end that first");
+    EXPECT_HAS(error([&] { s.step(); }), "inside no_sync(); end that first");
+  }
+  {
+    auto held = s.coalesce();
+    EXPECT_HAS(error([&] { auto again = s.no_sync(); }), "no_sync() inside coalesce(): it is local there already");
+    EXPECT_HAS(error([&] { auto again = s.coalesce(); }), "[engine] coalesce: inside itself");
+    EXPECT_HAS(error([&] { s.step(); }), "Engine.step() inside coalesce(); end that first");
+  }
+  EXPECT_HAS(error([&] { s.clip_grad_norm(-1); }), "[engine.clip_grad_norm] max_norm must be a number >= 0, got -1");
+  s.destroy();
+  const std::vector<std::pair<const char*, std::function<void()>>> calls{
+      {"lr", [&] { s.lr(); }},
+      {"groups", [&] { s.groups(); }},
+      {"coalesce", [&] { auto held = s.coalesce(); }},
+      {"no_sync", [&] { auto held = s.no_sync(); }},
+      {"clip_grad_norm", [&] { s.clip_grad_norm(1); }},
+      {"grad_norm", [&] { s.grad_norm(); }},
+      {"step", [&] { s.step(); }},
+      {"backward", [&] { s.backward(at::ones({})); }},
+      {"zero_grad", [&] { s.zero_grad(); }},
+      {"phases", [&] { s.phases(); }},
+      {"offload_states", [&] { s.offload_states(); }},
+      {"add_param_group", [&] { s.add_param_group({at::ones({1})}, {}); }},
+      {"save_checkpoint", [&] { s.save_checkpoint("nowhere"); }},
+      {"load_checkpoint", [&] { std::ignore = s.load_checkpoint("nowhere"); }},
+      {"module_state_dict", [&] { std::ignore = s.module_state_dict(); }},
+      {"set_gradient_accumulation_steps", [&] { s.set_gradient_accumulation_steps(2); }}};
+  for (const auto& [name, call] : calls)
+    EXPECT_HAS(error(call), c10::str("[engine] ", name, ": the engine was destroyed; build a new one"));
+}
+
 TEST(Session, AllClientValuesThatCannotBeSavedAreNamed) {
   const io::TempFolder folder;
   auto s = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD"}})");
