@@ -1,5 +1,9 @@
 #include "tessera/comm/mesh.h"
 
+#include <functional>
+#include <vector>
+
+#include "tessera/base/error.h"
 #include "tessera/comm/backends.h"
 #include "tests/comm/collectives.h"
 
