@@ -110,16 +110,24 @@ class Reader {
     }
   }
 
-  void betas(double& beta1, double& beta2) {
-    if (const Value* value = find("betas")) {
-      const auto got = as_numbers(*value);
-      if (got.size() == 2 && std::all_of(got.begin(), got.end(), [](double b) { return b >= 0 && b < 1; })) {
-        beta1 = got[0];
-        beta2 = got[1];
-      } else {
-        bad("betas", *value, "two numbers from 0 to below 1");
-      }
+  void pair(const optim::Field& field, const optim::Field::Pair& where, optim::GroupOptions& group) {
+    const Value* const value = find(field.name);
+    if (value == nullptr) return;
+    List parts;
+    if (const auto* list = std::get_if<List>(&value->data)) parts = *list;
+    const bool none = where.first_may_be_none && parts.size() == 2 && parts[0].is_unset();
+    if (none) parts[0] = parts[1];
+    std::vector<double> got = as_numbers(Value(parts));
+    const auto fits = [&](double number) { return number >= field.least && number < field.below; };
+    if (got.size() == 2 && std::ranges::all_of(got, fits)) {
+      group.*where.first = none ? optim::kOfDtype : got[0];
+      group.*where.second = got[1];
+      return;
     }
+    std::string wanted = where.first_may_be_none ? "null or a number, and a number" : "two numbers";
+    if (std::isfinite(field.least)) wanted += " from " + number_text(field.least);
+    if (std::isfinite(field.below)) wanted += " to below " + number_text(field.below);
+    bad(field.name, *value, wanted);
   }
 
   // Reads a choice between ways to one result.
@@ -193,8 +201,8 @@ void read_fields(Reader& in, const optim::Type& type, optim::GroupOptions& group
   for (const optim::Field& field : type.fields) {
     std::visit(
         [&]<class T>(const T& at) {
-          if constexpr (std::is_same_v<T, optim::Field::Betas>)
-            in.betas(group.beta1, group.beta2);
+          if constexpr (std::is_same_v<T, optim::Field::Pair>)
+            in.pair(field, at, group);
           else if constexpr (std::is_same_v<T, double optim::GroupOptions::*>)
             in.number(field.name, group.*at, field.least, field.below);
           else if constexpr (std::is_same_v<T, int64_t optim::GroupOptions::*>)
@@ -229,6 +237,13 @@ void check_lamb(Reader& in, const optim::GroupOptions& group) {
   if (!(0 < group.min_coeff && group.min_coeff <= group.max_coeff)) {
     in.refuse("min_coeff", "0 < min_coeff <= max_coeff must hold");
   }
+}
+
+// What no single number says.
+void check_together(Reader& in, const optim::Type& type, const optim::GroupOptions& group) {
+  if (type.rule == optim::Rule::Adafactor && group.beta2_decay > 0) in.refuse("beta2_decay", "must be <= 0");
+  const bool turns = 0 < group.eta_minus && group.eta_minus < 1 && 1 < group.eta_plus;
+  if (type.name == std::string_view("Rprop") && !turns) in.refuse("etas", "0 < etas[0] < 1 < etas[1] must hold");
 }
 
 // Muon's `lr`, betas and eps are for both kinds of parameters; muon_lr and adam_lr go before `lr`.
@@ -314,6 +329,100 @@ optim::ScheduleOptions read_range_test(Reader& in) {
   return o;
 }
 
+// torch's argument for a schedule that goes on, which a checkpoint does here.
+void check_begins(Reader& in) {
+  int64_t last_epoch = -1;
+  in.integer("last_epoch", last_epoch, -1);
+  if (last_epoch != -1) in.refuse("last_epoch", "must be -1; a checkpoint says where a schedule goes on");
+  in.ignored({"verbose"});
+}
+
+optim::ScheduleOptions read_step(Reader& in) {
+  optim::StepLR o;
+  in.required("step_size");
+  in.integer("step_size", o.step_size, 1);
+  in.number("gamma", o.gamma);
+  check_begins(in);
+  return o;
+}
+
+optim::ScheduleOptions read_multi_step(Reader& in) {
+  optim::MultiStepLR o;
+  std::vector<double> milestones;
+  in.required("milestones");
+  in.numbers("milestones", milestones);
+  for (const double one : milestones) {
+    if (one != std::floor(one)) in.refuse("milestones", "must be integers, got " + number_text(one));
+    o.milestones.push_back(static_cast<int64_t>(one));
+  }
+  in.number("gamma", o.gamma);
+  check_begins(in);
+  return o;
+}
+
+optim::ScheduleOptions read_constant(Reader& in) {
+  optim::ConstantLR o;
+  in.number("factor", o.factor, 0);
+  in.integer("total_iters", o.total_iters, 0);
+  check_begins(in);
+  return o;
+}
+
+optim::ScheduleOptions read_linear(Reader& in) {
+  optim::LinearLR o;
+  in.number("start_factor", o.start_factor, 0);
+  in.number("end_factor", o.end_factor, 0);
+  in.integer("total_iters", o.total_iters, 0);
+  check_begins(in);
+  return o;
+}
+
+optim::ScheduleOptions read_exponential(Reader& in) {
+  optim::ExponentialLR o;
+  in.required("gamma");
+  in.number("gamma", o.gamma);
+  check_begins(in);
+  return o;
+}
+
+optim::ScheduleOptions read_cosine(Reader& in) {
+  optim::CosineAnnealingLR o;
+  in.required("T_max");
+  in.integer("T_max", o.T_max, 1);
+  in.number("eta_min", o.eta_min);
+  check_begins(in);
+  return o;
+}
+
+optim::ScheduleOptions read_polynomial(Reader& in) {
+  optim::PolynomialLR o;
+  in.integer("total_iters", o.total_iters, 0);
+  in.number("power", o.power);
+  check_begins(in);
+  return o;
+}
+
+struct ScheduleType {
+  const char* name;
+  optim::ScheduleOptions (*read)(Reader& in);
+  bool is_torchs = false;
+};
+const std::vector<ScheduleType>& all_schedules() {
+  static const std::vector<ScheduleType> all{{"WarmupLR", read_warmup},
+                                             {"WarmupDecayLR", read_warmup_decay},
+                                             {"WarmupCosineLR", read_warmup_cosine},
+                                             {"OneCycle", read_one_cycle},
+                                             {"LRRangeTest", read_range_test},
+                                             {"StepLR", read_step, true},
+                                             {"MultiStepLR", read_multi_step, true},
+                                             {"ConstantLR", read_constant, true},
+                                             {"LinearLR", read_linear, true},
+                                             {"ExponentialLR", read_exponential, true},
+                                             {"CosineAnnealingLR", read_cosine, true},
+                                             {"PolynomialLR", read_polynomial, true}};
+  return all;
+}
+
 }  // namespace
 
 std::vector<std::string> optimizer_types() {
@@ -348,6 +457,7 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   if (is_adam) check_adam(in);
   if (options->rule == optim::Rule::Sgd) check_sgd(in, group);
   if (options->rule == optim::Rule::Lamb) check_lamb(in, group);
+  check_together(in, type, group);
   in.ignored({"foreach", "fused", "capturable", "set_grad_none", "max_grad_norm", "fp32_optimizer_states"});
   in.finish();
   return options;
@@ -362,6 +472,7 @@ std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& opt
   optim::OptimizerOptions options{.rule = type->rule, .defaults = type->defaults, .type = type};
   Reader in("optimizer.params", optimizer.params, report);
   read_fields(in, *type, options.defaults);
+  check_together(in, *type, options.defaults);
   bool maximize = false;
   const bool has_it =
       std::ranges::any_of(type->fields, [](const auto& field) { return field.name == std::string_view("maximize"); });
@@ -373,20 +484,21 @@ std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& opt
   return options;
 }
 
+std::vector<std::string> schedule_types() {
+  std::vector<std::string> names;
+  for (const ScheduleType& type : all_schedules())
+    names.emplace_back(type.name);
+  return names;
+}
+
 std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report) {
-  using Read = optim::ScheduleOptions (*)(Reader&);
-  static const std::map<std::string, Read> readers{{"warmuplr", read_warmup},
-                                                   {"warmupdecaylr", read_warmup_decay},
-                                                   {"warmupcosinelr", read_warmup_cosine},
-                                                   {"onecycle", read_one_cycle},
-                                                   {"lrrangetest", read_range_test}};
-  const auto found = readers.find(lower(scheduler.type));
-  if (found == readers.end()) {
-    return std::nullopt;
-  }
+  const auto found = std::ranges::find_if(all_schedules(), [&](const ScheduleType& type) {
+    return type.is_torchs ? scheduler.type == type.name : lower(scheduler.type) == lower(type.name);
+  });
+  if (found == all_schedules().end()) return std::nullopt;
   Reader in("scheduler.params", scheduler.params, report);
-  auto options = found->second(in);
-  in.ignored({"last_batch_iteration"});
+  auto options = found->read(in);
+  if (!found->is_torchs) in.ignored({"last_batch_iteration"});
   in.finish();
   return options;
 }

@@ -25,7 +25,11 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
 // Reads an optimizer that read_optimizer() leaves to torch.optim and that torch::optim has in C++, too; empty for others.
 std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& optimizer, Report& report);
 
-// Reads the schedule. Empty for no type and for a type of torch.optim.lr_scheduler.
+// The schedules of optim/schedule.h.
+std::vector<std::string> schedule_types();
+
+// Reads the schedule. Empty for no type and for one that optim/schedule.h has not. Types of torch.optim.lr_scheduler have their
+// exact names, others any letter case.
 std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report);
 
 }  // namespace tessera::config

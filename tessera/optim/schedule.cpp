@@ -83,6 +83,40 @@ void find(const LRRangeTest& o, size_t groups, Problems& problems) {
   problems.finite("lr_range_test_step_rate", o.lr_range_test_step_rate);
 }
 
+void find(const StepLR& o, size_t, Problems& problems) {
+  problems.positive("step_size", o.step_size);
+  problems.finite("gamma", o.gamma);
+}
+
+void find(const MultiStepLR& o, size_t, Problems& problems) {
+  problems.finite("gamma", o.gamma);
+}
+
+void find(const ConstantLR& o, size_t, Problems& problems) {
+  problems.require(o.factor > 0 && o.factor <= 1, "factor must be above 0 and at most 1");
+  problems.require(o.total_iters >= 0, "total_iters must be >= 0");
+}
+
+void find(const LinearLR& o, size_t, Problems& problems) {
+  problems.require(o.start_factor > 0 && o.start_factor <= 1, "start_factor must be above 0 and at most 1");
+  problems.require(o.end_factor >= 0 && o.end_factor <= 1, "end_factor must be from 0 to 1");
+  problems.require(o.total_iters >= 0, "total_iters must be >= 0");
+}
+
+void find(const ExponentialLR& o, size_t, Problems& problems) {
+  problems.finite("gamma", o.gamma);
+}
+
+void find(const CosineAnnealingLR& o, size_t, Problems& problems) {
+  problems.positive("T_max", o.T_max);
+  problems.finite("eta_min", o.eta_min);
+}
+
+void find(const PolynomialLR& o, size_t, Problems& problems) {
+  problems.require(o.total_iters >= 0, "total_iters must be >= 0");
+  problems.finite("power", o.power);
+}
+
 double of_group(const std::vector<double>& values, size_t group) {
   return values.size() == 1 ? values[0] : values[group];
 }
@@ -205,6 +239,68 @@ ScheduleValues values_of(const LRRangeTest& o, int64_t iteration, const std::vec
   return out;
 }
 
+// The schedules of torch: the rate after iteration k, of the rate before it. torch computes each of the last one, in these
+// operations; a closed formula has other last bits.
+struct Rate {
+  double base, lr;
+};
+
+// Rounded on every processor: not one operation with a sum.
+[[gnu::noinline]] double product(double a, double b) {
+  return a * b;
+}
+
+double next(const StepLR& o, int64_t k, Rate r) {
+  return k == 0 || k % o.step_size != 0 ? r.lr : r.lr * o.gamma;
+}
+
+double next(const MultiStepLR& o, int64_t k, Rate r) {
+  const auto times = std::ranges::count(o.milestones, k);
+  return times == 0 ? r.lr : r.lr * std::pow(o.gamma, static_cast<double>(times));
+}
+
+double next(const ConstantLR& o, int64_t k, Rate r) {
+  if (k == 0) return r.lr * o.factor;
+  return k == o.total_iters ? r.lr * (1.0 / o.factor) : r.lr;
+}
+
+double next(const LinearLR& o, int64_t k, Rate r) {
+  if (k == 0) return r.lr * o.start_factor;
+  if (k > o.total_iters) return r.lr;
+  const double length = o.end_factor - o.start_factor;
+  return r.lr * (1.0 + length / (product(double(o.total_iters), o.start_factor) + product(double(k - 1), length)));
+}
+
+double next(const ExponentialLR& o, int64_t k, Rate r) {
+  return k == 0 ? r.lr : r.lr * o.gamma;
+}
+
+double next(const CosineAnnealingLR& o, int64_t k, Rate r) {
+  if (k == 0) return r.lr;
+  const double pi = std::numbers::pi, length = double(o.T_max);
+  if ((k - 1 - o.T_max) % (2 * o.T_max) == 0) return r.lr + (r.base - o.eta_min) * (1 - std::cos(pi / length)) / 2;
+  const double ratio = (1 + std::cos(pi * double(k) / length)) / (1 + std::cos(pi * double(k - 1) / length));
+  return product(ratio, r.lr - o.eta_min) + o.eta_min;
+}
+
+double next(const PolynomialLR& o, int64_t k, Rate r) {
+  if (k == 0 || k > o.total_iters) return r.lr;
+  const double length = double(o.total_iters);
+  return r.lr * std::pow((1.0 - double(k) / length) / (1.0 - double(k - 1) / length), o.power);
+}
+
+template <class Options>
+concept Recursive = requires(const Options& options) { next(options, int64_t{}, Rate{}); };
+
+template <Recursive Options>
+ScheduleValues values_from(const Options& o, int64_t iteration, const std::vector<double>& base, ScheduleCursor at) {
+  if (at.iteration < 0 || at.iteration > iteration || at.lr.size() != base.size()) at = {-1, base};
+  for (size_t g = 0; g < base.size(); ++g)
+    for (int64_t k = at.iteration + 1; k <= iteration; ++k)
+      at.lr[g] = next(o, k, {base[g], at.lr[g]});
+  return {.lr = at.lr, .momentum = {}};
+}
+
 }  // namespace
 
 void check(const ScheduleOptions& options, size_t groups) {
@@ -213,10 +309,21 @@ void check(const ScheduleOptions& options, size_t groups) {
   problems.raise();
 }
 
-ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs) {
+ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs,
+                        ScheduleCursor* cursor) {
   check(options, base_lrs.size());
   TESSERA_CHECK_VALUE(iteration >= 0, "optim.schedule", "iteration must be >= 0, got ", iteration);
-  return std::visit([&](const auto& o) { return values_of(o, iteration, base_lrs); }, options);
+  return std::visit(
+      [&]<class Options>(const Options& o) {
+        if constexpr (Recursive<Options>) {
+          ScheduleValues values = values_from(o, iteration, base_lrs, cursor != nullptr ? *cursor : ScheduleCursor());
+          if (cursor != nullptr) *cursor = {iteration, values.lr};
+          return values;
+        } else {
+          return values_of(o, iteration, base_lrs);
+        }
+      },
+      options);
 }
 
 }  // namespace tessera::optim

@@ -1,4 +1,4 @@
-// Learning-rate schedules as functions of the step count. The numbers are DeepSpeed's
+// Learning-rate schedules as functions of the step count. The numbers are DeepSpeed's, or torch's
 // (docs/schedules.md).
 #pragma once
 
@@ -52,7 +52,37 @@ struct LRRangeTest {
   double lr_range_test_step_rate = 1.0;
   bool lr_range_test_staircase = false;
 };
-using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest>;
+
+// Classes of torch.optim.lr_scheduler, with its names and defaults. Each group's own lr is where they begin.
+struct StepLR {
+  int64_t step_size = 0;  // required
+  double gamma = 0.1;
+};
+struct MultiStepLR {
+  std::vector<int64_t> milestones{};  // required; one that is there twice counts twice
+  double gamma = 0.1;
+};
+struct ConstantLR {
+  double factor = 1.0 / 3;
+  int64_t total_iters = 5;
+};
+struct LinearLR {
+  double start_factor = 1.0 / 3, end_factor = 1.0;
+  int64_t total_iters = 5;
+};
+struct ExponentialLR {
+  double gamma = 0;  // required
+};
+struct CosineAnnealingLR {
+  int64_t T_max = 0;  // required
+  double eta_min = 0;
+};
+struct PolynomialLR {
+  int64_t total_iters = 5;
+  double power = 1;
+};
+using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, StepLR,
+                                     MultiStepLR, ConstantLR, LinearLR, ExponentialLR, CosineAnnealingLR, PolynomialLR>;
 
 // What a schedule says for one iteration. Empty `momentum`: the schedule does not touch it.
 struct ScheduleValues {
@@ -64,10 +94,18 @@ struct ScheduleValues {
 // groups, 0 if unknown.
 void check(const ScheduleOptions& options, size_t groups = 0);
 
+// Where a schedule was evaluated last: torch's go from there, as each of their values is computed of the one before.
+struct ScheduleCursor {
+  int64_t iteration = -1;
+  std::vector<double> lr;
+};
+
 // Values at `iteration` = number of steps the schedule has made, so optimizer step k (from 0) uses
 // evaluate(k) and iteration 0 is what construction sets. The reference's last_batch_iteration is
-// iteration - 1. base_lrs: the optimizer's lr per group when the schedule was made. Pure. Value
-// error as check().
-ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs);
+// iteration - 1. base_lrs: the optimizer's lr per group when the schedule was made. The values do not
+// depend on `cursor`, of the same options and rates, which saves the iterations before it. Value error as
+// check().
+ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs,
+                        ScheduleCursor* cursor = nullptr);
 
 }  // namespace tessera::optim
