@@ -359,7 +359,10 @@ def put_schedule(run: Run, saved: Any, values: dict[str, Any]) -> None:
         schedule.load_state_dict({"last_batch_iteration": values["schedule_steps"] - 1})
     elif "schedule_steps" in values and isinstance(schedule, _OF_STEPS_ALONE):
         steps = values["schedule_steps"]
-        rates = [group["lr"] for group in schedule.optimizer.param_groups]
+        own = schedule.optimizer.param_groups
+        for group, of in zip(own, run.core.groups(), strict=False):  # they compute a rate of the last one
+            group["lr"] = _of_kind(of.lr, group["lr"])
+        rates = [group["lr"] for group in own]
         schedule.load_state_dict({"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
     rates_saved = any("lr" in group for group in values.get("groups", []))
     if not rates_saved and hasattr(schedule, "apply_last"):  # some of DeepSpeed's files lack them
