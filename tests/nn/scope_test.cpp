@@ -535,7 +535,6 @@ TEST(Scope, LayersOfASequentialMayHaveAnySignature) {
         auto engine = initialize(net, config(ranks), comm::Mesh(group));
         for (int step = 0; step < 3; ++step) {
           engine.forward(x, checkpointed).backward();
-          EXPECT_TRUE(ranks == 1 || gathered(engine.core()) == 0);
           EXPECT_TRUE(engine.step());
         }
         const std::string text = engine.units_text();
