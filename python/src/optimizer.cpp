@@ -24,9 +24,12 @@ py::dict group_values(optim::Rule rule, const GroupOptions& group) {
   for (const Field& field : optim::type_of(rule).fields) {
     std::visit(
         [&]<class T>(const T& at) {
-          if constexpr (std::is_same_v<T, Field::Betas>)
-            values[field.name] = py::make_tuple(group.beta1, group.beta2);
-          else
+          if constexpr (std::is_same_v<T, Field::Pair>) {
+            const double first = group.*at.first;
+            const bool is_none = at.first_may_be_none && first == optim::kOfDtype;
+            values[field.name] =
+                py::make_tuple(is_none ? py::object(py::none()) : py::object(py::float_(first)), group.*at.second);
+          } else
             values[field.name] = group.*at;
         },
         field.where);
@@ -41,11 +44,13 @@ void read_group(optim::Rule rule, const py::dict& values, GroupOptions& group) {
     const py::object value = values[field.name];
     std::visit(
         [&]<class T>(const T& at) {
-          if constexpr (std::is_same_v<T, Field::Betas>) {
-            const py::sequence betas = value;
-            TESSERA_CHECK_VALUE(betas.size() == 2, "optim", "betas must be two numbers, got ", betas.size());
-            group.beta1 = py::float_(betas[0]).cast<double>();
-            group.beta2 = py::float_(betas[1]).cast<double>();
+          if constexpr (std::is_same_v<T, Field::Pair>) {
+            const py::sequence pair = value;
+            TESSERA_CHECK_VALUE(pair.size() == 2, "optim", field.name, " must be two numbers, got ", pair.size());
+            const py::object first = pair[0];
+            const bool is_none = at.first_may_be_none && first.is_none();
+            group.*at.first = is_none ? optim::kOfDtype : py::float_(first).cast<double>();
+            group.*at.second = py::float_(pair[1]).cast<double>();
           } else if constexpr (std::is_same_v<T, double GroupOptions::*>) {
             group.*at = py::float_(value).cast<double>();  // also takes a tensor of one element
           } else if constexpr (std::is_same_v<T, bool GroupOptions::*>) {
@@ -74,7 +79,20 @@ void update_whole(optim::Rule rule, const std::vector<GroupOptions>& groups, con
 
 void bind_whole(py::module_& m) {
   using namespace optim;
-  py::class_<Shards, ShardsPtr>(m, "Shards");
+  py::class_<Shards, ShardsPtr>(m, "Shards")
+      .def(
+          "sizes",
+          [](const Shards& shards, int param, const at::Tensor& part) { return shards.sizes(param, part).vec(); },
+          py::arg("param"), py::arg("part"));
+  m.def(
+      "whole_states",
+      [](Rule rule, const GroupOptions& group, const std::vector<int64_t>& sizes) {
+        std::vector<std::pair<std::string, std::optional<std::vector<int64_t>>>> states;
+        for (const WholeState& state : whole_states(rule, group, sizes))
+          states.emplace_back(state.name, state.sizes);
+        return states;
+      },
+      py::arg("rule"), py::arg("group"), py::arg("sizes"));
   m.def("shards_of", &engine::shards_of, py::arg("engine"), py::arg("optimizer"), py::keep_alive<0, 1>());
   m.def("update_whole", &python::update_whole, py::arg("rule"), py::arg("groups"), py::arg("group_of"),
         py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("steps"), py::arg("numbers"),
@@ -105,7 +123,8 @@ void bind_optimizer(py::module_& m) {
       .value("Adagrad", Rule::Adagrad)
       .value("External", Rule::External)
       .value("Lamb", Rule::Lamb)
-      .value("Muon", Rule::Muon);
+      .value("Muon", Rule::Muon)
+      .value("Adafactor", Rule::Adafactor);
 
   py::class_<GroupOptions>(m, "GroupOptions")
       .def(py::init<>())

@@ -49,7 +49,12 @@ void bind_schedule(py::module_& m) {
   py::class_<ScheduleValues>(m, "ScheduleValues")
       .def_readonly("lr", &ScheduleValues::lr)
       .def_readonly("momentum", &ScheduleValues::momentum);
-  m.def("evaluate", &evaluate, py::arg("options"), py::arg("iteration"), py::arg("base_lrs"));
+  m.def(
+      "evaluate",
+      [](const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs) {
+        return evaluate(options, iteration, base_lrs);
+      },
+      py::arg("options"), py::arg("iteration"), py::arg("base_lrs"));
 }
 
 }  // namespace tessera::python

@@ -52,13 +52,13 @@ std::vector<Key> first_rows() {
       {FIELD(train_micro_batch_size_per_gpu), "samples of one rank in one forward; derived when unset", at_least(1)},
       {FIELD(gradient_accumulation_steps), "micro-batches of one optimizer step; derived when unset", at_least(1)},
       {FIELD(optimizer.type),
-       "Adam, AdamW, SGD, Adagrad, Lion (native), Lamb, Muon, in any letter case; from Python also a class of "
-       "torch.optim"},
+       "Adam, AdamW, SGD, Adagrad, Lion (native), Lamb, Muon, Adafactor, in any letter case; else a class of "
+       "torch.optim, from C++ some"},
       {FIELD(optimizer.params), "arguments of the optimizer, see \"Optimizers\""},
       unread_key("optimizer.legacy_fusion", false, "an older fused implementation"),
       {FIELD(scheduler.type),
        "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest; else a class of "
-       "torch.optim.lr_scheduler, from Python"},
+       "torch.optim.lr_scheduler, from C++ some"},
       {FIELD(scheduler.params), "arguments of the schedule, see docs/schedules.md"},
       {FIELD(gradient_clipping),
        "largest global L2 norm of the gradient; 0 turns clipping off. torch's own function sees no gradients in stages "

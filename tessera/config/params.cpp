@@ -110,16 +110,41 @@ class Reader {
     }
   }
 
-  void betas(double& beta1, double& beta2) {
-    if (const Value* value = find("betas")) {
-      const auto got = as_numbers(*value);
-      if (got.size() == 2 && std::all_of(got.begin(), got.end(), [](double b) { return b >= 0 && b < 1; })) {
-        beta1 = got[0];
-        beta2 = got[1];
-      } else {
-        bad("betas", *value, "two numbers from 0 to below 1");
-      }
+  void integers(const std::string& name, std::vector<int64_t>& out) {
+    std::vector<double> got;
+    numbers(name, got);
+    for (const double one : got) {
+      if (one != std::floor(one) || std::abs(one) > 1e12) refuse(name, "must be integers, got " + number_text(one));
+      out.push_back(static_cast<int64_t>(one));
     }
+  }
+
+  // A number of a schedule, inside its bounds.
+  template <class Option>
+  void number_of(const Option& option, double& out) {
+    number(option.name, out);
+    const std::string wrong = optim::wrong_number(out, option.from, option.above, option.to);
+    if (!wrong.empty()) refuse(option.name, wrong);
+  }
+
+  void pair(const optim::Field& field, const optim::Field::Pair& where, optim::GroupOptions& group) {
+    const Value* const value = find(field.name);
+    if (value == nullptr) return;
+    List parts;
+    if (const auto* list = std::get_if<List>(&value->data)) parts = *list;
+    const bool none = where.first_may_be_none && parts.size() == 2 && parts[0].is_unset();
+    if (none) parts[0] = parts[1];
+    std::vector<double> got = as_numbers(Value(parts));
+    const auto fits = [&](double number) { return number >= field.least && number < field.below; };
+    if (got.size() == 2 && std::ranges::all_of(got, fits)) {
+      group.*where.first = none ? optim::kOfDtype : got[0];
+      group.*where.second = got[1];
+      return;
+    }
+    std::string wanted = where.first_may_be_none ? "null or a number, and a number" : "two numbers";
+    if (std::isfinite(field.least)) wanted += " from " + number_text(field.least);
+    if (std::isfinite(field.below)) wanted += " to below " + number_text(field.below);
+    bad(field.name, *value, wanted);
   }
 
   // Reads a choice between ways to one result.
@@ -192,8 +217,8 @@ void read_fields(Reader& in, const optim::Type& type, optim::GroupOptions& group
   for (const optim::Field& field : type.fields) {
     std::visit(
         [&]<class T>(const T& at) {
-          if constexpr (std::is_same_v<T, optim::Field::Betas>)
-            in.betas(group.beta1, group.beta2);
+          if constexpr (std::is_same_v<T, optim::Field::Pair>)
+            in.pair(field, at, group);
           else if constexpr (std::is_same_v<T, double optim::GroupOptions::*>)
             in.number(field.name, group.*at, field.least, field.below);
           else if constexpr (std::is_same_v<T, int64_t optim::GroupOptions::*>)
@@ -230,6 +255,13 @@ void check_lamb(Reader& in, const optim::GroupOptions& group) {
   }
 }
 
+// What no single number says.
+void check_together(Reader& in, const optim::Type& type, const optim::GroupOptions& group) {
+  if (type.rule == optim::Rule::Adafactor && group.beta2_decay > 0) in.refuse("beta2_decay", "must be <= 0");
+  const bool turns = 0 < group.eta_minus && group.eta_minus < 1 && 1 < group.eta_plus;
+  if (type.name == std::string_view("Rprop") && !turns) in.refuse("etas", "0 < etas[0] < 1 < etas[1] must hold");
+}
+
 // Muon's `lr`, betas and eps are for both kinds of parameters; muon_lr and adam_lr go before `lr`.
 void read_muon(Reader& in, const optim::Type& type, optim::OptimizerOptions& options) {
   read_fields(in, type, options.defaults);
@@ -262,9 +294,11 @@ void read_options(Reader& in, Schedule& schedule) {
           if constexpr (std::is_same_v<T, bool>)
             in.flag(option.name, schedule.*at);
           else if constexpr (std::is_same_v<T, double>)
-            in.number(option.name, schedule.*at);
+            in.number_of(option, schedule.*at);
           else if constexpr (std::is_same_v<T, std::vector<double>>)
             in.numbers(option.name, schedule.*at);
+          else if constexpr (std::is_same_v<T, std::vector<int64_t>>)
+            in.integers(option.name, schedule.*at);
           else if constexpr (std::is_same_v<T, optim::WarmupType>)
             in.warmup_type(option.name, schedule.*at);
           else
@@ -272,6 +306,14 @@ void read_options(Reader& in, Schedule& schedule) {
         },
         option.where);
   }
+}
+
+// torch's argument for a schedule that goes on, which a checkpoint does here.
+void check_begins(Reader& in) {
+  int64_t last_epoch = -1;
+  in.integer("last_epoch", last_epoch, -1);
+  if (last_epoch != -1) in.refuse("last_epoch", "must be -1; a checkpoint says where a schedule goes on");
+  in.ignored({"verbose"});
 }
 
 }  // namespace
@@ -308,6 +350,7 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   if (is_adam) check_adam(in);
   if (options->rule == optim::Rule::Sgd) check_sgd(in, group);
   if (options->rule == optim::Rule::Lamb) check_lamb(in, group);
+  check_together(in, type, group);
   in.ignored({"foreach", "fused", "capturable", "set_grad_none", "max_grad_norm", "fp32_optimizer_states"});
   in.finish();
   return options;
@@ -322,6 +365,7 @@ std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& opt
   optim::OptimizerOptions options{.rule = type->rule, .defaults = type->defaults, .type = type};
   Reader in("optimizer.params", optimizer.params, report);
   read_fields(in, *type, options.defaults);
+  check_together(in, *type, options.defaults);
   bool maximize = false;
   const bool has_it =
       std::ranges::any_of(type->fields, [](const auto& field) { return field.name == std::string_view("maximize"); });
@@ -339,7 +383,10 @@ std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, 
   if (!options) return options;
   Reader in(path, scheduler.params, report);
   std::visit([&](auto& schedule) { read_options(in, schedule); }, *options);
-  in.ignored({"last_batch_iteration"});
+  if (optim::is_torchs(*options))
+    check_begins(in);
+  else
+    in.ignored({"last_batch_iteration"});
   in.finish();
   return options;
 }

@@ -140,21 +140,20 @@ std::string where_it_runs(const std::string& type, const std::vector<std::string
 }  // namespace
 
 std::string where_optimizer_runs(const std::string& type) {
-  // Of torch.optim.
-  static const std::vector<std::string> in_python{"ASGD", "Adafactor", "Rprop", "SparseAdam"};
   std::vector<std::string> all = optimizer_types();
-  all.insert(all.end(), {"RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"});
-  return where_it_runs(type, in_python, all);
+  all.insert(all.end(), {"RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"});
+  return where_it_runs(type, {}, all);
 }
 
 std::string where_schedule_runs(const std::string& type) {
   // Of torch.optim.lr_scheduler.
-  static const std::vector<std::string> in_python{"ConstantLR",  "CosineAnnealingLR", "CosineAnnealingWarmRestarts",
-                                                  "CyclicLR",    "ExponentialLR",     "LambdaLR",
-                                                  "LinearLR",    "MultiStepLR",       "MultiplicativeLR",
-                                                  "OneCycleLR",  "ReduceLROnPlateau", "StepLR",
-                                                  "PolynomialLR"};
-  return where_it_runs(type, in_python, {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"});
+  static const std::vector<std::string> in_python{
+      "CosineAnnealingWarmRestarts", "CyclicLR", "LambdaLR", "MultiplicativeLR", "OneCycleLR", "ReduceLROnPlateau"};
+  return where_it_runs(type, in_python, optim::schedule_names());
+}
+
+std::string cpp_schedules() {
+  return join(optim::schedule_names(), ", ");
 }
 
 void check_without_optimizer(const Config& config) {

@@ -46,8 +46,8 @@ std::optional<optim::OptimizerOptions> torch_optimizer(const Config& config);
 // not for Adam. For who builds the optimizer itself.
 std::optional<optim::OptimizerOptions> optimizer_kind(const Config& config);
 
-// The configured schedule where it is one of optim/schedule.h; empty when none is named or it is a
-// class of torch.optim.lr_scheduler.
+// The configured schedule where it is one of optim/schedule.h, which has some of torch.optim.lr_scheduler; empty for others, and
+// when none is named.
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config);
 
 // Value error for an engine without an optimizer at a stage that cuts what an optimizer has.
@@ -57,8 +57,10 @@ void check_without_optimizer(const Config& config);
 // says that tensor parallelism does; none where zero_allow_untested_optimizer is true. `name`: its class.
 void refuse_slices(const Config& config, const std::string& name, bool is_cut);
 
-// What a type is that C++ does not run, for messages: " (Rprop does in Python only)", " ('Adamm' is none: did you mean "Adam"?)".
+// What a type is that C++ does not run, for messages: " (CyclicLR does in Python only)", " ('Adamm' is none: did you mean "Adam"?)".
 std::string where_optimizer_runs(const std::string& type);
 std::string where_schedule_runs(const std::string& type);
+// The schedules that a configuration can name in C++, for messages.
+std::string cpp_schedules();
 
 }  // namespace tessera::config

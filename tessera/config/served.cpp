@@ -144,8 +144,6 @@ const std::vector<Refusal>& python_reads() {
        "recompute() never waits for the device"},
       {"activation_checkpointing.profile", "true", [](C c) { return c.activation_checkpointing.profile; },
        "times are those of wall_clock_breakdown, and of a profiler of torch"},
-      {"dataloader_drop_last", "true", [](C c) { return c.dataloader_drop_last; },
-       "the program makes its loader: LoaderOptions::drop_last"},
       {"tensor_parallel.dtype", "any", [](C c) { return c.tensor_parallel.dtype.has_value(); },
        "slices have the dtype of the parameters, which the precision says"},
   };

@@ -22,7 +22,13 @@ class EngineShards final : public optim::Shards {
       : engine_(engine), group_(cut ? engine.mesh().group(comm::kStateAxes) : nullptr) {}
 
   at::Tensor whole(int param, const at::Tensor& part) override {
-    return part.sizes() == whole_sizes(engine_.params()[param]) ? part : engine_.states().gather_full(param, part);
+    return group_ == nullptr && part.sizes() == whole_sizes(engine_.params()[param])
+               ? part
+               : engine_.states().gather_full(param, part);
+  }
+
+  at::IntArrayRef sizes(int param, const at::Tensor& /*part*/) const override {
+    return whole_sizes(engine_.params()[param]);
   }
 
   at::Tensor mine(int param, const at::Tensor& full) override { return engine_.states().local_part(param, full); }

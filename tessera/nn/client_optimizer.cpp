@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/checkpoint/deepspeed/pieces.h"
 #include "tessera/checkpoint/reader.h"
 #include "tessera/checkpoint/torch_file.h"
 #include "tessera/config/resolve.h"
@@ -96,7 +97,7 @@ void add_numbers(const std::string& blob, const std::string& what,
     TESSERA_CHECK_IO(param.key().isString() && param.value().isGenericDict(), "checkpoint", what,
                      " is damaged: there is no table of a parameter's state");
     for (const auto& item : param.value().toGenericDict()) {
-      if (!item.key().isString()) continue;
+      if (!item.key().isString() || item.key().toStringRef() == checkpoint::deepspeed::kCut) continue;
       const std::string& key = item.key().toStringRef();
       const c10::IValue& value = item.value();
       const bool is_count = key == "step" && value.isTensor() && value.toTensor().numel() == 1;
@@ -191,7 +192,7 @@ std::vector<optim::GroupOptions> ClientOptimizer::groups() const {
 
 bool ClientOptimizer::has_betas() const {
   return type_ != nullptr && std::ranges::any_of(type_->fields, [](const optim::Field& field) {
-           return std::holds_alternative<optim::Field::Betas>(field.where);
+           return field.name == std::string_view("betas");
          });
 }
 
@@ -322,12 +323,25 @@ ClientOptimizer::State ClientOptimizer::state_of(const at::Tensor& target) const
   return state;
 }
 
+std::map<std::string, std::vector<int64_t>> ClientOptimizer::whole_states(const Target& target) const {
+  std::map<std::string, std::vector<int64_t>> found;
+  if (whole_ == nullptr) return found;
+  for (const optim::WholeState& one : whole_->states_of(target.tensor, {}))
+    if (one.sizes) found.emplace(one.name, *one.sizes);
+  return found;
+}
+
+bool ClientOptimizer::keeps(const Target& target) const {
+  return target.tensor.numel() > 0 || !whole_states(target).empty();
+}
+
 std::vector<engine::ClientState> ClientOptimizer::states(const engine::Engine& core) const {
   std::vector<engine::ClientState> states;
   for (const Target& target : targets_) {
     if (target.tensor.numel() == 0) continue;
+    const auto whole = whole_states(target);
     for (const auto& [key, value] : state_of(target.tensor)) {
-      if (!value.isTensor() || value.toTensor().dim() == 0) continue;
+      if (!value.isTensor() || value.toTensor().dim() == 0 || whole.contains(key)) continue;
       const std::string& name = core.params()[target.param].name;
       TESSERA_CHECK_VALUE(!is_own_kind(key), "engine.save_checkpoint", "an optimizer state cannot be named '", key,
                           "'");
@@ -345,8 +359,9 @@ c10::IValue ClientOptimizer::numbers(const engine::Engine& core) const {
   for (const Target& target : targets_) {
     if (target.tensor.numel() == 0) continue;
     c10::impl::GenericDict numbers(c10::StringType::get(), c10::AnyType::get());
+    const auto whole = whole_states(target);
     for (const auto& [key, value] : state_of(target.tensor))
-      if (!value.isTensor() || value.toTensor().dim() == 0) numbers.insert(key, value);
+      if (!value.isTensor() || value.toTensor().dim() == 0 || whole.contains(key)) numbers.insert(key, value);
     if (!numbers.empty()) all.insert(core.params()[target.param].name, numbers);
   }
   return all;
@@ -380,6 +395,21 @@ std::string ClientOptimizer::archive_of(const std::map<const void*, State>& stat
   return text_of(root);
 }
 
+// A state of one row that has the parameter's own shape lies beside the weights in some checkpoints.
+void ClientOptimizer::add_whole(const Target& target, const engine::Engine& core, const checkpoint::Reader& saved,
+                                State& state) const {
+  const std::string& name = core.params()[target.param].name;
+  for (const auto& [kind, sizes] : whole_states(target)) {
+    if (!state.contains(kind) && saved.find(name, kind) != nullptr) state[kind] = saved.read_whole(name, kind);
+    if (!state.contains(kind)) continue;
+    TESSERA_CHECK_IO(state[kind].isTensor() && state[kind].toTensor().sizes() == at::IntArrayRef(sizes), "checkpoint",
+                     kind, " of '", name,
+                     "' is of another shape than this parameter's, or of a part of it: load with the "
+                     "ranks and the stage it was saved with, or without the optimizer's states");
+    state[kind] = state[kind].toTensor().to(target.tensor.options().requires_grad(false));
+  }
+}
+
 std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Restore& found) const {
   std::set<std::string> kinds;
   for (const auto& tensor : found.reader().manifest().tensors)
@@ -397,13 +427,15 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
     }
   std::map<const void*, State> states;
   for (const Target& target : targets_) {
-    if (target.tensor.numel() == 0) continue;
+    if (!keeps(target)) continue;
     State state = numbers[core.params()[target.param].name];
+    const auto whole = whole_states(target);
     for (const std::string& kind : kinds) {
-      const at::Tensor part = found.client_state(target.param, kind);
+      const at::Tensor part = whole.contains(kind) ? at::Tensor() : found.client_state(target.param, kind);
       if (part.defined())
         state[kind] = part.to(target.tensor.device()).as_strided(target.tensor.sizes(), target.tensor.strides());
     }
+    if (!whole.empty()) add_whole(target, core, found.reader(), state);
     const auto saved_step = steps.find(core.params()[target.param].name);
     if (!state.empty() && saved_step != steps.end()) state.emplace("step", saved_step->second);
     if (!state.empty()) states.emplace(target.tensor.unsafeGetTensorImpl(), std::move(state));
@@ -426,7 +458,7 @@ checkpoint::DeepSpeedHints::Groups ClientOptimizer::names(const engine::Engine& 
 std::map<const void*, ClientOptimizer::State> ClientOptimizer::all_states() const {
   std::map<const void*, State> states;
   for (const Target& target : targets_)
-    if (State state = state_of(target.tensor); !state.empty() && target.tensor.numel() > 0)
+    if (State state = state_of(target.tensor); !state.empty() && keeps(target))
       states.emplace(target.tensor.unsafeGetTensorImpl(), std::move(state));
   return states;
 }

@@ -85,6 +85,10 @@ class ClientOptimizer final : public engine::KeptStates {
   void take_joined(engine::Engine& core);
   void put_group(size_t number);
   State state_of(const at::Tensor& target) const;
+  // States of a parameter that are whole on every rank, with their sizes (optim/whole.h).
+  std::map<std::string, std::vector<int64_t>> whole_states(const Target& target) const;
+  bool keeps(const Target& target) const;  // states of it on this rank
+  void add_whole(const Target& target, const engine::Engine& core, const checkpoint::Reader& saved, State& state) const;
   std::map<const void*, State> all_states() const;
   std::string archive_of(const std::map<const void*, State>& states) const;
 

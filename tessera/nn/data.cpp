@@ -1,13 +1,58 @@
 #include "tessera/nn/data.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <utility>
+
+#include "tessera/base/error.h"
 
 namespace tessera::nn {
+namespace {
+
+thread_local at::Generator reading;  // of the batch that this thread reads
+
+// splitmix64: neighbouring seeds have nothing in common.
+uint64_t mixed(uint64_t value) {
+  value += 0x9e3779b97f4a7c15;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
+  return value ^ (value >> 31);
+}
+
+}  // namespace
+
+at::Generator batch_generator() {
+  TESSERA_CHECK(reading.defined(), "data",
+                "batch_generator() is for a dataset whose batch an nn::Loader reads, in the thread that reads it; "
+                "elsewhere use a generator of your own");
+  return reading;
+}
+
+namespace detail {
+
+BatchDraws::BatchDraws(uint64_t seed) : before_(std::exchange(reading, at::detail::createCPUGenerator(seed))) {}
+
+BatchDraws::~BatchDraws() {
+  reading = before_;
+}
+
+std::optional<BatchRequest> BatchSampler::next(size_t batch_size) {
+  auto examples = sampler_.next(batch_size);
+  if (!examples) return {};
+  return BatchRequest{std::move(*examples), mixed(seed_ + mixed(static_cast<uint64_t>(next_++)))};
+}
+
+uint64_t pass_seed(uint64_t seed, int64_t epoch, int rank) {
+  return mixed(mixed(mixed(seed) + static_cast<uint64_t>(epoch)) + static_cast<uint64_t>(rank));
+}
+
+}  // namespace detail
 
 RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPosition position) {
-  const io::DataOrder order{.shuffle = options.shuffle, .seed = options.seed, .drop_last = options.drop_last};
+  const io::DataOrder order{
+      .shuffle = options.shuffle, .seed = options.seed, .drop_last = options.drop_last.value_or(false)};
   const std::vector<int64_t> mine = io::rank_order(size, rank, ranks, order, position);
   mine_.assign(mine.begin(), mine.end());
 }

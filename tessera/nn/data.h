@@ -5,10 +5,19 @@
 //     for (const auto& batch : loader) { ...; engine.save_checkpoint("run", {}, {{"loader", loader.state()}}); }
 //   ...
 //   loader.load_state(found.client.at("loader"));   // the next pass goes on where the saved one was
+//
+// Note [What a dataset draws]
+//   A run that goes on amid a pass draws what the one before would have drawn, on as many ranks, where a dataset draws from
+//     * batch_generator(): the loader seeds it for every batch, with any number of workers;
+//     * torch's default generator, or one that the engine keeps (keep_generators()): with checkpoint.random_state and without workers,
+//       which would draw from it in whatever order they run. A loader without workers reads a batch when the loop comes to it.
 #pragma once
+
+#include <ATen/core/Generator.h>
 
 #include <ATen/core/ivalue.h>
 #include <torch/data/dataloader.h>
+#include <torch/data/datasets/base.h>
 #include <torch/data/samplers/base.h>
 
 #include <algorithm>
@@ -25,11 +34,56 @@
 namespace tessera::nn {
 
 struct LoaderOptions {
-  bool shuffle = true;     // another order in each pass
-  uint64_t seed = 0;       // of the orders, the same on all ranks
-  bool drop_last = false;  // leaves out examples that do not make a batch on every rank; else some come twice
-  size_t workers = 0;      // threads that read ahead, each with a copy of the dataset; 0: none
+  bool shuffle = true;  // another order in each pass
+  uint64_t seed = 0;    // of the orders, the same on all ranks, and of batch_generator()
+  // Leaves out examples that do not make a batch on every rank; else some come twice. Not given: as dataloader_drop_last of the engine's
+  // configuration says.
+  std::optional<bool> drop_last = std::nullopt;
+  size_t workers = 0;  // threads that read ahead, each with a copy of the dataset; 0: none
 };
+
+// The generator for what a dataset draws while a Loader reads a batch: its draws are of LoaderOptions::seed, the pass, the rank and the
+// batch's number, whatever was drawn before, in this thread or another. State error elsewhere.
+at::Generator batch_generator();
+
+namespace detail {
+
+// Which batch a dataset reads: its examples, and the seed of batch_generator().
+struct BatchRequest {
+  std::vector<size_t> examples;
+  uint64_t seed = 0;
+  size_t size() const { return examples.size(); }
+};
+
+// While it lives, batch_generator() of this thread has this seed.
+class BatchDraws {
+ public:
+  explicit BatchDraws(uint64_t seed);
+  ~BatchDraws();
+  BatchDraws(const BatchDraws&) = delete;
+  BatchDraws& operator=(const BatchDraws&) = delete;
+
+ private:
+  at::Generator before_;
+};
+
+// A dataset of a loader's pass.
+template <class Dataset>
+class ReadDataset
+    : public torch::data::datasets::BatchDataset<ReadDataset<Dataset>, typename Dataset::BatchType, BatchRequest> {
+ public:
+  explicit ReadDataset(Dataset dataset) : dataset_(std::move(dataset)) {}
+  typename Dataset::BatchType get_batch(BatchRequest request) override {
+    const BatchDraws draws(request.seed);
+    return dataset_.get_batch(std::move(request.examples));
+  }
+  std::optional<size_t> size() const override { return dataset_.size(); }
+
+ private:
+  Dataset dataset_;
+};
+
+}  // namespace detail
 
 using io::DataPosition;
 
@@ -49,12 +103,41 @@ class RankSampler : public torch::data::samplers::Sampler<> {
   size_t next_ = 0;
 };
 
+namespace detail {
+
+// The batches of a RankSampler, each with its seed.
+class BatchSampler : public torch::data::samplers::Sampler<BatchRequest> {
+ public:
+  // Goes on behind `batches` of the pass.
+  BatchSampler(RankSampler sampler, uint64_t seed, int64_t batches)
+      : sampler_(std::move(sampler)), seed_(seed), first_(batches), next_(batches) {}
+  void reset(std::optional<size_t> new_size = std::nullopt) override {
+    sampler_.reset(new_size);
+    next_ = first_;
+  }
+  std::optional<BatchRequest> next(size_t batch_size) override;
+  void save(torch::serialize::OutputArchive& archive) const override { sampler_.save(archive); }
+  void load(torch::serialize::InputArchive& archive) override { sampler_.load(archive); }
+
+ private:
+  RankSampler sampler_;
+  uint64_t seed_;
+  int64_t first_;
+  int64_t next_;
+};
+// The seed of a rank's pass.
+uint64_t pass_seed(uint64_t seed, int64_t epoch, int rank);
+
+}  // namespace detail
+
 c10::IValue to_value(DataPosition position);
 // IoError for what is none; value error for a place in a larger dataset than one of `size` examples.
 DataPosition data_position(const c10::IValue& value, int64_t size);
 
 template <class E>
-concept DealsBatches = requires(const E& engine) { engine.micro_batch_size() + engine.rank() + engine.size(); };
+concept DealsBatches = requires(const E& engine) {
+  engine.micro_batch_size() + engine.rank() + engine.size() + engine.drops_last_batch();
+};
 
 // A batch is what the dataset makes of its examples (BatchType). One pass at a time, on one thread. A loader moves and does not copy;
 // a pass goes on where it was moved to.
@@ -68,7 +151,7 @@ class Loader {
   // `engine`: an nn::Engine or nn::Session, or an nn::Pipeline, whose stages all see what a rank's place among data-parallel ones has.
   template <DealsBatches E>
   Loader(Dataset dataset, const E& engine, const LoaderOptions& options = {})
-      : Loader(std::move(dataset), engine.rank(), engine.size(), engine.micro_batch_size(), options) {}
+      : Loader(std::move(dataset), engine.rank(), engine.size(), engine.micro_batch_size(), as_in(engine, options)) {}
   Loader(Dataset dataset, int rank, int ranks, int64_t batch_size, const LoaderOptions& options = {})
       : passes_(std::make_shared<Passes>(std::move(dataset), rank, ranks, batch_size, options)) {
     TESSERA_CHECK_VALUE(passes_->dataset.size().has_value(), "data", "the dataset does not say its size");
@@ -103,6 +186,12 @@ class Loader {
   int64_t epoch() const { return passes().under_way ? passes().epoch - 1 : passes().epoch; }
 
  private:
+  template <DealsBatches E>
+  static LoaderOptions as_in(const E& engine, LoaderOptions options) {
+    options.drop_last = options.drop_last.value_or(engine.drops_last_batch());
+    return options;
+  }
+
   struct Passes {
     Dataset dataset;
     int rank, ranks;
@@ -156,10 +245,13 @@ class Loader<Dataset>::Iterator {
   static Iterator of(std::shared_ptr<Passes> passes) {
     Passes& at = *passes;
     const DataPosition from{at.epoch++, std::exchange(at.skip, 0)};
-    RankSampler sampler(at.size(), at.rank, at.ranks, at.options, from);
+    detail::BatchSampler sampler(RankSampler(at.size(), at.rank, at.ranks, at.options, from),
+                                 detail::pass_seed(at.options.seed, from.epoch, at.rank),
+                                 from.samples / (at.batch_size * at.ranks));
     auto options = torch::data::DataLoaderOptions(static_cast<size_t>(at.batch_size)).workers(at.options.workers);
-    options.drop_last(at.options.drop_last);
-    auto pass = std::shared_ptr(torch::data::make_data_loader(at.dataset, std::move(sampler), options));
+    options.drop_last(at.options.drop_last.value_or(false));
+    auto pass = std::shared_ptr(
+        torch::data::make_data_loader(detail::ReadDataset<Dataset>(at.dataset), std::move(sampler), options));
     at.given = from.samples;
     Iterator iterator;
     iterator.loads_ = at.loads;

@@ -1,7 +1,8 @@
 #include "tessera/nn/element_optimizer.h"
 
+#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
@@ -75,17 +76,58 @@ void adadelta(ElementUpdate& p) {
   p.param.add_(change, -g.lr);
 }
 
+void asgd(ElementUpdate& p) {
+  const optim::GroupOptions& g = p.group;
+  at::Tensor &rate = p["eta"], &share = p["mu"], &mean = p["ax"];
+  const double eta = rate.item<double>();
+  p.param.mul_(1 - g.lambd * eta).add_(p.grad, -eta);
+  if (share.item<double>() != 1)
+    mean.add_(p.param.sub(mean).mul_(share));
+  else
+    mean.copy_(p.param);
+  const auto step = static_cast<double>(p.step);
+  rate.fill_(g.lr / std::pow(1 + g.lambd * g.lr * step, g.alpha));
+  share.fill_(1 / std::max(1.0, step - g.t0));
+}
+
+void rprop(ElementUpdate& p) {
+  const optim::GroupOptions& g = p.group;
+  at::Tensor &prev = p["prev"], &size = p["step_size"];
+  const at::Tensor product = p.grad.mul(prev), turns = product.lt(0);
+  const at::Tensor factor =
+      at::ones_like(size).masked_fill_(product.gt(0), g.eta_plus).masked_fill_(turns, g.eta_minus);
+  size.mul_(factor).clamp_(g.step_size_min, g.step_size_max);
+  const at::Tensor grad = p.grad.masked_fill(turns, 0);
+  p.param.addcmul_(grad.sign(), size, -1);
+  prev.copy_(grad);
+}
+
+// A state at the start: one number, or as many as the parameter has.
+struct ElementState {
+  const char* name;
+  bool is_number = false;
+  double (*begin)(const optim::GroupOptions& group) = [](const optim::GroupOptions&) { return 0.0; };
+};
+double one(const optim::GroupOptions&) {
+  return 1;
+}
+double rate_of(const optim::GroupOptions& group) {
+  return group.lr;
+}
+
 struct ElementRule {
   std::string_view name;
   void (*update)(ElementUpdate& update);
-  std::vector<const char*> states;  // zeros at the start, but for NAdam's product
+  std::vector<ElementState> states;
 };
 
 const ElementRule* element_rule(std::string_view name) {
-  static const std::vector<ElementRule> all{{"NAdam", nadam, {"exp_avg", "exp_avg_sq", "mu_product"}},
-                                            {"RAdam", radam, {"exp_avg", "exp_avg_sq"}},
-                                            {"Adamax", adamax, {"exp_avg", "exp_inf"}},
-                                            {"Adadelta", adadelta, {"square_avg", "acc_delta"}}};
+  static const std::vector<ElementRule> all{{"NAdam", nadam, {{"exp_avg"}, {"exp_avg_sq"}, {"mu_product", true, one}}},
+                                            {"RAdam", radam, {{"exp_avg"}, {"exp_avg_sq"}}},
+                                            {"Adamax", adamax, {{"exp_avg"}, {"exp_inf"}}},
+                                            {"Adadelta", adadelta, {{"square_avg"}, {"acc_delta"}}},
+                                            {"ASGD", asgd, {{"eta", true, rate_of}, {"mu", true, one}, {"ax"}}},
+                                            {"Rprop", rprop, {{"prev"}, {"step_size", false, rate_of}}}};
   const auto found = std::ranges::find(all, name, &ElementRule::name);
   return found == all.end() ? nullptr : &*found;
 }
@@ -115,9 +157,9 @@ at::Tensor ElementOptimizer::step(LossClosure closure) {
       if (state == nullptr) {
         auto made = std::make_unique<State>();
         made->step = 0;
-        for (const char* name : rule.states)
-          made->values[name] =
-              std::string_view(name) == "mu_product" ? at::ones({}, at::kFloat) : at::zeros_like(param.detach());
+        for (const ElementState& one : rule.states)
+          made->values[one.name] = one.is_number ? at::full({}, one.begin(group), at::kFloat)
+                                                 : at::full_like(param.detach(), one.begin(group));
         state = std::move(made);
       }
       auto& present = static_cast<State&>(*state);
@@ -133,9 +175,11 @@ at::Tensor ElementOptimizer::step(LossClosure closure) {
 }
 
 void ElementOptimizer::load(torch::serialize::InputArchive& archive) {
-  const auto& names = element_rule(type_.name)->states;
+  StateForm form;
+  for (const ElementState& state : element_rule(type_.name)->states)
+    form.names.emplace_back(state.name);
   load_states(*this, archive, std::string(type_.name),
-              [&](const optim::GroupOptions&) { return StateForm{{names.begin(), names.end()}}; });
+              [&](const optim::GroupOptions&, const at::Tensor&) { return form; });
 }
 
 }  // namespace tessera::nn

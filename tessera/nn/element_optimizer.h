@@ -1,5 +1,5 @@
-// ElementOptimizer: optimizers of torch.optim that LibTorch has not and no kernel is for (NAdam, RAdam, Adamax, Adadelta), with
-// torch's arithmetic and names of states, as an optimizer of torch for ClientOptimizer. They update element by element.
+// ElementOptimizer: optimizers of torch.optim that LibTorch has not and no kernel is for (NAdam, RAdam, Adamax, Adadelta, ASGD,
+// Rprop), with torch's arithmetic and names of states, as an optimizer of torch for ClientOptimizer. They update element by element.
 #pragma once
 
 #include <torch/optim/optimizer.h>

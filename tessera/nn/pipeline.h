@@ -119,6 +119,8 @@ class Pipeline : private Session {
   using Session::global_samples;
   using Session::global_steps;
   using Session::groups;
+  using Session::drops_last_batch;
+  using Session::keep_generators;
   using Session::load_module_state_dict;
   using Session::loss_scale;
   using Session::lr;

@@ -7,8 +7,8 @@
 namespace tessera::nn {
 
 c10::impl::GenericDict dict_of(const ClientValues& values);
-// States of torch's generators, of the CPU and of `device`.
-c10::impl::GenericDict random_states(c10::Device device);
+// States of torch's generators, of the CPU and of `device`, and of the program's `own`.
+c10::impl::GenericDict random_states(c10::Device device, const std::vector<at::Generator>& own);
 
 class SavedValues {
  public:
@@ -17,12 +17,15 @@ class SavedValues {
 
   // The program's own values. IoError where the checkpoint is damaged.
   ClientValues client() const { return checkpoint::client_values(reader_, place_ == 0); }
-  // This rank's generators, where they were saved: try throws IoError where one does not take its state, and changes none.
-  void try_random(c10::Device device) const;
-  void put_random(c10::Device device) const;
+  // This rank's generators, where they were saved: try throws IoError where one does not take its state, value error for another
+  // number of `own`, and changes none.
+  void try_random(c10::Device device, const std::vector<at::Generator>& own) const;
+  void put_random(c10::Device device, const std::vector<at::Generator>& own) const;
 
  private:
   at::Tensor random_of(const char* generator) const;
+  void try_state(const at::Generator& generator, const at::Tensor& state) const;
+  std::vector<at::Tensor> own_random() const;  // empty where there are none
 
   const checkpoint::Reader& reader_;
   const int place_;

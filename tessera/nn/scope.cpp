@@ -11,6 +11,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/nn/construction.h"
+#include "tessera/nn/sequence_layers.h"
 #include "tessera/shard/placement.h"
 
 namespace tessera::nn {
@@ -43,6 +44,58 @@ void ModuleScope::finish(const std::vector<at::Tensor>& outputs, bool hides) {
   if (engine != nullptr) engine->modules().leave(module_, outputs, hides);
 }
 
+namespace {
+
+using TensorKeys = std::unordered_set<const void*>;
+
+void add_params(const torch::nn::Module& module, TensorKeys& tensors) {
+  for (const at::Tensor& param : module.parameters())
+    tensors.insert(param.unsafeGetTensorImpl());
+}
+
+// How many modules have each parameter.
+std::unordered_map<const void*, int> owners_in(const torch::nn::Module& module) {
+  std::unordered_map<const void*, int> owners;
+  module.apply([&](const torch::nn::Module& part) {
+    for (const at::Tensor& param : part.parameters(/*recurse=*/false))
+      ++owners[param.unsafeGetTensorImpl()];
+  });
+  return owners;
+}
+
+// The parameters that a layer of a plain Sequential gathers around its call: those that nobody reads elsewhere.
+class OwnParams {
+ public:
+  explicit OwnParams(const torch::nn::Module& root) : layers_(gathered_layers(root)), owners_(owners_in(root)) {}
+  ScopeHolder* layer(const torch::nn::Module* part) const {
+    const auto found = layers_.find(part);
+    return found == layers_.end() ? nullptr : found->second;
+  }
+  // `is_alone`: whether a part of the layer, by its path there, says itself when it runs.
+  std::vector<at::Tensor> of(const torch::nn::Module& layer,
+                             const std::function<bool(const std::string& path)>& is_alone) const {
+    const auto owners = owners_in(layer);
+    TensorKeys inner;
+    for (const auto& item : layer.named_modules("", /*include_self=*/false)) {
+      const auto* const part = item.value().get();
+      const bool says = dynamic_cast<const ScopeHolder*>(part) != nullptr || layers_.contains(part);
+      if (says && is_alone(item.key())) add_params(*part, inner);
+    }
+    std::vector<at::Tensor> own;
+    for (const at::Tensor& param : layer.parameters()) {
+      const void* const key = param.unsafeGetTensorImpl();
+      if (!inner.contains(key) && owners.at(key) == owners_.at(key)) own.push_back(param);
+    }
+    return own;
+  }
+
+ private:
+  const std::unordered_map<const torch::nn::Module*, GatheredLayer*> layers_;
+  const std::unordered_map<const void*, int> owners_;
+};
+
+}  // namespace
+
 ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
                            const std::vector<std::string>& leaves) {
   const auto in_leaf = [&](const std::string& path) {
@@ -56,16 +109,21 @@ ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engi
     index[specs[i].tensor.unsafeGetTensorImpl()] = static_cast<int>(i);
   std::unordered_set<int> covered;
   std::unordered_set<const void*> seen;
+  const OwnParams own(module);
   for (const auto& item : module.named_modules()) {
     const auto& part = item.value();
-    auto* holder = dynamic_cast<ScopeHolder*>(part.get());
+    auto* const layer = own.layer(part.get());
+    auto* holder = layer != nullptr ? layer : dynamic_cast<ScopeHolder*>(part.get());
     if (holder == nullptr || !seen.insert(holder).second) continue;
     if (in_leaf(item.key())) {
       holder->connect({});
       continue;
     }
+    const auto is_alone = [&](const std::string& path) {
+      return !in_leaf(item.key().empty() ? path : item.key() + "." + path);
+    };
     std::vector<int> params;
-    for (const at::Tensor& p : part->parameters()) {
+    for (const at::Tensor& p : layer != nullptr ? own.of(*part, is_alone) : part->parameters()) {
       const auto known = index.find(p.unsafeGetTensorImpl());
       if (known == index.end()) continue;  // the parameter came later, and no group has it
       params.push_back(known->second);
@@ -92,13 +150,13 @@ std::optional<std::string> runs_with(const std::unordered_set<std::string>& hold
   return path;
 }
 
-// A layer of a Sequential, or in one.
-bool in_sequence(const torch::nn::Module& module, const std::string& path) {
-  const size_t dot = path.rfind('.');
-  if (path.empty()) return false;
-  const std::string around = dot == std::string::npos ? "" : path.substr(0, dot);
-  const auto* const parent = around.empty() ? &module : module.named_modules().find(around)->get();
-  return parent->as<torch::nn::Sequential>() != nullptr;
+// How many elements of a module's own parameters another module has, too.
+int64_t tied_elements(const torch::nn::Module& part, const std::unordered_map<const void*, int>& owners,
+                      const std::unordered_map<const void*, int64_t>& elements) {
+  int64_t tied = 0;
+  for (const at::Tensor& param : part.parameters(/*recurse=*/false))
+    if (owners.at(param.unsafeGetTensorImpl()) > 1) tied += elements.at(param.unsafeGetTensorImpl());
+  return tied;
 }
 
 }  // namespace
@@ -111,12 +169,17 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
   for (const engine::ParamSpec& spec : engine.params())
     elements[spec.tensor.unsafeGetTensorImpl()] =
         c10::multiply_integers(spec.cut ? spec.cut->sizes : spec.tensor.sizes().vec());
-  std::unordered_set<std::string> holders;
+  std::unordered_set<std::string> holders, in_sequences;
   const auto parts = module.named_modules();
-  for (const auto& item : parts)
-    if (const auto* holder = dynamic_cast<const ScopeHolder*>(item.value().get());
-        holder && !holder->scope().engine.expired())
-      holders.insert(item.key());
+  const OwnParams of_sequences(module);
+  const auto owners = owners_in(module);
+  for (const auto& item : parts) {
+    const ScopeHolder* const layer = of_sequences.layer(item.value().get());
+    const auto* holder = layer != nullptr ? layer : dynamic_cast<const ScopeHolder*>(item.value().get());
+    if (holder == nullptr || holder->scope().engine.expired()) continue;
+    holders.insert(item.key());
+    if (layer != nullptr) in_sequences.insert(item.key());
+  }
   const auto called = [](const std::string& path) { return path.empty() ? "the model" : path; };
   std::string text;
   for (const auto& item : parts) {
@@ -128,13 +191,12 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
     text +=
         c10::str(text.empty() ? "" : "\n", called(item.key()), " (", item.value()->name(), "), ", own, " elements: ");
     if (!with)
-      text +=
-          "for the whole forward, as neither it nor a module around it says when it runs: " +
-          (in_sequence(module, item.key()) ? "push tessera::nn::unit(layer) into the Sequential in its place, whose "
-                                             "calls of a layer torch lets nobody see"
-                                           : std::string("tessera::nn::unit() does"));
+      text += "for the whole forward, as neither it nor a module around it says when it runs: tessera::nn::unit() does";
     else
       text += *with == item.key() ? "while it runs" : "while " + called(*with) + " runs, which it is a part of";
+    const int64_t tied = tied_elements(*item.value(), owners, elements);
+    if (with && in_sequences.contains(*with) && tied > 0)
+      text += c10::str("; ", tied, " of them for the whole forward, as another module has them, too");
   }
   return text;
 }

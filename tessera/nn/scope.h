@@ -55,7 +55,8 @@ class [[nodiscard]] ModuleScope {
 };
 
 // Connects every ScopeHolder in `module` with `engine`, whose parameters are those of param_specs(), but for those inside
-// the modules of the paths `leaves`, which run as one. Returns the scope of the parameters that belong to no ScopeHolder.
+// the modules of the paths `leaves`, which run as one. A layer of a plain Sequential (sequence_layers.h) has what belongs to no
+// ScopeHolder in it, and to no module elsewhere. Returns the scope of the parameters that belong to none.
 ScopeHandle connect_scopes(torch::nn::Module& module, const std::shared_ptr<engine::Engine>& engine,
                            const std::vector<std::string>& leaves);
 

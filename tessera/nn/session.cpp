@@ -14,6 +14,7 @@
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/cut_model.h"
 #include "tessera/nn/parallel.h"
+#include "tessera/nn/sequence_layers.h"
 
 namespace tessera::nn {
 
@@ -32,6 +33,8 @@ void check_axes(const Config& config, const comm::Mesh& mesh) {
 optim::OptimizerOptions configured_optimizer(const Config& config) {
   const std::string& type = config.optimizer.type;
   TESSERA_CHECK_BUILT(type != "LBFGS", "initialize", kNeedsClosure);
+  TESSERA_CHECK_BUILT(type != "SparseAdam", "initialize",
+                      "SparseAdam takes sparse gradients only, and an engine's are dense; use Adam or AdamW");
   auto found = config::native_optimizer(config);
   if (!found) found = config::torch_optimizer(config);
   TESSERA_CHECK_VALUE(found, "initialize", "the configuration names no optimizer that runs in C++",
@@ -58,6 +61,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (watch_.calls() != nullptr) mesh = comm::timed_mesh(mesh, watch_.calls());
   gathers_for_export_ =
       !config::placements(config).shards_params() || config.zero_optimization.stage3_gather_16bit_weights_on_model_save;
+  drops_last_ = config.dataloader_drop_last;
   read_checkpoint_section(config);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
   TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
@@ -97,6 +101,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (client_ != nullptr)
     client_->take(*core_,
                   !config::placements(config).shards_states() && live().options().zero.precision.master_is_param());
+  if (config::placements(config).shards_params() && live().mesh().size(comm::kStateAxes) > 1)
+    sequences_ = std::make_shared<GatheredSequences>(module_, leaves_);
   rest_ = connect_scopes(*module_, core_, leaves_);
   contents_ = std::make_unique<Contents>(module_);
   const bool is_16bit = live().options().zero.precision.param != at::kFloat;
@@ -116,11 +122,10 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
                                 std::vector<engine::ParamSpec>& specs) {
   own_schedule_ = recipe.schedule;
   if (own_schedule_ == nullptr) schedule_ = config::native_schedule(config);
-  TESSERA_CHECK_VALUE(
-      schedule_ || own_schedule_ || config.scheduler.type.empty(), "initialize",
-      "the configuration names no schedule that runs in C++", config::where_schedule_runs(config.scheduler.type),
-      "; set scheduler.type to one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle and LRRangeTest, or "
-      "give Recipe::schedule one of your own");
+  TESSERA_CHECK_VALUE(schedule_ || own_schedule_ || config.scheduler.type.empty(), "initialize",
+                      "the configuration names no schedule that runs in C++",
+                      config::where_schedule_runs(config.scheduler.type), "; set scheduler.type to one of ",
+                      config::cpp_schedules(), ", or give Recipe::schedule one of your own");
   if (recipe.optimizer != nullptr) {
     TESSERA_CHECK_VALUE(recipe.groups.empty(), "initialize",
                         "an optimizer of one's own has its groups already: leave Recipe::groups empty");
@@ -184,7 +189,10 @@ int Session::add_param_group(const std::vector<at::Tensor>& params, const optim:
     live().add_param(spec);
   for (const int id : known)
     live().set_joins(id, group);
-  if (!added.empty()) rest_ = connect_scopes(*module_, core_, leaves_);
+  if (!added.empty()) {
+    if (sequences_ != nullptr) sequences_->wrap();
+    rest_ = connect_scopes(*module_, core_, leaves_);
+  }
   return group;
 }
 
@@ -294,6 +302,7 @@ std::string Session::fault_of(const engine::ContentsReport& report) const {
 
 void Session::destroy() {
   live().destroy();
+  sequences_.reset();
   if (client_ != nullptr) client_->release();
 }
 
@@ -323,7 +332,7 @@ void Session::apply_schedule() {
     put_rates(rates);
   }
   if (!schedule_) return;
-  const auto values = optim::evaluate(*schedule_, schedule_steps_, base_lrs_);
+  const auto values = optim::evaluate(*schedule_, schedule_steps_, base_lrs_, &schedule_at_);
   put_rates(values.lr);
   const auto rule = live().options().rule;
   const bool has_betas = rule == optim::Rule::Adam || rule == optim::Rule::Lion || (client_ && client_->has_betas());

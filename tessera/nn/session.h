@@ -1,6 +1,7 @@
 // Session: what nn::Engine does that does not depend on the module's type. Owns the core engine and the schedule.
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <torch/nn/module.h>
 
 #include <deque>
@@ -53,6 +54,8 @@ comm::Mesh environment_mesh(const Config& config);
 // Values of the program's own in a checkpoint: numbers, texts, lists and dicts of such (c10::impl::GenericDict), tensors. Python's
 // engines read them as client_state, and C++ reads theirs.
 using checkpoint::ClientValues;
+
+class GatheredSequences;
 
 // What a load has found; false where there was no checkpoint.
 struct Loaded {
@@ -225,6 +228,7 @@ class Session {
   }
   void zero_grad() { live().zero_grad(); }
   int64_t micro_batch_size() const { return live().options().micro_batch_size; }  // samples of this rank
+  bool drops_last_batch() const { return drops_last_; }                           // dataloader_drop_last, for loaders
   int64_t gradient_accumulation_steps() const { return live().options().gradient_accumulation_steps; }
   // An update without any gradient, which is an error else, counts as any other from here on. On all ranks alike.
   void count_empty_steps() { live().count_empty_steps(); }
@@ -296,6 +300,11 @@ class Session {
   States states() { return {live(), *module_, client_.get()}; }
   ReadStates states() const { return {live(), *module_, client_.get()}; }
 
+  // Generators (of the CPU) that the program draws from beside torch's default ones, as a dataset does while it reads: with
+  // checkpoint.random_state a save has their states, on every rank its own, and a load puts them back. In the same number and order
+  // in the run that loads; value error for those of a device. Local.
+  void keep_generators(std::vector<at::Generator> generators);
+
   // Everything else an engine can do: norms before a step, phases, memory.
   engine::Engine& core() { return live(); }
   const engine::Engine& core() const { return live(); }
@@ -366,19 +375,23 @@ class Session {
   bool warned_of_frozen_ = false;  // that came later
   Held::Error held_error_ = std::make_shared<std::exception_ptr>();
   ScopeHandle rest_;
-  std::vector<std::string> leaves_;          // paths of modules that run as one
-  std::unique_ptr<ClientOptimizer> client_;  // in place of the core's
-  bool evaluates_ = false;                   // there is no optimizer
-  std::vector<optim::GroupOptions> groups_;  // at the start
+  std::vector<std::string> leaves_;               // paths of modules that run as one
+  std::shared_ptr<GatheredSequences> sequences_;  // null where nothing is partitioned
+  std::unique_ptr<ClientOptimizer> client_;       // in place of the core's
+  bool evaluates_ = false;                        // there is no optimizer
+  std::vector<optim::GroupOptions> groups_;       // at the start
   std::optional<optim::ScheduleOptions> schedule_;
   std::shared_ptr<Schedule> own_schedule_;  // in the place of the configuration's
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
+  optim::ScheduleCursor schedule_at_;
   engine::SaveOptions save_options_;
   std::string config_text_;  // for DeepSpeed's files, which have the text
   engine::Foreign load_from_;
   bool loads_masters_ = true;
   bool keeps_random_ = false;
+  bool drops_last_ = false;
+  std::vector<at::Generator> generators_;  // of the program
   bool gathers_for_export_ = true;
   engine::Watch watch_;
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;

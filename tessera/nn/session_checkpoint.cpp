@@ -28,6 +28,15 @@ void Session::read_checkpoint_section(const Config& config) {
   keeps_random_ = section.random_state;
 }
 
+void Session::keep_generators(std::vector<at::Generator> generators) {
+  live().check_one_thread("keep_generators");
+  for (const at::Generator& generator : generators)
+    TESSERA_CHECK_VALUE(generator.defined() && generator.device().is_cpu(), "engine.keep_generators",
+                        "a generator is of ", generator.defined() ? generator.device().str() : "no device",
+                        "; give those of the CPU: torch's of the device is saved with checkpoint.random_state");
+  generators_ = std::move(generators);
+}
+
 // The other names of tied parameters, by the name that the engine has for each.
 std::map<std::string, std::vector<std::string>> Session::aliases() const {
   std::map<const void*, std::string> own;
@@ -117,7 +126,8 @@ engine::ClientPart Session::client_part(const ClientValues& client) const {
     part.blobs["optimizer-" + place] = checkpoint::to_torch_file(client_->numbers(*core_), "the optimizer's state");
   }
   if (keeps_random_)
-    part.blobs["random-" + place] = checkpoint::to_torch_file(random_states(device()), "the random generators");
+    part.blobs["random-" + place] =
+        checkpoint::to_torch_file(random_states(device(), generators_), "the random generators");
   // For DeepSpeed's files, now or later. Of several engines nobody has all names.
   if (place == "0" && (save_options_.deepspeed || !live().checkpoints().spans()))
     part.blobs["python"] = checkpoint::deepspeed::run_blob(config_text_, trained_names());
@@ -159,7 +169,7 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
       own_schedule_->load_state(before);
     }
     loaded.client = saved.client();
-    if (options.run) saved.try_random(device());
+    if (options.run) saved.try_random(device(), generators_);
     if (client_ != nullptr && options.optimizer) states = client_->saved(*core_, *found);
     if (!states.empty()) {
       present = client_->present();
@@ -179,7 +189,7 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   if (schedule) live().checkpoints().on_all([&] { own_schedule_->load_state(*schedule); });
   if (client_ != nullptr) put_rates(lr());
   apply_schedule();
-  saved.put_random(device());
+  saved.put_random(device(), generators_);
   return loaded;
 }
 

@@ -1,5 +1,6 @@
 #include "tessera/nn/whole_optimizer.h"
 
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/serialize/archive.h>
 
@@ -61,13 +62,23 @@ optim::GroupOptions& WholeOptimizer::group(size_t number) {
   return static_cast<Options&>(param_groups()[number].options()).group;
 }
 
+int WholeOptimizer::number_of(const at::Tensor& param) const {
+  const auto found = numbers_.find(param.unsafeGetTensorImpl());
+  return found == numbers_.end() ? -1 : found->second;
+}
+
+std::vector<optim::WholeState> WholeOptimizer::states_of(const at::Tensor& param,
+                                                         const optim::GroupOptions& group) const {
+  return optim::whole_states(rule_, group, shards_->sizes(number_of(param), param));
+}
+
 WholeOptimizer::State& WholeOptimizer::state_of(const at::Tensor& param, const optim::GroupOptions& group) {
   auto& state = state_[param.unsafeGetTensorImpl()];
   if (state == nullptr) {
     auto made = std::make_unique<State>();
-    const optim::StateNames names = optim::state_names(rule_, {group});
-    for (int i = 0; i < names.count; ++i)
-      made->values[names.name[i]] = at::zeros_like(param.detach());
+    for (const optim::WholeState& one : states_of(param, group))
+      made->values[one.name] =
+          one.sizes ? at::zeros(*one.sizes, param.options().requires_grad(false)) : at::zeros_like(param.detach());
     if (counts_steps(rule_, group)) made->step = 0;
     state = std::move(made);
   }
@@ -79,16 +90,14 @@ at::Tensor WholeOptimizer::step(LossClosure closure) {
   std::vector<optim::WholeUpdate> updates;
   for (size_t number = 0; number < param_groups().size(); ++number) {
     const optim::GroupOptions& options = group(number);
-    const optim::StateNames names = optim::state_names(rule_, {options});
     for (const at::Tensor& param : param_groups()[number].params()) {
       if (!param.grad().defined()) continue;
       State& state = state_of(param, options);
       if (state.step) ++*state.step;
-      const auto found = numbers_.find(param.unsafeGetTensorImpl());
-      optim::WholeUpdate update{&options, found == numbers_.end() ? -1 : found->second, param, param.grad(),
-                                state.step.value_or(1)};
-      for (int i = 0; i < names.count; ++i)
-        update.state[i] = state.values.at(names.name[i]);
+      optim::WholeUpdate update{&options, number_of(param), param, param.grad(), state.step.value_or(1)};
+      size_t place = 0;
+      for (const optim::WholeState& one : states_of(param, options))
+        update.state.at(place++) = state.values.at(one.name);
       updates.push_back(std::move(update));
     }
   }
@@ -97,19 +106,23 @@ at::Tensor WholeOptimizer::step(LossClosure closure) {
 }
 
 void WholeOptimizer::load(torch::serialize::InputArchive& archive) {
-  load_states(*this, archive, optim::type_of(rule_).name, [this](const optim::GroupOptions& group) {
-    const optim::StateNames names = optim::state_names(rule_, {group});
-    return StateForm{{names.name.begin(), names.name.begin() + names.count}, counts_steps(rule_, group)};
-  });
+  load_states(*this, archive, optim::type_of(rule_).name,
+              [this](const optim::GroupOptions& group, const at::Tensor& param) {
+                StateForm form{.names = {}, .counts_steps = counts_steps(rule_, group)};
+                for (const optim::WholeState& one : states_of(param, group))
+                  form.names.emplace_back(one.name);
+                return form;
+              });
 }
 
 void load_states(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive, const std::string& name,
-                 const std::function<StateForm(const optim::GroupOptions&)>& form) {
+                 const std::function<StateForm(const optim::GroupOptions&, const at::Tensor&)>& form) {
   torch::serialize::InputArchive states;
   archive.read("state", states);
   for (const auto& group : optimizer.param_groups()) {
-    const StateForm wanted = form(static_cast<const WholeOptimizer::Options&>(group.options()).group);
+    const auto& options = static_cast<const WholeOptimizer::Options&>(group.options()).group;
     for (const at::Tensor& param : group.params()) {
+      const StateForm wanted = form(options, param);
       torch::serialize::InputArchive saved;
       void* const key = param.unsafeGetTensorImpl();
       if (!states.try_read(std::to_string(reinterpret_cast<size_t>(key)), saved)) continue;

@@ -1,4 +1,4 @@
-// WholeOptimizer: Lamb and Muon (optim/whole.h) as an optimizer of torch, for ClientOptimizer.
+// WholeOptimizer: Lamb, Muon and Adafactor (optim/whole.h) as an optimizer of torch, for ClientOptimizer.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -43,6 +43,8 @@ class WholeOptimizer final : public torch::optim::Optimizer {
   void add_number(const at::Tensor& param, int number) { numbers_[param.unsafeGetTensorImpl()] = number; }
   optim::Rule rule() const { return rule_; }
   optim::GroupOptions& group(size_t number);
+  // The states of a parameter of a group: which, and what sizes those have that are whole on every rank.
+  std::vector<optim::WholeState> states_of(const at::Tensor& param, const optim::GroupOptions& group) const;
 
   // Collective as the shards are. Not-implemented error for a closure.
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -50,6 +52,7 @@ class WholeOptimizer final : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
+  int number_of(const at::Tensor& param) const;
   State& state_of(const at::Tensor& param, const optim::GroupOptions& group);
 
   const optim::Rule rule_;
@@ -64,6 +67,6 @@ struct StateForm {
 };
 // Loads the states alone of `optimizer`, whose groups have WholeOptimizer::Options. IoError for those of another one than `name`.
 void load_states(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive, const std::string& name,
-                 const std::function<StateForm(const optim::GroupOptions&)>& form);
+                 const std::function<StateForm(const optim::GroupOptions&, const at::Tensor&)>& form);
 
 }  // namespace tessera::nn

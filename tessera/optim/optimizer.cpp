@@ -29,6 +29,7 @@ int states_of(Rule rule, const GroupOptions& group) {
     case Rule::External:
     case Rule::Lamb:
     case Rule::Muon:
+    case Rule::Adafactor:
       return 0;  // there are no kernels
   }
   TESSERA_ASSERT(false, "unknown rule");
@@ -198,6 +199,7 @@ StateNames state_names(Rule rule, const std::vector<GroupOptions>& groups) {
       }
       return {};
     case Rule::External:
+    case Rule::Adafactor:  // they differ from parameter to parameter: whole_states()
       return {};
   }
   TESSERA_ASSERT(false, "unknown rule");
@@ -220,6 +222,7 @@ void update(Rule rule, const std::vector<Update>& updates, double grad_scale) {
     case Rule::External:
     case Rule::Lamb:
     case Rule::Muon:
+    case Rule::Adafactor:
       TESSERA_ASSERT(false, "[optim.update] this rule has no kernel");
   }
 }

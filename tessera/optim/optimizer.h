@@ -18,16 +18,19 @@ enum class Rule {
   Lion,
   Adagrad,
   External,  // a client's optimizer updates the master shards itself
-  Lamb,      // for whole parameters (whole.h): there is no kernel, and an engine runs it as External
+  Lamb,  // this and the rest for whole parameters (whole.h): there is no kernel, and an engine runs them as External
   Muon,
+  Adafactor,
 };
+
+inline constexpr double kOfDtype = -1;
 
 // Hyper-parameters of one param group; a rule reads those that it knows. Names are torch's; defaults those of configurations
 // (docs/config.md), where AdamW decays nothing unless asked to.
 struct GroupOptions {
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999;  // Adam, Lion, Lamb, Muon
-  double eps = 1e-8;                  // Adam, Adagrad, Lamb, Muon, torch's RMSprop
+  double eps = 1e-8;                  // Adam, Adagrad, Lamb, Muon, Adafactor, torch's RMSprop
   double weight_decay = 0;
   bool decoupled = true;                 // Adam: true is AdamW
   bool bias_correction = true;           // Adam, Lamb
@@ -40,9 +43,14 @@ struct GroupOptions {
   bool eps_inside_sqrt = false;             // Lamb
   int64_t ns_steps = 5;                     // Muon: steps of its iteration
   bool use_muon = true;                     // Muon: matrices; false: updated as by AdamW, or Adam (`decoupled`)
-  double alpha = 0.99;                      // torch's RMSprop
+  double alpha = 0.99;                      // torch's RMSprop; ASGD: the power of its rate
   bool centered = false;                    // torch's RMSprop
   bool amsgrad = false;                     // torch's Adam and AdamW
+  double lambd = 1e-4, t0 = 1e6;            // ASGD
+  double eta_minus = 0.5, eta_plus = 1.2, step_size_min = 1e-6, step_size_max = 50;  // Rprop
+  double beta2_decay = -0.8, d = 1;                                                  // Adafactor
+  double eps1 =
+      kOfDtype;  // Adafactor, beside `eps`; torch's None: the smallest difference from 1 of the parameter's dtype
 };
 
 // Names of the state tensors of a rule in torch's terms, e.g. {"exp_avg", "exp_avg_sq"}. At most 2. Muon's are those of the first

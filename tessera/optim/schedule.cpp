@@ -35,8 +35,10 @@ class Problems {
   }
   void look(const auto&, bool) {}
   void look(const auto&, WarmupType) {}
+  void look(const auto&, const std::vector<int64_t>&) {}
   void look(const auto& option, double value) {
-    require(std::isfinite(value), std::string(option.name) + " must be a finite number");
+    const std::string wrong = wrong_number(value, option.from, option.above, option.to);
+    require(wrong.empty(), std::string(option.name) + " " + wrong);
   }
   void look(const auto& option, int64_t value) {
     const std::string range =
@@ -182,6 +184,68 @@ ScheduleValues values_of(const LRRangeTest& o, int64_t iteration, const std::vec
   return out;
 }
 
+// The schedules of torch: the rate after iteration k, of the rate before it. torch computes each of the last one, in these
+// operations; a closed formula has other last bits.
+struct Rate {
+  double base, lr;
+};
+
+// Rounded on every processor: not one operation with a sum.
+[[gnu::noinline]] double product(double a, double b) {
+  return a * b;
+}
+
+double next(const StepLR& o, int64_t k, Rate r) {
+  return k == 0 || k % o.step_size != 0 ? r.lr : r.lr * o.gamma;
+}
+
+double next(const MultiStepLR& o, int64_t k, Rate r) {
+  const auto times = std::ranges::count(o.milestones, k);
+  return times == 0 ? r.lr : r.lr * std::pow(o.gamma, static_cast<double>(times));
+}
+
+double next(const ConstantLR& o, int64_t k, Rate r) {
+  if (k == 0) return r.lr * o.factor;
+  return k == o.total_iters ? r.lr * (1.0 / o.factor) : r.lr;
+}
+
+double next(const LinearLR& o, int64_t k, Rate r) {
+  if (k == 0) return r.lr * o.start_factor;
+  if (k > o.total_iters) return r.lr;
+  const double length = o.end_factor - o.start_factor;
+  return r.lr * (1.0 + length / (product(double(o.total_iters), o.start_factor) + product(double(k - 1), length)));
+}
+
+double next(const ExponentialLR& o, int64_t k, Rate r) {
+  return k == 0 ? r.lr : r.lr * o.gamma;
+}
+
+double next(const CosineAnnealingLR& o, int64_t k, Rate r) {
+  if (k == 0) return r.lr;
+  const double pi = std::numbers::pi, length = double(o.T_max);
+  if ((k - 1 - o.T_max) % (2 * o.T_max) == 0) return r.lr + (r.base - o.eta_min) * (1 - std::cos(pi / length)) / 2;
+  const double ratio = (1 + std::cos(pi * double(k) / length)) / (1 + std::cos(pi * double(k - 1) / length));
+  return product(ratio, r.lr - o.eta_min) + o.eta_min;
+}
+
+double next(const PolynomialLR& o, int64_t k, Rate r) {
+  if (k == 0 || k > o.total_iters) return r.lr;
+  const double length = double(o.total_iters);
+  return r.lr * std::pow((1.0 - double(k) / length) / (1.0 - double(k - 1) / length), o.power);
+}
+
+template <class Options>
+concept Recursive = requires(const Options& options) { next(options, int64_t{}, Rate{}); };
+
+template <Recursive Options>
+ScheduleValues values_from(const Options& o, int64_t iteration, const std::vector<double>& base, ScheduleCursor at) {
+  if (at.iteration < 0 || at.iteration > iteration || at.lr.size() != base.size()) at = {-1, base};
+  for (size_t g = 0; g < base.size(); ++g)
+    for (int64_t k = at.iteration + 1; k <= iteration; ++k)
+      at.lr[g] = next(o, k, {base[g], at.lr[g]});
+  return {.lr = at.lr, .momentum = {}};
+}
+
 }  // namespace
 
 template <>
@@ -244,14 +308,107 @@ const Table<LRRangeTest>& options_of<LRRangeTest>() {
   return all;
 }
 
-std::optional<ScheduleOptions> find_schedule(std::string name) {
-  std::ranges::transform(name, name.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  if (name == "warmuplr") return WarmupLR();
-  if (name == "warmupdecaylr") return WarmupDecayLR();
-  if (name == "warmupcosinelr") return WarmupCosineLR();
-  if (name == "onecycle") return OneCycle();
-  if (name == "lrrangetest") return LRRangeTest();
+template <>
+const Table<StepLR>& options_of<StepLR>() {
+  static const Table<StepLR> all{{"step_size", &StepLR::step_size, 1, kMostSteps, /*required=*/true},
+                                 {"gamma", &StepLR::gamma}};
+  return all;
+}
+
+template <>
+const Table<MultiStepLR>& options_of<MultiStepLR>() {
+  static const Table<MultiStepLR> all{{"milestones", &MultiStepLR::milestones, 0, 0, /*required=*/true},
+                                      {"gamma", &MultiStepLR::gamma}};
+  return all;
+}
+
+template <>
+const Table<ConstantLR>& options_of<ConstantLR>() {
+  using S = ConstantLR;
+  static const Table<S> all{{.name = "factor", .where = &S::factor, .from = 0, .to = 1, .above = true},
+                            {"total_iters", &S::total_iters}};
+  return all;
+}
+
+template <>
+const Table<LinearLR>& options_of<LinearLR>() {
+  using S = LinearLR;
+  static const Table<S> all{{.name = "start_factor", .where = &S::start_factor, .from = 0, .to = 1, .above = true},
+                            {.name = "end_factor", .where = &S::end_factor, .from = 0, .to = 1},
+                            {"total_iters", &S::total_iters}};
+  return all;
+}
+
+template <>
+const Table<ExponentialLR>& options_of<ExponentialLR>() {
+  static const Table<ExponentialLR> all{{"gamma", &ExponentialLR::gamma, 0, 0, /*required=*/true}};
+  return all;
+}
+
+template <>
+const Table<CosineAnnealingLR>& options_of<CosineAnnealingLR>() {
+  using S = CosineAnnealingLR;
+  static const Table<S> all{{"T_max", &S::T_max, 1, kMostSteps, /*required=*/true}, {"eta_min", &S::eta_min}};
+  return all;
+}
+
+template <>
+const Table<PolynomialLR>& options_of<PolynomialLR>() {
+  using S = PolynomialLR;
+  static const Table<S> all{{"total_iters", &S::total_iters}, {"power", &S::power}};
+  return all;
+}
+
+namespace {
+
+struct Named {
+  const char* name;
+  ScheduleOptions options;
+};
+const std::vector<Named>& named() {
+  static const std::vector<Named> all{{"WarmupLR", WarmupLR()},
+                                      {"WarmupDecayLR", WarmupDecayLR()},
+                                      {"WarmupCosineLR", WarmupCosineLR()},
+                                      {"OneCycle", OneCycle()},
+                                      {"LRRangeTest", LRRangeTest()},
+                                      {"StepLR", StepLR()},
+                                      {"MultiStepLR", MultiStepLR()},
+                                      {"ConstantLR", ConstantLR()},
+                                      {"LinearLR", LinearLR()},
+                                      {"ExponentialLR", ExponentialLR()},
+                                      {"CosineAnnealingLR", CosineAnnealingLR()},
+                                      {"PolynomialLR", PolynomialLR()}};
+  return all;
+}
+
+std::string lower(std::string text) {
+  std::ranges::transform(text, text.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
+
+}  // namespace
+
+bool is_torchs(const ScheduleOptions& options) {
+  return std::visit([]<class Options>(const Options&) { return Recursive<Options>; }, options);
+}
+
+std::optional<ScheduleOptions> find_schedule(const std::string& name) {
+  for (const Named& one : named())
+    if (name == one.name || (!is_torchs(one.options) && lower(name) == lower(one.name))) return one.options;
   return std::nullopt;
+}
+
+std::vector<std::string> schedule_names() {
+  std::vector<std::string> names;
+  for (const Named& one : named())
+    names.emplace_back(one.name);
+  return names;
+}
+
+std::string wrong_number(double value, double from, bool above, double to) {
+  if (!std::isfinite(value)) return "must be a finite number";
+  if ((above ? value > from : value >= from) && value <= to) return "";
+  return c10::str("must be ", above ? "above " : "from ", from, above ? " and at most " : " to ", to);
 }
 
 const char* warmup_name(WarmupType type) {
@@ -264,10 +421,21 @@ void check(const ScheduleOptions& options, size_t groups) {
   problems.raise();
 }
 
-ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs) {
+ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs,
+                        ScheduleCursor* cursor) {
   check(options, base_lrs.size());
   TESSERA_CHECK_VALUE(iteration >= 0, "optim.schedule", "iteration must be >= 0, got ", iteration);
-  return std::visit([&](const auto& o) { return values_of(o, iteration, base_lrs); }, options);
+  return std::visit(
+      [&]<class Options>(const Options& o) {
+        if constexpr (Recursive<Options>) {
+          ScheduleValues values = values_from(o, iteration, base_lrs, cursor != nullptr ? *cursor : ScheduleCursor());
+          if (cursor != nullptr) *cursor = {iteration, values.lr};
+          return values;
+        } else {
+          return values_of(o, iteration, base_lrs);
+        }
+      },
+      options);
 }
 
 }  // namespace tessera::optim

@@ -1,7 +1,8 @@
-// Learning-rate schedules as functions of the step count. The numbers are DeepSpeed's
+// Learning-rate schedules as functions of the step count. The numbers are DeepSpeed's, or torch's
 // (docs/schedules.md).
 #pragma once
 
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,7 +53,37 @@ struct LRRangeTest {
   double lr_range_test_step_rate = 1.0;
   bool lr_range_test_staircase = false;
 };
-using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest>;
+
+// Classes of torch.optim.lr_scheduler, with its names and defaults. Each group's own lr is where they begin.
+struct StepLR {
+  int64_t step_size = 0;  // required
+  double gamma = 0.1;
+};
+struct MultiStepLR {
+  std::vector<int64_t> milestones{};  // required; one that is there twice counts twice
+  double gamma = 0.1;
+};
+struct ConstantLR {
+  double factor = 1.0 / 3;
+  int64_t total_iters = 5;
+};
+struct LinearLR {
+  double start_factor = 1.0 / 3, end_factor = 1.0;
+  int64_t total_iters = 5;
+};
+struct ExponentialLR {
+  double gamma = 0;  // required
+};
+struct CosineAnnealingLR {
+  int64_t T_max = 0;  // required
+  double eta_min = 0;
+};
+struct PolynomialLR {
+  int64_t total_iters = 5;
+  double power = 1;
+};
+using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, StepLR,
+                                     MultiStepLR, ConstantLR, LinearLR, ExponentialLR, CosineAnnealingLR, PolynomialLR>;
 
 inline constexpr int64_t kMostSteps = 1'000'000'000'000;
 
@@ -61,14 +92,20 @@ template <class Schedule>
 struct ScheduleOption {
   using Where =
       std::variant<double Schedule::*, bool Schedule::*, int64_t Schedule::*, std::optional<int64_t> Schedule::*,
-                   std::vector<double> Schedule::* /* one for all param groups, or one each */, WarmupType Schedule::*>;
+                   std::vector<double> Schedule::* /* one for all param groups, or one each */,
+                   std::vector<int64_t> Schedule::* /* in any order, of any number */, WarmupType Schedule::*>;
   const char* name;
   Where where;
   int64_t least = 0, most = kMostSteps;  // of an integer
   bool required = false;
   bool may_be_null = true;    // in a configuration
   bool may_be_empty = false;  // of one for each param group
+  // Of a number: from `from`, or above it, to `to`.
+  double from = -std::numeric_limits<double>::infinity(), to = std::numeric_limits<double>::infinity();
+  bool above = false;
 };
+// Why a number is beyond such bounds, "must be from 0 to 1"; empty where it is not.
+std::string wrong_number(double value, double from, bool above, double to);
 // The options of one of the types above, in the order of a constructor's arguments.
 template <class Schedule>
 const std::vector<ScheduleOption<Schedule>>& options_of();
@@ -82,8 +119,25 @@ template <>
 const std::vector<ScheduleOption<OneCycle>>& options_of();
 template <>
 const std::vector<ScheduleOption<LRRangeTest>>& options_of();
-// A schedule by name in any letter case, with its defaults; nothing for another name.
-std::optional<ScheduleOptions> find_schedule(std::string name);
+template <>
+const std::vector<ScheduleOption<StepLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<MultiStepLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<ConstantLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<LinearLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<ExponentialLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<CosineAnnealingLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<PolynomialLR>>& options_of();
+// A schedule by name, with its defaults; nothing for another name. Classes of torch.optim.lr_scheduler have their exact names, the
+// others any letter case.
+std::optional<ScheduleOptions> find_schedule(const std::string& name);
+std::vector<std::string> schedule_names();
+bool is_torchs(const ScheduleOptions& options);
 const char* warmup_name(WarmupType type);  // "log" or "linear"
 
 // What a schedule says for one iteration. Empty `momentum`: the schedule does not touch it.
@@ -96,10 +150,18 @@ struct ScheduleValues {
 // groups, 0 if unknown.
 void check(const ScheduleOptions& options, size_t groups = 0);
 
+// Where a schedule was evaluated last: torch's go from there, as each of their values is computed of the one before.
+struct ScheduleCursor {
+  int64_t iteration = -1;
+  std::vector<double> lr;
+};
+
 // Values at `iteration` = number of steps the schedule has made, so optimizer step k (from 0) uses
 // evaluate(k) and iteration 0 is what construction sets. The reference's last_batch_iteration is
-// iteration - 1. base_lrs: the optimizer's lr per group when the schedule was made. Pure. Value
-// error as check().
-ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs);
+// iteration - 1. base_lrs: the optimizer's lr per group when the schedule was made. The values do not
+// depend on `cursor`, of the same options and rates, which saves the iterations before it. Value error as
+// check().
+ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs,
+                        ScheduleCursor* cursor = nullptr);
 
 }  // namespace tessera::optim

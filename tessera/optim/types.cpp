@@ -17,7 +17,7 @@ using G = GroupOptions;
 
 constexpr double kNoBound = std::numeric_limits<double>::infinity();
 constexpr Field kRate{"lr", &G::lr, 0};
-constexpr Field kBetas{"betas", Field::Betas(), 0, 1};
+constexpr Field kBetas{"betas", Field::Pair{&G::beta1, &G::beta2}, 0, 1};
 constexpr Field kEps{"eps", &G::eps, 0};
 constexpr Field kDecay{"weight_decay", &G::weight_decay, 0};
 constexpr Field kMaximize{"maximize", &G::maximize};
@@ -35,16 +35,24 @@ std::string names_of(bool with_kernels_only) {
   return names;
 }
 
-// Calls f(name, value) for every number of a field; a beta's name says which.
+// "beta 0" of betas.
+std::string numbered(const Field& field, int which) {
+  std::string name = field.name;
+  if (name.size() > 3 && name.back() == 's') name.pop_back();
+  return name + " " + std::to_string(which);
+}
+
+// Calls f(name, value) for every number of a field; the name of one of a pair says which.
 template <class F>
 void each_number(const Field& field, const GroupOptions& group, const F& f) {
   std::visit(
       [&]<class T>(const T& at) {
-        if constexpr (std::is_same_v<T, Field::Betas>) {
-          f("beta 0", group.beta1);
-          f("beta 1", group.beta2);
+        if constexpr (std::is_same_v<T, Field::Pair>) {
+          const bool is_none = at.first_may_be_none && group.*at.first == kOfDtype;
+          if (!is_none) f(numbered(field, 0), group.*at.first);
+          f(numbered(field, 1), group.*at.second);
         } else {
-          f(field.name, static_cast<double>(group.*at));
+          f(std::string(field.name), static_cast<double>(group.*at));
         }
       },
       field.where);
@@ -96,7 +104,16 @@ const std::vector<Type>& types() {
                                        kBetas,
                                        kEps,
                                        {"use_muon", &G::use_muon},
-                                       {"adam_w_mode", &G::decoupled}}}};
+                                       {"adam_w_mode", &G::decoupled}}},
+                                     {"Adafactor",
+                                      Rule::Adafactor,
+                                      {.lr = 1e-2, .eps = 1e-3},
+                                      {kRate,
+                                       {"beta2_decay", &G::beta2_decay},
+                                       {"eps", Field::Pair{&G::eps1, &G::eps, /*first_may_be_none=*/true}, 0},
+                                       {"d", &G::d, 1},
+                                       kDecay,
+                                       kMaximize}}};
   return all;
 }
 
@@ -118,7 +135,18 @@ const Type* find_torch_type(const std::string& name) {
       {"Adadelta",
        Rule::External,
        {.lr = 1, .eps = 1e-6, .decoupled = false, .alpha = 0.9},
-       {kRate, {"rho", &G::alpha, 0, 1}, kEps, kDecay, kMaximize}}};
+       {kRate, {"rho", &G::alpha, 0, 1}, kEps, kDecay, kMaximize}},
+      {"ASGD",
+       Rule::External,
+       {.lr = 1e-2, .decoupled = false, .alpha = 0.75},
+       {kRate, {"lambd", &G::lambd}, {"alpha", &G::alpha}, {"t0", &G::t0}, kDecay, kMaximize}},
+      {"Rprop",
+       Rule::External,
+       {.lr = 1e-2},
+       {kRate,
+        {"etas", Field::Pair{&G::eta_minus, &G::eta_plus}, 0},
+        {"step_sizes", Field::Pair{&G::step_size_min, &G::step_size_max}},
+        kMaximize}}};
   const auto found = std::ranges::find_if(all, [&](const Type& one) { return one.name == name; });
   return found == all.end() ? nullptr : &*found;
 }
@@ -147,13 +175,14 @@ bool may_have_state(const std::string& family, const std::string& state) {
 
 std::string cpp_types() {
   return names_of(/*with_kernels_only=*/false) +
-         ", NAdam, RAdam, Adamax, Adadelta, and of torch::optim RMSprop, and Adam and AdamW with amsgrad";
+         ", NAdam, RAdam, Adamax, Adadelta, ASGD, Rprop, and of torch::optim RMSprop, and Adam and AdamW with amsgrad";
 }
 
 int state_count(const OptimizerOptions& options) {
   const GroupOptions& group = options.others ? *options.others : options.defaults;
   if (options.rule != Rule::External) return state_names(options.rule, {group}).count;
   const std::string_view name = options.type == nullptr ? "Adam" : options.type->name;
+  if (name == "ASGD") return 1;
   const bool has_moments = name != "RMSprop";  // or two of another kind
   if (has_moments) return 2 + (group.amsgrad ? 1 : 0);
   return 1 + (group.momentum > 0 ? 1 : 0) + (group.centered ? 1 : 0);
@@ -171,7 +200,11 @@ const Type& type_of(Rule rule) {
 }
 
 bool has_kernel(Rule rule) {
-  return rule != Rule::External && rule != Rule::Lamb && rule != Rule::Muon;
+  return rule != Rule::External && !needs_whole(rule);
+}
+
+bool needs_whole(Rule rule) {
+  return rule == Rule::Lamb || rule == Rule::Muon || rule == Rule::Adafactor;
 }
 
 std::string native_types() {
@@ -202,7 +235,7 @@ std::string wrong_in(const Type& type, const GroupOptions& group) {
   std::ostringstream wrong;
   const auto add = [&]() -> std::ostream& { return wrong << (wrong.tellp() > 0 ? "; " : ""); };
   for (const Field& field : type.fields) {
-    each_number(field, group, [&](const char* name, double value) {
+    each_number(field, group, [&](const std::string& name, double value) {
       const bool bounded = field.below < std::numeric_limits<double>::infinity();
       const bool above_all = std::isinf(value) && !field.may_be_infinite;
       if (value >= field.least && (bounded ? value < field.below : !above_all)) return;
@@ -218,6 +251,10 @@ std::string wrong_in(const Type& type, const GroupOptions& group) {
   }
   if (type.rule == Rule::Lamb && !(0 < group.min_coeff && group.min_coeff <= group.max_coeff))
     add() << "0 < min_coeff <= max_coeff must hold, got " << group.min_coeff << " and " << group.max_coeff;
+  if (type.rule == Rule::Adafactor && group.beta2_decay > 0)
+    add() << "beta2_decay must be <= 0, got " << group.beta2_decay;
+  if (type.name == std::string_view("Rprop") && !(0 < group.eta_minus && group.eta_minus < 1 && 1 < group.eta_plus))
+    add() << "0 < etas[0] < 1 < etas[1] must hold, got " << group.eta_minus << " and " << group.eta_plus;
   return wrong.str();
 }
 
@@ -232,7 +269,7 @@ std::string text_of(const Type& type, const GroupOptions& group) {
   std::ostringstream text;
   text << std::setprecision(17);
   for (const Field& field : type.fields)
-    each_number(field, group, [&](const char* name, double value) {
+    each_number(field, group, [&](const std::string& name, double value) {
       text << (text.tellp() > 0 ? ", " : "") << name << " " << value;
     });
   return text.str();

@@ -14,8 +14,11 @@ namespace tessera::optim {
 
 // A hyper-parameter, by its name in configurations and in param groups of torch.
 struct Field {
-  struct Betas {};  // beta1 and beta2 under one name
-  using Where = std::variant<double GroupOptions::*, int64_t GroupOptions::*, bool GroupOptions::*, Betas>;
+  struct Pair {  // two numbers under one name, as betas
+    double GroupOptions::*first, GroupOptions::*second;
+    bool first_may_be_none = false;  // null, and None in Python: kOfDtype
+  };
+  using Where = std::variant<double GroupOptions::*, int64_t GroupOptions::*, bool GroupOptions::*, Pair>;
   const char* name;
   Where where;
   double least = -std::numeric_limits<double>::infinity();
@@ -44,7 +47,7 @@ const Type* find_type(const std::string& name);
 const Type& type_of(Rule rule);
 
 // Types that no rule is for, by exact names: of torch::optim RMSprop, and Adam and AdamW for amsgrad; NAdam (momentum_decay in lr_decay),
-// RAdam, Adamax, Adadelta (rho in alpha). C++ programs have them by Rule::External; Python takes torch.optim's.
+// RAdam, Adamax, Adadelta (rho in alpha), ASGD, Rprop. C++ programs have them by Rule::External; Python takes torch.optim's.
 const Type* find_torch_type(const std::string& name);
 // What two optimizers must have alike for the states of one to mean the same to the other. `type`: a name of these tables, or a class of
 // torch or Tessera with its path, as "torch.optim.adamw.AdamW". "Adam" for Adam and AdamW; empty for a client's own class, of
@@ -58,8 +61,10 @@ std::string cpp_types();
 // How many values a type keeps for each element beside the master; for Muon the most, of parameters that are no matrices.
 int state_count(const OptimizerOptions& options);
 
-// Whether a kernel updates any range of elements; false for Lamb and Muon, which need whole parameters, and for External.
+// Whether a kernel updates any range of elements; false for those that need whole parameters, and for External.
 bool has_kernel(Rule rule);
+// Whether an update needs whole parameters (whole.h): Lamb, Muon and Adafactor.
+bool needs_whole(Rule rule);
 // The names of types with a kernel, for messages: "Adam, AdamW, SGD, Lion, Adagrad".
 std::string native_types();
 // Whether `type` is one of these, in any letter case.

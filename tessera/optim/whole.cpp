@@ -3,12 +3,14 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "tessera/base/error.h"
 
@@ -101,6 +103,61 @@ void update_beside(const WholeUpdate& u) {
   values.addcdiv_(u.state[0], divisor, -group.lr / correction(group.beta1, u.step));
 }
 
+double epsilon_of(const GroupOptions& group, at::ScalarType dtype) {
+  if (group.eps1 != kOfDtype) return group.eps1;
+  switch (dtype) {
+    case at::kBFloat16:
+      return 0x1p-7;
+    case at::kHalf:
+      return 0x1p-10;
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+double norm_of(const at::Tensor& values) {
+  return at::linalg_vector_norm(values, 2).item<double>();
+}
+
+at::Tensor mean_square(const at::Tensor& values, int64_t dim) {
+  return at::linalg_vector_norm(values, 2, dim, /*keepdim=*/true).square_().div_(values.size(dim));
+}
+
+// Adafactor's direction: of a matrix whole, of a vector this rank's slice.
+at::Tensor factored_direction(const WholeUpdate& u, const at::Tensor& grad, double share, double eps) {
+  at::Tensor spread;
+  if (grad.dim() > 1) {
+    const at::Tensor rows = u.state[0], columns = u.state[1];
+    rows.lerp_(mean_square(grad, -1), share);
+    columns.lerp_(mean_square(grad, -2), share);
+    spread = at::matmul(rows, columns).div_(rows.mean(-2, /*keepdim=*/true).clamp_(eps));
+  } else {
+    u.state[0].lerp_(grad * grad, share);
+    spread = u.state[0].clone();
+  }
+  return spread.clamp_(eps * eps).rsqrt_().mul_(grad);
+}
+
+void update_adafactor(const WholeUpdate& u, Shards& shards) {
+  const GroupOptions& group = *u.group;
+  const at::Tensor values = u.values;
+  const at::ScalarType dtype = values.scalar_type();
+  const double step = static_cast<double>(u.step), eps = epsilon_of(group, dtype);
+  const bool is_matrix = shards.sizes(u.param, values).size() > 1;
+  const at::Tensor before = shards.whole(u.param, values).to(dtype);
+  const double root = std::pow(static_cast<double>(before.numel()), 0.5);
+  const double rate = std::max(group.eps, norm_of(before) / root) * std::min(group.lr, 1 / std::pow(step, 0.5));
+  if (group.weight_decay != 0) scale(values, 1 - group.lr * group.weight_decay);
+  at::Tensor grad = group.maximize ? u.grad.neg() : u.grad;
+  if (is_matrix) grad = shards.whole(u.param, grad).to(dtype);
+  at::Tensor direction = factored_direction(u, grad, std::pow(step, group.beta2_decay), eps);
+  const double length = norm_of(is_matrix ? direction : shards.whole(u.param, direction).to(dtype));
+  if (is_matrix) direction = shards.mine(u.param, direction).view(values.sizes());
+  values.add_(direction, -rate / std::max(1.0, length / (root * group.d)));
+}
+
 }  // namespace
 
 ShardsPtr whole_parameters() {
@@ -111,14 +168,32 @@ at::Tensor squares(const at::Tensor& values) {
   return values.to(at::kDouble).square().sum();
 }
 
+std::vector<WholeState> whole_states(Rule rule, const GroupOptions& group, at::IntArrayRef sizes) {
+  if (rule != Rule::Adafactor) {
+    const StateNames names = state_names(rule, {group});
+    std::vector<WholeState> states;
+    for (int i = 0; i < names.count; ++i)
+      states.push_back({names.name[i], std::nullopt});
+    return states;
+  }
+  if (sizes.size() < 2) return {{"variance", std::nullopt}};
+  std::vector<int64_t> rows = sizes.vec(), columns = sizes.vec();
+  rows.back() = 1;
+  columns[columns.size() - 2] = 1;
+  return {{"row_var", rows}, {"col_var", columns}};
+}
+
 void update_whole(Rule rule, const std::vector<WholeUpdate>& updates, Shards& shards) {
-  TESSERA_CHECK_VALUE(rule == Rule::Lamb || rule == Rule::Muon, "optim.update_whole",
-                      "the rule is one of Lamb and Muon");
+  TESSERA_CHECK_VALUE(needs_whole(rule), "optim.update_whole", "the rule is one of Lamb, Muon and Adafactor");
   const c10::AutoGradMode no_grad(false);
   if (updates.empty()) return;
   if (rule == Rule::Lamb) return update_lamb(updates, shards);
-  for (const WholeUpdate& update : updates)
-    update.group->use_muon ? update_matrix(update, shards) : update_beside(update);
+  for (const WholeUpdate& update : updates) {
+    if (rule == Rule::Adafactor)
+      update_adafactor(update, shards);
+    else
+      update.group->use_muon ? update_matrix(update, shards) : update_beside(update);
+  }
 }
 
 at::Tensor orthogonal(const at::Tensor& matrix, int64_t steps) {

@@ -1,4 +1,4 @@
-// Lamb and Muon: the update of an element depends on the whole parameter. Callers hold slices of parameters and say what of a
+// Lamb, Muon and Adafactor: the update of an element depends on the whole parameter. Callers hold slices of parameters and say what of a
 // parameter lies on other ranks (Shards).
 #pragma once
 
@@ -6,6 +6,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +21,8 @@ class Shards {
   virtual ~Shards() = default;
   // The parameter-shaped tensor that `part` is this rank's slice of, in fp32. Collective.
   virtual at::Tensor whole(int param, const at::Tensor& part) = 0;
+  // The sizes of that tensor. Local.
+  virtual at::IntArrayRef sizes(int /*param*/, const at::Tensor& part) const { return part.sizes(); }
   // This rank's slice of a whole tensor. Local.
   virtual at::Tensor mine(int param, const at::Tensor& full) = 0;
   // The L2 norms of whole tensors, of parameters and this rank's slices. Collective.
@@ -32,6 +35,15 @@ ShardsPtr whole_parameters();
 // The sum of squares of fp32 or 16-bit values, a number in fp64 on their device.
 at::Tensor squares(const at::Tensor& values);
 
+// A state of a parameter: a value for each element of this rank's slice, or, with `sizes`, the whole of it on every rank.
+struct WholeState {
+  const char* name;
+  std::optional<std::vector<int64_t>> sizes;
+};
+// The states of a parameter of these whole sizes, two at most: those of state_names(), of Adafactor the mean squares of rows and
+// columns ("row_var", "col_var", whole on every rank), of vectors "variance".
+std::vector<WholeState> whole_states(Rule rule, const GroupOptions& group, at::IntArrayRef sizes);
+
 // A parameter, or a rank's slice of one, which may be empty.
 struct WholeUpdate {
   const GroupOptions* group;
@@ -39,7 +51,7 @@ struct WholeUpdate {
   at::Tensor values;                     // changed in place
   at::Tensor grad;                       // in the values' shape and dtype
   int64_t step = 1;                      // number of this update, from 1
-  std::array<at::Tensor, 2> state = {};  // state_names(rule, {*group}), shaped as the values
+  std::array<at::Tensor, 2> state = {};  // whole_states(), shaped as the values or as those say
 };
 // Lamb (You et al., arXiv:1904.00962, algorithm 2): Adam's direction plus weight_decay * w, scaled for every parameter by
 // |w| / |direction|, which is kept within min_coeff and max_coeff; 1 where either norm is 0. Bias correction is applied to the rate
@@ -47,6 +59,9 @@ struct WholeUpdate {
 // Muon (Jordan et al.): Nesterov momentum, made a nearly orthogonal matrix by `ns_steps` steps of a Newton-Schulz iteration in
 // bf16, times sqrt(max(1, rows / columns)); decoupled weight decay. Parameters of more than two dimensions count as matrices of
 // their first one. Groups without use_muon are updated as by AdamW. Every rank computes the whole of one matrix after the other.
+// Adafactor (torch.optim's): second moments by rows and columns of a matrix (the last two dimensions), each the mean square of
+// all ranks' gradients; a rate relative to the parameter's norm, and an update of bounded norm. Every rank gathers the gradient and the
+// values of one parameter after the other, and computes its update whole: the arithmetic is torch's, bit for bit in fp32.
 // Collective as `shards` is. Value error for a rule with a kernel.
 void update_whole(Rule rule, const std::vector<WholeUpdate>& updates, Shards& shards);
 

@@ -123,7 +123,14 @@ TEST(Params, ReadsTorchsOptimizersOfCpp) {
     EXPECT_TRUE(adam->defaults.amsgrad);
   }
   EXPECT_FALSE(read("rmsprop", {})) << "exact, as in Python";
-  EXPECT_FALSE(read("Rprop", {}));
+  EXPECT_FALSE(read("SparseAdam", {}));
+  const auto rprop = read("Rprop", {{"etas", List{0.3, 1.5}}, {"step_sizes", List{1e-3, 2}}});
+  EXPECT_TRUE(rprop->defaults.eta_minus == 0.3 && rprop->defaults.eta_plus == 1.5);
+  EXPECT_TRUE(rprop->defaults.step_size_min == 1e-3 && rprop->defaults.step_size_max == 2);
+  EXPECT_HAS(error_of([&] { read("Rprop", {{"etas", List{0.3, 0.5}}}); }), "0 < etas[0] < 1 < etas[1] must hold");
+  EXPECT_HAS(error_of([&] { read("Rprop", {{"weight_decay", 0.1}}); }), "weight_decay: unknown parameter");
+  const auto asgd = read("ASGD", {{"lambd", 0.01}, {"t0", 10}});
+  EXPECT_TRUE(asgd->defaults.lambd == 0.01 && asgd->defaults.t0 == 10 && asgd->defaults.alpha == 0.75);
   const auto nadam = read("NAdam", {{"momentum_decay", 0.01}, {"decoupled_weight_decay", true}, {"maximize", true}});
   EXPECT_TRUE(nadam->defaults.lr_decay == 0.01 && nadam->defaults.decoupled && nadam->defaults.maximize);
   EXPECT_EQ(read("Adadelta", {})->defaults.alpha, 0.9);
@@ -131,6 +138,18 @@ TEST(Params, ReadsTorchsOptimizersOfCpp) {
   EXPECT_HAS(error({{"alpa", 0.9}}), "did you mean \"alpha\"?");
   EXPECT_HAS(error({{"momentum", -1}}), "momentum: must be a number >= 0");
   EXPECT_HAS(error({{"maximize", true}}), "torch::optim::RMSprop of C++ has it not");
+}
+
+TEST(Params, AdafactorsFirstEpsMayBeNull) {
+  for (const Value& first : {Value(), Value("auto")})
+    EXPECT_EQ(optimizer("adafactor", {{"eps", List{first, 0.01}}})->defaults.eps1, optim::kOfDtype);
+  const auto given = optimizer("Adafactor", {{"eps", List{1e-5, 0.01}}, {"d", 2}, {"beta2_decay", -0.5}});
+  EXPECT_EQ(given->rule, optim::Rule::Adafactor);
+  EXPECT_TRUE(given->defaults.eps1 == 1e-5 && given->defaults.eps == 0.01 && given->defaults.d == 2);
+  EXPECT_HAS(optimizer_error("Adafactor", {{"eps", 1e-3}}), "must be null or a number, and a number from 0");
+  EXPECT_HAS(optimizer_error("Adafactor", {{"eps", List{-1, 1e-3}}}), "must be null or a number, and a number from 0");
+  EXPECT_HAS(optimizer_error("Adafactor", {{"d", 0.5}}), "d: must be a number >= 1");
+  EXPECT_HAS(optimizer_error("Adafactor", {{"beta2_decay", 0.5}}), "beta2_decay: must be <= 0");
 }
 
 TEST(Params, RefusesWrongOptimizerParameters) {
@@ -141,6 +160,23 @@ TEST(Params, RefusesWrongOptimizerParameters) {
   EXPECT_HAS(optimizer_error("Adam", {{"bias_correction", "x"}}), "bias_correction: must be true or false");
   EXPECT_HAS(optimizer_error("SGD", {{"nesterov", true}}), "needs momentum > 0");
   EXPECT_HAS(optimizer_error("Lion", {{"max_grad_norm", 1.0}}), "use gradient_clipping");
+}
+
+TEST(Params, ReadsSchedulesOfTorch) {
+  EXPECT_EQ(schedule<optim::StepLR>("StepLR", {{"step_size", 3}, {"last_epoch", -1}}).step_size, 3);
+  EXPECT_EQ(schedule<optim::MultiStepLR>("MultiStepLR", {{"milestones", List{2, 5}}}).milestones,
+            (std::vector<int64_t>{2, 5}));
+  EXPECT_EQ(schedule<optim::ConstantLR>("ConstantLR", {{"factor", 0.5}}).factor, 0.5);
+  EXPECT_EQ(schedule<optim::LinearLR>("LinearLR", {{"total_iters", 7}}).total_iters, 7);
+  EXPECT_EQ(schedule<optim::ExponentialLR>("ExponentialLR", {{"gamma", 0.9}}).gamma, 0.9);
+  EXPECT_EQ(schedule<optim::CosineAnnealingLR>("CosineAnnealingLR", {{"T_max", 9}, {"eta_min", 0.1}}).eta_min, 0.1);
+  EXPECT_EQ(schedule<optim::PolynomialLR>("PolynomialLR", {{"power", 2}}).power, 2);
+  EXPECT_HAS(schedule_error("StepLR", {}), "scheduler.params.step_size: is required");
+  EXPECT_HAS(schedule_error("ExponentialLR", {}), "scheduler.params.gamma: is required");
+  EXPECT_HAS(schedule_error("MultiStepLR", {{"milestones", List{2.5}}}), "must be integers, got 2.5");
+  EXPECT_HAS(schedule_error("StepLR", {{"step_size", 3}, {"last_epoch", 4}}), "must be -1; a checkpoint says");
+  EXPECT_HAS(schedule_error("LinearLR", {{"end_facto", 0}}), "did you mean \"end_factor\"?");
+  EXPECT_EQ(schedule_error("steplr", {{"step_size", 0}}), "") << "exact, as in Python";
 }
 
 TEST(Params, ReadsEverySchedule) {

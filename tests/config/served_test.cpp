@@ -198,8 +198,7 @@ TEST(Served, CppWarnsOfAllThatHasNoEffectThere) {
       {R"({"steps_per_print": 5, "checkpoint": {"tag_validation": "fail", "load_universal": true}})", {}},
       {R"({"log_level": "info"})",
        {"log_level (any): has no effect in C++; warnings are torch's, lines go to standard error"}},
-      {R"({"dataloader_drop_last": true})",
-       {"dataloader_drop_last (true): has no effect in C++; the program makes its loader: LoaderOptions::drop_last"}},
+      {R"({"dataloader_drop_last": true})", {}},
       {R"({"activation_checkpointing": {"profile": true}})",
        {"activation_checkpointing.profile (true): has no effect in C++; times are those of wall_clock_breakdown, and "
         "of a "

@@ -146,6 +146,99 @@ TEST(Loader, ARunGoesOnAmidAPassBitForBit) {
   }
 }
 
+// Examples are their numbers and what is drawn for each.
+struct Noisy : torch::data::Dataset<Noisy, double> {
+  enum class From { Default, Own, Batch };
+  Noisy(From where, uint64_t seed) : from(where), own(at::detail::createCPUGenerator(seed)) {}
+  double get(size_t index) override {
+    const at::Generator generator = from == From::Batch ? batch_generator()
+                                    : from == From::Own ? own
+                                                        : at::detail::getDefaultCPUGenerator();
+    return static_cast<double>(index) + at::rand({}, generator).item<double>();
+  }
+  std::optional<size_t> size() const override { return 24; }
+  From from;
+  at::Generator own;
+};
+
+// What a dataset draws, too: from torch's generator, from one of its own that the engine keeps, or for each batch, in workers as well.
+TEST(Loader, WhatADatasetDrawsGoesOnAmidAPass) {
+  using From = Noisy::From;
+  struct Run {
+    std::vector<std::vector<double>> batches;
+    std::vector<double> losses;
+    bool operator==(const Run&) const = default;
+  };
+  const Config config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 2,
+      "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "checkpoint": {"random_state": true}})");
+  const auto run = [&](From from, size_t workers, uint64_t seed, const std::string& save, const std::string& load) {
+    torch::manual_seed(seed);
+    auto engine = initialize(
+        torch::nn::Sequential(torch::nn::Linear(2, 8), torch::nn::Dropout(0.5), torch::nn::Linear(8, 1)), config);
+    const Noisy dataset(from, seed);
+    if (from == From::Own) engine.keep_generators({dataset.own});
+    Loader<Noisy> loader(dataset, 0, 1, 2, {.workers = workers});
+    if (!load.empty()) loader.load_state(engine.load_checkpoint(load).client.at("loader"));
+    Run done;
+    while (engine.global_steps() < 30)
+      for (const std::vector<double>& batch : loader) {
+        const at::Tensor loss = engine.forward(at::tensor(batch, at::kFloat).view({1, 2})).square().mean();
+        engine.backward(loss);
+        engine.step();
+        if (engine.global_steps() > 17) {
+          done.batches.push_back(batch);
+          done.losses.push_back(loss.item<double>());
+        }
+        if (engine.global_steps() == 17 && !save.empty())
+          engine.save_checkpoint(save, {}, {{"loader", loader.state()}});
+        if (engine.global_steps() == 30) break;
+      }
+    return done;
+  };
+  std::optional<Run> of_batches;
+  for (const From from : {From::Default, From::Own, From::Batch})
+    for (const size_t workers : {0, 1, 3}) {
+      if (workers > 0 && from != From::Batch) continue;
+      const io::TempFolder folder;
+      const Run straight = run(from, workers, 1, folder.path(), "");
+      ASSERT_EQ(straight.batches.size(), 13U);
+      EXPECT_EQ(run(from, workers, from == From::Batch ? 1 : 2, "", folder.path()), straight)
+          << static_cast<int>(from) << ", " << workers << " workers";
+      if (from != From::Batch) continue;
+      EXPECT_EQ(of_batches.value_or(straight), straight) << "with other workers";
+      of_batches = straight;
+    }
+}
+
+TEST(Loader, GeneratorsThatDoNotFitAreRefused) {
+  const Config config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"},
+      "checkpoint": {"random_state": true}})");
+  const io::TempFolder folder;
+  auto engine = initialize(torch::nn::Linear(2, 1), config);
+  const auto generator = [] { return at::detail::createCPUGenerator(3); };
+  engine.keep_generators({generator(), generator()});
+  engine.save_checkpoint(folder.path());
+  engine.keep_generators({generator()});
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { static_cast<void>(engine.load_checkpoint(folder.path())); }),
+             "the states of 2 generators of the program's own, and keep_generators() was given 1 here");
+  engine.keep_generators({});
+  EXPECT_TRUE(engine.load_checkpoint(folder.path()));
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { engine.keep_generators({at::Generator()}); }), "no device");
+  EXPECT_HAS(testing::error_of<UsageError>([] { batch_generator(); }), "whose batch an nn::Loader reads");
+}
+
+TEST(Loader, DropsTheLastBatchAsTheConfigurationSays) {
+  for (const bool configured : {false, true})
+    for (const std::optional<bool> given : {std::optional<bool>(), std::optional(false), std::optional(true)})
+      testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+        Config config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}})");
+        config.dataloader_drop_last = configured;
+        const auto engine = initialize(torch::nn::Linear(2, 1), config, comm::Mesh(group));
+        Loader<Numbers> loader(Numbers(11), engine, {.drop_last = given});
+        EXPECT_EQ(take(loader, 100).size(), given.value_or(configured) ? 4U : 6U);
+      });
+}
+
 // Of an engine: ranks of one sequence or one cut model see the same; a checkpoint has the position, for other ranks too.
 TEST(Loader, FollowsTheMeshOfAnEngineAndItsCheckpoints) {
   using Axes = testing::AxisSizes;

@@ -5,10 +5,14 @@
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 
+#include <algorithm>
 #include <functional>
+#include <set>
+#include <tuple>
 
 #include "tessera/nn/engine.h"
 #include "tessera/nn/hooked.h"
+#include "tessera/nn/recompute.h"
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
@@ -64,8 +68,9 @@ void train_plain(Net& plain, const at::Tensor& x) {
     plain.zero_grad();
     plain.forward(x).backward();
     const torch::NoGradGuard no_grad;
+    std::set<const void*> seen;  // a tied one is there twice
     for (at::Tensor& p : plain.parameters())
-      p.sub_(p.grad(), 0.1);
+      if (seen.insert(p.unsafeGetTensorImpl()).second) p.sub_(p.grad(), 0.1);
   }
 }
 
@@ -409,17 +414,159 @@ TEST(Scope, AnEngineThatEndsInARegionLeavesItsParametersWhole) {
     });
 }
 
-// LibTorch calls the layers of a Sequential itself: what is none of Tessera's is gathered with the model.
-TEST(Scope, LayersOfAPlainSequentialAreNamed) {
+int64_t gathered_bytes(engine::Engine& engine) {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < engine.params().size(); ++i)
+    if (engine.regions().is_gathered(static_cast<int>(i))) bytes += engine.params()[i].tensor.nbytes();
+  return bytes;
+}
+
+struct SequenceNet : torch::nn::Module {
+  SequenceNet() {
+    blocks = register_module("blocks", torch::nn::Sequential());
+    for (int i = 0; i < 4; ++i)
+      blocks->push_back(PlainBlock());
+    head = register_module("head", torch::nn::Linear(6, 2));
+    fill(*this);
+  }
+  at::Tensor forward(const at::Tensor& x) { return head(blocks->forward(x)).square().mean(); }
+  torch::nn::Sequential blocks{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+
+// Each layer around its own call; a leaf module is one.
+TEST(Scope, LayersOfAPlainSequentialAreGatheredOneAtATime) {
+  const at::Tensor x = torch::randn({4, 6});
+  SequenceNet plain;
+  train_plain(plain, x);
+  const auto peak = [&](const comm::GroupPtr& group, bool leaf) {
+    auto net = std::make_shared<SequenceNet>();
+    Config cfg = config(2);
+    if (leaf) cfg.zero_optimization.leaf_module.names = {"blocks"};
+    auto engine = initialize(net, cfg, comm::Mesh(group));
+    int64_t most = 0;
+    for (int i = 0; i < 4; ++i)
+      net->blocks->ptr(i)->as<PlainBlock>()->seen = [&] { most = std::max(most, gathered_bytes(engine.core())); };
+    EXPECT_EQ(net->named_parameters().keys(), plain.named_parameters().keys());
+    for (int step = 0; step < 3; ++step) {
+      engine.forward(x).backward();
+      EXPECT_EQ(gathered(engine.core()), 0);
+      EXPECT_TRUE(engine.step());
+    }
+    EXPECT_HAS(
+        engine.units_text(),
+        leaf ? "blocks.1.linear (torch::nn::LinearImpl), 42 elements: for the whole forward"
+             : "blocks.1.linear (torch::nn::LinearImpl), 42 elements: while blocks.1 runs, which it is a part of");
+    {
+      const GatheredParameters region(engine, net->parameters());
+      const auto mine = net->named_parameters(), expected = plain.named_parameters();
+      for (const auto& item : expected)
+        EXPECT_TRUE(at::allclose(mine[item.key()], item.value(), 1e-5, 1e-6)) << item.key();
+    }
+    engine.destroy();
+    EXPECT_EQ(net->blocks->at<PlainBlockImpl>(1).name(), plain.blocks->at<PlainBlockImpl>(1).name()) << "as it was";
+    return most;
+  };
+  testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+    const int64_t block = 42 * 4, head = 14 * 4;
+    EXPECT_EQ(peak(group, /*leaf=*/true), 4 * block + head);
+    EXPECT_EQ(peak(group, /*leaf=*/false), block + head);
+  });
+}
+
+struct Own {  // a type that nobody knows
+  at::Tensor value;
+};
+struct WrapImpl : torch::nn::Module {
+  WrapImpl() { linear = register_module("linear", torch::nn::Linear(6, 6)); }
+  Own forward(std::tuple<at::Tensor, std::tuple<at::Tensor, at::Tensor>> x) {
+    return {linear(std::get<0>(x)) + std::get<0>(std::get<1>(x))};
+  }
+  torch::nn::Linear linear{nullptr};
+};
+TORCH_MODULE(Wrap);
+struct UnwrapImpl : torch::nn::Module {
+  UnwrapImpl() { linear = register_module("linear", torch::nn::Linear(6, 6)); }
+  at::Tensor forward(const Own& x) { return torch::tanh(linear(x.value)); }
+  torch::nn::Linear linear{nullptr};
+};
+TORCH_MODULE(Unwrap);
+// Its weight is another layer's, too.
+struct TiedImpl : torch::nn::Module {
+  explicit TiedImpl(const at::Tensor& weight) : weight(register_parameter("weight", weight)) {}
+  at::Tensor forward(const at::Tensor& x) { return torch::matmul(x, weight); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Tied);
+
+// Layers of several arguments, of tuples and of types of their own; inside a unit, by AnyModules, computed again.
+struct SignaturesNet : torch::nn::Module {
+  SignaturesNet() {
+    layers = register_module(
+        "layers", torch::nn::Sequential(torch::nn::Bilinear(6, 6, 6), torch::nn::LSTM(torch::nn::LSTMOptions(6, 6)),
+                                        Wrap(), Unwrap(), torch::nn::Tanh(), unit(PlainBlock())));
+    again = register_module("again", torch::nn::Sequential(PlainBlock(), PlainBlock()));
+    tied = register_module("tied", Tied(again->ptr(0)->as<PlainBlock>()->linear->weight));
+    fill(*this);
+  }
+  at::Tensor forward(const at::Tensor& x, bool checkpointed) {
+    at::Tensor y = layers->forward(x.unsqueeze(1), x.unsqueeze(1) * 2);
+    if (checkpointed)
+      y = recompute([this](const auto& z) { return std::vector<at::Tensor>{again->forward(z[0])}; }, {y})[0];
+    else
+      for (torch::nn::AnyModule& layer : *again)
+        y = layer.forward(y);
+    return tied(y).square().mean();
+  }
+  torch::nn::Sequential layers{nullptr}, again{nullptr};
+  Tied tied{nullptr};
+};
+
+TEST(Scope, LayersOfASequentialMayHaveAnySignature) {
+  const at::Tensor x = torch::randn({4, 6});
+  struct Plain : SignaturesNet {
+    at::Tensor forward(const at::Tensor& input) { return SignaturesNet::forward(input, false); }
+  } plain;
+  train_plain(plain, x);
+  for (const bool checkpointed : {false, true})
+    for (const int ranks : {1, 2})
+      testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+        auto net = std::make_shared<SignaturesNet>();
+        auto engine = initialize(net, config(ranks), comm::Mesh(group));
+        for (int step = 0; step < 3; ++step) {
+          engine.forward(x, checkpointed).backward();
+          EXPECT_TRUE(engine.step());
+        }
+        const std::string text = engine.units_text();
+        if (ranks > 1) {
+          EXPECT_HAS(text, "layers.0 (torch::nn::BilinearImpl), 222 elements: while it runs");
+          EXPECT_HAS(text,
+                     "again.0.linear (torch::nn::LinearImpl), 42 elements: while again.0 runs, which it is a part "
+                     "of; 36 of them for the whole forward, as another module has them, too");
+          EXPECT_HAS(text,
+                     "again.1.linear (torch::nn::LinearImpl), 42 elements: while again.1 runs, which it is a part "
+                     "of\n");
+        }
+        const GatheredParameters region(engine, net->parameters());
+        const auto mine = net->named_parameters();
+        for (const auto& item : plain.named_parameters())
+          EXPECT_TRUE(at::allclose(mine[item.key()], item.value(), 1e-4, 1e-5)) << item.key();
+      });
+}
+
+TEST(Scope, ALayerThatThrowsLeavesNothingGathered) {
   testing::run_ranks(2, [](int, const comm::GroupPtr& group) {
-    torch::nn::Sequential net(torch::nn::Linear(6, 6), unit(torch::nn::Linear(6, 2)));
+    auto net = std::make_shared<SequenceNet>();
     auto engine = initialize(net, config(2), comm::Mesh(group));
-    const std::string text = engine.units_text();
-    EXPECT_HAS(text,
-               c10::str("0",
-                        " (torch::nn::LinearImpl), 42 elements: for the whole forward, as neither it nor a module "
-                        "around it says when it runs: push tessera::nn::unit(layer) into the Sequential in its place"));
-    EXPECT_HAS(text, "1 (torch::nn::LinearImpl), 14 elements: while it runs");
+    auto& seen = net->blocks->ptr(2)->as<PlainBlock>()->seen;
+    seen = [] { throw std::runtime_error("no luck"); };
+    EXPECT_THROW(engine.forward(torch::ones({4, 6})), std::runtime_error);
+    EXPECT_EQ(gathered(engine.core()), 0);
+    seen = {};
+    engine.forward(torch::ones({4, 6})).backward();
+    EXPECT_TRUE(engine.step());
+    EXPECT_HAS(error_of([&] { net->blocks->at<PlainBlockImpl>(0); }), "tessera::nn::GatheredLayer");
+    EXPECT_NE(net->blocks->ptr(0)->as<PlainBlock>(), nullptr);
   });
 }
 

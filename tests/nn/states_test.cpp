@@ -119,6 +119,8 @@ TEST(States, OfOptimizersThatRunThemselves) {
       {R"("Adam", "params": {"torch_adam": true, "amsgrad": true})", {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}},
       {R"("NAdam", "params": {"lr": 0.01})", {"exp_avg", "exp_avg_sq"}},
       {R"("Adadelta")", {"square_avg", "acc_delta"}},
+      {R"("ASGD")", {"ax"}},
+      {R"("Rprop")", {"prev", "step_size"}},
       {R"("Lamb")", {"exp_avg", "exp_avg_sq"}},
       {"", {"exp_avg", "exp_avg_sq"}}};
   const auto check = [](const Row& row, int stage, const comm::GroupPtr& group) {
@@ -172,40 +174,85 @@ TEST(States, OfOptimizersThatRunThemselves) {
         testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) { check(row, stage, group); });
 }
 
+// Means over rows and columns are whole on every rank; of a vector there is a value for each element.
+TEST(States, OfAdafactorAreByRowsAndColumns) {
+  for (const int ranks : {1, 3})
+    for (int stage = 0; stage < 4; ++stage)
+      testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
+        auto engine = initialize(states_model(), states_config(stage, false, "Adafactor"), comm::Mesh(group));
+        train(engine);
+        engine.step();
+        const States states = engine.states();
+        EXPECT_EQ(states.full_state("0.bias", "variance").sizes(), (at::IntArrayRef{5}));
+        EXPECT_EQ(states.full_state("0.weight", "step").item<float>(), 1);
+        EXPECT_HAS(error_of<c10::ValueError>([&] { states.full_state("0.weight", "row_var"); }),
+                   "Adafactor's state 'row_var' is not one value for each element");
+      });
+}
+
 // Values of torch.optim's classes of Python after the same seven updates.
 TEST(States, WhatLibTorchHasNotUpdatesAsInPython) {
   struct Row {
     const char *type, *params;
     std::vector<float> values;
+    std::vector<float> of_plane = {};  // where an update is of the whole matrix
   };
+  const std::string decays = R"("weight_decay": 0.1, "lr": )";
   const std::vector<Row> rows{
-      {"NAdam", R"("lr": 0.05, "momentum_decay": 0.01)", {-0.7547375F, -0.3460176F, 0.15246715F, 0.65997988F}},
+      {"NAdam", R"(0.05, "momentum_decay": 0.01)", {-0.7547375F, -0.3460176F, 0.15246715F, 0.65997988F}},
       {"NAdam",
-       R"("lr": 0.05, "decoupled_weight_decay": true, "maximize": true)",
+       R"(0.05, "decoupled_weight_decay": true, "maximize": true)",
        {-0.74724585F, -0.23636812F, 0.23488487F, 0.69821042F}},
-      {"RAdam", R"("lr": 0.05, "betas": [0.9, 0.99])", {-0.86302459F, -0.41339743F, 0.1478346F, 0.75208145F}},
-      {"RAdam", R"("lr": 0.05, "decoupled_weight_decay": true)", {-0.85597849F, -0.40934628F, 0.1473631F, 0.74609017F}},
-      {"Adamax", R"("lr": 0.05)", {-0.81983232F, -0.42654812F, 0.13920687F, 0.71283472F}},
-      {"Adadelta", R"("lr": 0.5, "rho": 0.8)", {-0.79788274F, -0.30046389F, 0.19889534F, 0.69807613F}}};
+      {"RAdam", R"(0.05, "betas": [0.9, 0.99])", {-0.86302459F, -0.41339743F, 0.1478346F, 0.75208145F}},
+      {"RAdam", R"(0.05, "decoupled_weight_decay": true)", {-0.85597849F, -0.40934628F, 0.1473631F, 0.74609017F}},
+      {"Adamax", "0.05", {-0.81983232F, -0.42654812F, 0.13920687F, 0.71283472F}},
+      {"Adadelta", R"(0.5, "rho": 0.8)", {-0.79788274F, -0.30046389F, 0.19889534F, 0.69807613F}},
+      {"ASGD",
+       R"(0.05, "lambd": 0.01, "alpha": 0.5, "t0": 3)",
+       {-0.763071418F, -0.314827472F, 0.157486513F, 0.661928654F}},
+      {"Rprop", "0.05", {-0.902800024F, -0.402799994F, 0.137999982F, 0.671999931F}},
+      {"Rprop",
+       R"(0.02, "etas": [0.3, 1.5], "step_sizes": [0.01, 0.1], "maximize": true)",
+       {-0.738750041F, -0.238750011F, 0.234999985F, 0.719999969F}},
+      {"Adafactor",
+       "0.05",
+       {-0.76539588F, -0.295761675F, 0.177298635F, 0.646423876F},
+       {-0.497709841F, -0.251576483F, 0.0202185959F, 0.256046176F, 0.497588575F, 0.710894823F}},
+      {"Adafactor",
+       R"(0.05, "beta2_decay": -0.5, "eps": [1e-5, 0.01], "d": 1.5, "maximize": true, "weight_decay": 0)",
+       {-0.803198099F, -0.278858006F, 0.22568436F, 0.728311241F},
+       {-0.487611413F, -0.234168053F, -0.0112348041F, 0.238458976F, 0.480545789F, 0.754396319F}}};
   struct Line : torch::nn::Module {
     at::Tensor line = register_parameter("line", at::arange(4, at::kFloat) * 0.5 - 0.8);
-    at::Tensor forward(const at::Tensor& x) { return (line * x).sum(); }
+    at::Tensor plane = register_parameter("plane", at::arange(6, at::kFloat).view({2, 3}) * 0.25 - 0.5);
+    at::Tensor forward(const at::Tensor& x, const at::Tensor& y) { return (line * x).sum() + (plane * y).sum(); }
+  };
+  const auto given = [&](const Row& row) {
+    const std::string text = row.params;
+    const bool says = row.type == std::string("Rprop") || text.find("weight_decay\": 0") != std::string::npos;
+    return (says ? "\"lr\": " : decays) + text;
   };
   for (const Row& row : rows)
-    for (const int stage : {0, 2}) {
+    for (const int stage : {0, 1, 2, 3}) {
       testing::run_ranks(stage == 0 ? 1 : 2, [&](int rank, const comm::GroupPtr& group) {
         const auto config = Config::from_json(c10::str(
             R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_allow_untested_optimizer": true,
                 "zero_optimization": {"stage": )",
-            stage, R"(}, "optimizer": {"type": ")", row.type, R"(", "params": {"weight_decay": 0.1, )", row.params,
-            "}}}"));
+            stage, R"(}, "optimizer": {"type": ")", row.type, R"(", "params": {)", given(row), "}}}"));
         auto engine = initialize(std::make_shared<Line>(), config, comm::Mesh(group));
         for (int64_t step = 0; step < 7; ++step) {
-          engine.forward((at::arange(4, at::kFloat) + static_cast<double>(step)).sin()).backward();
+          const auto shift = static_cast<double>(step);
+          engine
+              .forward((at::arange(4, at::kFloat) + shift).sin(),
+                       (at::arange(6, at::kFloat) + shift).cos().view({2, 3}))
+              .backward();
           engine.step();
         }
         EXPECT_TRUE(at::allclose(engine.states().full_param("line"), at::tensor(row.values), 1e-5, 1e-6))
             << row.type << ", " << row.params << ", rank " << rank;
+        if (row.of_plane.empty()) return;
+        const at::Tensor plane = engine.states().full_param("plane").view({-1});
+        EXPECT_TRUE(at::allclose(plane, at::tensor(row.of_plane), 1e-5, 1e-6)) << row.type << ", " << row.params;
       });
     }
 }

@@ -167,6 +167,95 @@ TEST(Schedule, GivesTheReferenceNumbers) {
   }
 }
 
+// Facts: what torch.optim.lr_scheduler's classes (2.13) set at construction and after each step.
+const std::vector<Case>& cases_of_torch() {
+  static const std::vector<Case> all{
+      {StepLR{.step_size = 3},
+       {0.1, 0.03},
+       {{0.1, 0.1, 0.1, 0.010000000000000002, 0.010000000000000002, 0.010000000000000002, 0.0010000000000000002,
+         0.0010000000000000002, 0.0010000000000000002},
+        {0.03, 0.03, 0.03, 0.003, 0.003, 0.003, 0.00030000000000000003, 0.00030000000000000003,
+         0.00030000000000000003}},
+       {}},
+      {StepLR{.step_size = 1, .gamma = 0.7},
+       {0.1},
+       {{0.1, 0.06999999999999999, 0.048999999999999995, 0.0343, 0.024009999999999997, 0.016806999999999996}},
+       {}},
+      {MultiStepLR{.milestones = {2, 5, 5, 7}, .gamma = 0.3},
+       {0.1},
+       {{0.1, 0.1, 0.03, 0.03, 0.03, 0.0026999999999999997, 0.0026999999999999997, 0.0008099999999999998,
+         0.0008099999999999998}},
+       {}},
+      {ConstantLR{},
+       {0.1, 0.03},
+       {{0.03333333333333333, 0.03333333333333333, 0.03333333333333333, 0.03333333333333333, 0.03333333333333333, 0.1,
+         0.1, 0.1},
+        {0.009999999999999998, 0.009999999999999998, 0.009999999999999998, 0.009999999999999998, 0.009999999999999998,
+         0.029999999999999995, 0.029999999999999995, 0.029999999999999995}},
+       {}},
+      {ConstantLR{.factor = 0.7, .total_iters = 0},
+       {0.1},
+       {{0.06999999999999999, 0.06999999999999999, 0.06999999999999999, 0.06999999999999999}},
+       {}},
+      {LinearLR{},
+       {0.1, 0.03},
+       {{0.03333333333333333, 0.04666666666666667, 0.060000000000000005, 0.07333333333333335, 0.08666666666666668, 0.1,
+         0.1, 0.1},
+        {0.009999999999999998, 0.013999999999999999, 0.018, 0.022, 0.026, 0.029999999999999995, 0.029999999999999995,
+         0.029999999999999995}},
+       {}},
+      {LinearLR{.start_factor = 0.9, .end_factor = 0.2, .total_iters = 4},
+       {0.1},
+       {{0.09000000000000001, 0.07250000000000001, 0.055000000000000014, 0.03750000000000001, 0.02000000000000001,
+         0.02000000000000001, 0.02000000000000001}},
+       {}},
+      {ExponentialLR{.gamma = 0.9},
+       {0.1},
+       {{0.1, 0.09000000000000001, 0.08100000000000002, 0.07290000000000002, 0.06561000000000002, 0.05904900000000002,
+         0.05314410000000002, 0.04782969000000002, 0.043046721000000024, 0.03874204890000002}},
+       {}},
+      {CosineAnnealingLR{.T_max = 5},
+       {0.1, 0.03},
+       {{0.1, 0.09045084971874738, 0.06545084971874737, 0.03454915028125263, 0.009549150281252633, 0.0,
+         0.009549150281252628, 0.03454915028125265, 0.06545084971874741, 0.09045084971874744, 0.10000000000000006,
+         0.09045084971874746, 0.06545084971874743, 0.03454915028125267, 0.009549150281252644, 0.0},
+        {0.03, 0.02713525491562421, 0.01963525491562421, 0.010364745084375787, 0.002864745084375789, 0.0,
+         0.002864745084375788, 0.010364745084375793, 0.01963525491562422, 0.027135254915624227, 0.030000000000000016,
+         0.027135254915624237, 0.019635254915624227, 0.0103647450843758, 0.0028647450843757934, 0.0}},
+       {}},
+      {CosineAnnealingLR{.T_max = 7, .eta_min = 0.01},
+       {0.1},
+       {{0.1, 0.09554359905560886, 0.08305704108364301, 0.06501344202803415, 0.04498655797196586, 0.026942958916356993,
+         0.014456400944391143, 0.01, 0.01445640094439114, 0.026942958916356986}},
+       {}},
+      {PolynomialLR{},
+       {0.1},
+       {{0.1, 0.08000000000000002, 0.060000000000000005, 0.04000000000000001, 0.02, 0.0, 0.0, 0.0}},
+       {}},
+      {PolynomialLR{.total_iters = 7, .power = 2.5},
+       {0.1},
+       {{0.1, 0.06801943590165686, 0.04312011503716921, 0.02468339415570463, 0.012024251094636318, 0.004363448847549786,
+         0.0007713560673657708, 0.0, 0.0, 0.0}},
+       {}},
+  };
+  return all;
+}
+
+TEST(Schedule, GivesTheBitsOfTorch) {
+  for (size_t c = 0; c < cases_of_torch().size(); ++c) {
+    const Case& one = cases_of_torch()[c];
+    ScheduleCursor cursor, jumping;
+    for (size_t i = 0; i < one.lr[0].size(); ++i)
+      for (size_t g = 0; g < one.base_lrs.size(); ++g) {
+        SCOPED_TRACE("case " + std::to_string(c) + ", iteration " + std::to_string(i));
+        EXPECT_EQ(evaluate(one.options, int64_t(i), one.base_lrs).lr[g], one.lr[g][i]);
+        EXPECT_EQ(evaluate(one.options, int64_t(i), one.base_lrs, &cursor).lr[g], one.lr[g][i]) << "from the last one";
+        EXPECT_EQ(evaluate(one.options, int64_t(i), one.base_lrs, &jumping).lr[g], one.lr[g][i]);
+        evaluate(one.options, int64_t(i * 7 % 5), one.base_lrs, &jumping);
+      }
+  }
+}
+
 TEST(Schedule, StairsAreNotMovedByRounding) {
   // 7 of 21 steps on 3 stairs is exactly the first stair.
   const OneCycle o{.cycle_min_lr = {0},
@@ -201,6 +290,11 @@ TEST(Schedule, RefusesWrongOptionsAllAtOnceAndNamesThem) {
   EXPECT_NE(error_of(OneCycle{.cycle_first_stair_count = -1}, 1).find("cycle_first_stair_count"), std::string::npos);
   EXPECT_NE(error_of(LRRangeTest{.lr_range_test_step_size = 0}, 1).find("lr_range_test_step_size"), std::string::npos);
   EXPECT_THROW(evaluate(WarmupLR{}, -1, {0.1}), c10::ValueError);
+  EXPECT_NE(error_of(StepLR{}, 1).find("step_size must be a positive integer"), std::string::npos);
+  EXPECT_NE(error_of(ConstantLR{.factor = 1.5}, 1).find("factor must be above 0"), std::string::npos);
+  EXPECT_NE(error_of(LinearLR{.start_factor = 0}, 1).find("start_factor must be above 0"), std::string::npos);
+  EXPECT_NE(error_of(CosineAnnealingLR{}, 1).find("T_max must be a positive integer"), std::string::npos);
+  EXPECT_NE(error_of(PolynomialLR{.total_iters = -1}, 1).find("total_iters must be from 0"), std::string::npos);
 }
 
 TEST(Schedule, HasOneValuePerGroupAlsoForNoGroups) {

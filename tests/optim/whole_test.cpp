@@ -97,7 +97,7 @@ TEST(Whole, NamesOfMatrices) {
   EXPECT_FALSE(is_muon_matrix("blocks.0.up.bias", 1) || is_muon_matrix("embeddings.word", 2));
   EXPECT_FALSE(is_muon_matrix("lm_head.weight", 2));
   EXPECT_HAS(testing::error_of<c10::ValueError>([] { update_whole(Rule::Adam, {}, *whole_parameters()); }),
-             "one of Lamb and Muon");
+             "one of Lamb, Muon and Adafactor");
 }
 
 }  // namespace

@@ -40,6 +40,9 @@ KEPT: list[tuple[str, dict[str, Any], int]] = [
     ("Lion", {}, 1),
     ("AdamW", {}, 2),
     ("Lamb", {}, 2),
+    ("Adafactor", {}, 0),
+    ("ASGD", {}, 1),
+    ("Rprop", {}, 2),
     ("Adam", {"torch_adam": True, "amsgrad": True}, 3),
     ("RMSprop", {"momentum": 0.9}, 2),
 ]

@@ -33,6 +33,18 @@ needs_cpp = pytest.mark.skipif(not TRAIN_CPP.exists(), reason="C++ examples are 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RMSprop": {"type": "RMSprop", "params": {"lr": 1e-4, "momentum": 0.5, "centered": True}},
     "amsgrad": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "amsgrad": True}},
+    "ASGD": {"type": "ASGD", "params": {"lr": 0.05, "lambd": 0.01, "t0": 2}},
+    "Rprop": {"type": "Rprop", "params": {"lr": 1e-3, "etas": [0.4, 1.3]}},
+    "Adafactor": {"type": "Adafactor", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "StepLR": {"step_size": 2, "gamma": 0.5},
+    "MultiStepLR": {"milestones": [1, 4], "gamma": 0.5},
+    "ConstantLR": {"total_iters": 4},
+    "LinearLR": {"start_factor": 0.5, "total_iters": 4},
+    "ExponentialLR": {"gamma": 0.8},
+    "CosineAnnealingLR": {"T_max": 3, "eta_min": 1e-4},
+    "PolynomialLR": {"total_iters": 8, "power": 2.0},
 }
 
 
@@ -48,7 +60,9 @@ def config_file(folder: Path, stage: int, dtype: str, kind: str = "AdamW") -> Pa
     path = folder / f"config-{stage}-{dtype}-{kind}.json"
     config = json.loads((ROOT / "examples" / "config.json").read_text())
     config["optimizer"] |= OPTIMIZERS.get(kind, {})
-    config["zero_allow_untested_optimizer"] = kind != "AdamW"
+    if kind in SCHEDULES:
+        config["scheduler"] = {"type": kind, "params": SCHEDULES[kind]}
+    config["zero_allow_untested_optimizer"] = kind in OPTIMIZERS
     config["train_micro_batch_size_per_gpu"] = 3
     config["zero_optimization"]["stage"] = stage
     config["bf16"]["enabled"] = dtype == "bf16"
@@ -101,6 +115,11 @@ def test_cpp_and_python_twins_have_the_same_losses(files, weights, stage, dtype,
         (1, "fp32", 2, "RMSprop"),
         (0, "fp32", 1, "amsgrad"),
         (2, "fp32", 2, "amsgrad"),
+        (1, "fp32", 2, "ASGD"),
+        (2, "fp32", 2, "Rprop"),
+        (0, "fp32", 1, "Adafactor"),
+        (2, "fp32", 2, "Adafactor"),
+        *((1, "fp32", 1, kind) for kind in SCHEDULES),
     ],
 )
 def test_a_run_saved_in_one_language_goes_on_in_the_other(files, weights, tmp_path, first, stage, dtype, ranks, kind):

@@ -12,7 +12,6 @@ from tessera._loans import Loans
 from tessera.autocast import PARAM_COMM_DTYPE_ATTR_NAME, get_comm_dtype, has_comm_dtype, init_autocast_params
 from tessera.engine._ranks import Ranks
 from tessera.engine._updates import Updates
-from tessera.errors import ConfigError
 from tessera.optim.engines import (
     ExternalRunner,
     NativeRule,
@@ -32,19 +31,12 @@ from tessera.zero.leaf import LEAF_MARK, apply_config, is_leaf_module, leaf_path
 Base = torch.optim.Optimizer | None
 
 
-def check_optimizer(settings: _core.Config, configured: bool, base: Base, nothing: str) -> list[str]:
+def check_optimizer(settings: _core.Config, configured: bool, nothing: str) -> list[str]:
     """ConfigError where the stage needs an optimizer; warnings. `configured`: the caller or the configuration has one;
     `nothing`: what to say where it trains nothing."""
-    placements, stage = settings.placements, settings.zero_optimization.stage
-    requires = placements.shards_states and not placements.shards_params
     if not configured:
         _core.check_without_optimizer(settings)
         return []
-    if nothing and base is None and requires:
-        raise ConfigError(
-            f"[initialize] {nothing}, and zero_optimization.stage {stage} cuts what an optimizer has; thaw what is "
-            "to be trained before, or use stage 0 or 3 to evaluate"
-        )
     return [f"[initialize] {nothing}: until something is, this engine only evaluates"] if nothing else []
 
 

@@ -225,7 +225,7 @@ class Engine(nn.Module):
         self._program.optimizer_made(base, given)
         configured = self.client_optimizer is not None or bool(self._settings.optimizer.type)
         nothing = nothing_trained(base, self.module) if configured and not self._program.of_several else ""
-        self._warn(_build.check_optimizer(self._settings, configured, base, nothing))
+        self._warn(_build.check_optimizer(self._settings, configured, nothing))
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy, joins: dict[int, int]) -> None:
         settings, module, loans = self._settings, self.module, self._loans

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from tessera import _core
 from tessera._blobs import CUT, OWN_KINDS, Saved, check_like, check_taken, cut_of
 from tessera.engine._run import Run
 from tessera.errors import ConfigError, IoError
-from tessera.optim.engines import ExternalRunner
+from tessera.optim.engines import ExternalRunner, SlicesRunner
 
 # A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
 _FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
@@ -24,6 +26,18 @@ _COUNTS = frozenset({"last_epoch", "last_batch_iteration"})  # numbers without w
 _RANGES = {"betas": (0, 1), **dict.fromkeys(("eps", "momentum", "weight_decay"), (0, math.inf))}
 # Lists of torch's schedules with one entry for each param group.
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+
+# Schedules of torch that know no more than the number of steps, for runs that were saved from C++.
+_OF_STEPS_ALONE = (
+    lr_scheduler.StepLR,
+    lr_scheduler.MultiStepLR,
+    lr_scheduler.ConstantLR,
+    lr_scheduler.LinearLR,
+    lr_scheduler.ExponentialLR,
+    lr_scheduler.CosineAnnealingLR,
+    lr_scheduler.PolynomialLR,
+    lr_scheduler.LambdaLR,
+)
 
 
 # ---------------------------------------------------------------- states of a client's optimizer
@@ -44,8 +58,14 @@ def client_states(run: Run, names: dict[int, str]) -> tuple[dict[str, Any], list
     specs = run.core.params()
     for number, param, target in runner.targets:
         name = names[id(param)]
+        kept_whole = _whole_states(runner, number)
         for key, value in runner.base.state.get(target, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == target.shape:
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dim() > 0
+                and value.shape == target.shape
+                and key not in kept_whole
+            ):
                 if key in OWN_KINDS:
                     raise ConfigError(f"[engine.save_checkpoint] an optimizer state cannot be named {key!r}")
                 states.append((number, key, value))
@@ -60,7 +80,14 @@ def _is_cut(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
+def _whole_states(runner: ExternalRunner, number: int) -> frozenset[str]:
+    """States of a parameter that every rank has whole."""
+    return runner.whole_states(number) if isinstance(runner, SlicesRunner) else frozenset()
+
+
 def _cut_here(run: Run, spec: _core.ParamSpec, number: int, target: torch.Tensor) -> list[Any]:
+    if (runner := run._updates.runner) and isinstance(runner, SlicesRunner):
+        return cut_of(0, math.prod(spec.whole_sizes), spec.whole_sizes)
     mesh = run.core.mesh()
     return cut_of(*run.core.local_range(number), target.shape, mesh.rank(spec.varies), mesh.size(spec.varies))
 
@@ -103,8 +130,14 @@ def states_from(
             continue
         of_all = numbers.get(record.name, [])
         state = _fitting(record.name, of_all, _cut_here(run, specs[number], number, target)) if of_all else {}
+        kept_whole = _whole_states(runner, number)
+        for kind in (
+            kept_whole & set(kinds) - state.keys()
+        ):  # of one row: it lies beside the weights in some checkpoints
+            if (value := reader.read(record.name, kind)) is not None:
+                state[kind] = value.to(target.device)
         for kind in kinds:
-            part = restore.client_state(number, kind)
+            part = None if kind in kept_whole else restore.client_state(number, kind)
             if part is not None:
                 state[kind] = part.to(target.device).as_strided(target.shape, target.stride())
         if "step" not in state and record.step > 0 and state:
@@ -280,12 +313,20 @@ def put_groups(run: Run, saved: list[SavedGroup | None] | None) -> None:
     groups = run.basic_optimizer.param_groups
     if saved is None:
         for group, options in zip(groups, run.core.groups(), strict=False):
-            values = {key: getattr(options, key) for key in _FROM_CORE} | {"betas": (options.beta1, options.beta2)}
+            values = {key: getattr(options, key) for key in _FROM_CORE if not isinstance(group.get(key), tuple)}
+            values["betas"] = (options.beta1, options.beta2)
             group.update({key: _of_kind(value, group[key]) for key, value in values.items() if key in group})
         return
     for group, of in zip(groups, saved, strict=True):
         taken = [(key, _of_kind(value, _present(group, key))) for key, value in _taken(group, of)]
         group.update(taken)
+
+
+def steps_of(schedule: Any) -> int | None:
+    """How many steps a schedule has made, where it says it."""
+    if (iteration := getattr(schedule, "last_batch_iteration", None)) is not None:
+        return int(iteration) + 1
+    return schedule.last_epoch if isinstance(schedule, LRScheduler) else None
 
 
 def schedule_from(run: Run, saved: Any, groups: list[SavedGroup | None] | None) -> Any:
@@ -316,6 +357,13 @@ def put_schedule(run: Run, saved: Any, values: dict[str, Any]) -> None:
         schedule.load_state_dict(saved)
     elif "schedule_steps" in values and hasattr(schedule, "last_batch_iteration"):
         schedule.load_state_dict({"last_batch_iteration": values["schedule_steps"] - 1})
+    elif "schedule_steps" in values and isinstance(schedule, _OF_STEPS_ALONE):
+        steps = values["schedule_steps"]
+        own = schedule.optimizer.param_groups
+        for group, of in zip(own, run.core.groups(), strict=False):  # they compute a rate of the last one
+            group["lr"] = _of_kind(of.lr, group["lr"])
+        rates = [group["lr"] for group in own]
+        schedule.load_state_dict({"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
     rates_saved = any("lr" in group for group in values.get("groups", []))
     if not rates_saved and hasattr(schedule, "apply_last"):  # some of DeepSpeed's files lack them
         schedule.apply_last()

@@ -14,7 +14,7 @@ from tessera._blobs import pickled
 from tessera._random import random_states
 from tessera.data import Loader
 from tessera.engine._on_all import on_all
-from tessera.engine._optimizer_parts import client_states
+from tessera.engine._optimizer_parts import client_states, steps_of
 from tessera.engine._run import Run, buffers_of, names_of
 from tessera.engine.program import Names
 from tessera.errors import ConfigError
@@ -71,8 +71,8 @@ def save(run: Run, request: SaveRequest) -> None:
         if of_loader := _of_loader(run.training_dataloader, random_state):
             blobs[f"loader-{place}"] = pickled(of_loader, "the loader's random generators")
         values = {}
-        if (iteration := getattr(run.lr_scheduler, "last_batch_iteration", None)) is not None:
-            values["schedule_steps"] = iteration + 1
+        if (steps := steps_of(run.lr_scheduler)) is not None:
+            values["schedule_steps"] = steps
         buffers = [(name, "buffer", tensor) for name, tensor in buffers_of(run).items()]
         assert request.folder is not None  # _check()
         folder = os.fspath(request.folder)

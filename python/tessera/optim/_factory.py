@@ -222,12 +222,14 @@ def _from_config(
     kind = _core.optimizer_kind(config)
     params.pop("fp32_optimizer_states", None)  # the configuration's precision says it
     cls: type[torch.optim.Optimizer]
-    if kind is not None and kind.rule in (_core.Rule.Lamb, _core.Rule.Muon):
+    if kind is not None and kind.rule in (_core.Rule.Lamb, _core.Rule.Muon, _core.Rule.Adafactor):
         configured = _core.configured_optimizer(config)
         assert configured is not None
         values = _core.group_values(configured.rule, configured.defaults)
         if configured.rule == _core.Rule.Lamb:
             return optim.Lamb(groups, **values)
+        if configured.rule == _core.Rule.Adafactor:
+            return optim.Adafactor(groups, **values)
         return optim.Muon(muon_groups(model.named_parameters(), groups, configured, keep_empty), **values)
     if kind is None:
         found = getattr(torch.optim, name, None)

@@ -28,14 +28,23 @@ class SlicesRunner(ExternalRunner):
 
     @property
     def targets(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        return self._masters_with_values
+        """With those that this rank has no element of where it has states of them."""
+        return [entry for entry in self._masters if entry[2].numel() > 0 or self.whole_states(entry[0])]
+
+    def whole_states(self, number: int) -> frozenset[str]:
+        return self.base.whole_states(self._core.param(number).whole_sizes)
 
     def _target(self, param: torch.Tensor, index: Mapping[int, int]) -> Any:
-        target = super()._target(param, index)
         number = index.get(id(param))
-        if target is None and number is not None:
+        brought = dict(self.base.state.get(param, {}))
+        target = super()._target(param, index)
+        if number is None:
+            return target
+        if target is None:
             target = torch.empty(0, device=param.device).requires_grad_(True)
             self._masters.append((number, param, target))
+        if brought and (whole := self.whole_states(number)):
+            self.base.state[target].update({key: brought[key] for key in ("step", *whole) if key in brought})
         return target
 
     def _took(self, number: int, param: torch.Tensor, target: torch.Tensor) -> None:
@@ -46,4 +55,7 @@ class SlicesRunner(ExternalRunner):
 
     def release(self, cut: bool, whole: Mapping[int, dict[str, Any]]) -> None:
         del self.base.shards, self.base.numbers
-        super().release(cut, whole)
+        own = {
+            n: dict(self.base.state[t]) for n, _, t in self._masters if self.whole_states(n) and t in self.base.state
+        }
+        super().release(cut, {**whole, **own})

@@ -1,11 +1,11 @@
-"""Optimizers whose update of an element depends on the whole parameter: Lamb (norms of each parameter) and Muon (an
-orthogonal matrix near the momentum). The core computes both (optim/whole.h). Alone they update parameters as any
-optimizer of torch. In an engine they hold slices of the fp32 masters, and `shards` has what of a parameter lies on
-other ranks; step() is collective then."""
+"""Optimizers whose update of an element depends on the whole parameter: Lamb (norms of each parameter), Muon (an
+orthogonal matrix near the momentum) and Adafactor (means over rows and columns). The core computes all of them
+(optim/whole.h). Alone they update parameters as any optimizer of torch. In an engine they hold slices of the fp32
+masters, and `shards` has what of a parameter lies on other ranks; step() is collective then."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -17,7 +17,7 @@ from tessera.errors import ConfigError
 from tessera.optim._alone import defaults_in_table, defaults_of
 
 _NS_METHODS = ("standard", "gram")  # two ways to compute one polynomial
-_OF_LAMB, _OF_MUON = map(defaults_in_table, ("Lamb", "Muon"))
+_OF_LAMB, _OF_MUON, _OF_ADAFACTOR = map(defaults_in_table, ("Lamb", "Muon", "Adafactor"))
 _OTHERS = _core.options_of_type("Muon").others
 assert _OTHERS is not None
 # Settings of what a configured Muon updates as AdamW, where the configuration does not say (DeepSpeed's values).
@@ -42,13 +42,13 @@ class WholeOptimizer(torch.optim.Optimizer):
         groups = [self.check_group(number, group) for number, group in enumerate(self.param_groups)]
         numbers, params, states, names = [], [], [], []
         for number, group in enumerate(self.param_groups):
-            keys = _core.state_names(self._rule, [groups[number]])
             for param in group["params"]:  # parameters with gradients are the same on all ranks
                 if param.grad is not None:
                     numbers.append(number)
                     params.append(param)
-                    names.append(keys)
-                    states.append(self._state(param, keys))
+                    kept = self._states_of(param, groups[number])
+                    names.append([key for key, _ in kept])
+                    states.append(self._state(param, kept))
         _core.update_whole(
             self._rule,
             groups,
@@ -74,12 +74,22 @@ class WholeOptimizer(torch.optim.Optimizer):
         _core.check_group(self._rule, options, type(self).__name__, number)
         return options
 
-    def _state(self, param: torch.Tensor, keys: list[str]) -> dict[str, Any]:
+    def whole_states(self, sizes: Sequence[int]) -> frozenset[str]:
+        """The states of a parameter of these sizes that every rank has whole."""
+        states = _core.whole_states(self._rule, _core.GroupOptions(), sizes)
+        return frozenset(key for key, whole in states if whole is not None)
+
+    def _states_of(self, param: torch.Tensor, group: _core.GroupOptions) -> list[tuple[str, list[int] | None]]:
+        number = self.numbers.get(id(param), -1)
+        sizes = list(param.shape) if self.shards is None else self.shards.sizes(number, param)
+        return _core.whole_states(self._rule, group, sizes)
+
+    def _state(self, param: torch.Tensor, kept: list[tuple[str, list[int] | None]]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[param]
         if not state:
-            if "exp_avg" in keys:
+            if "momentum_buffer" not in dict(kept):
                 state["step"] = torch.tensor(0.0)
-            state.update({key: torch.zeros_like(param) for key in keys})
+            state.update({k: torch.zeros_like(param) if n is None else param.new_zeros(n) for k, n in kept})
         if "step" in state:
             state["step"] += 1
         return state
@@ -155,6 +165,31 @@ class Muon(WholeOptimizer):
                     f"[Muon] {len(vectors)} parameters have fewer than two dimensions: put them into a group with "
                     "use_muon False"
                 )
+
+
+class Adafactor(WholeOptimizer):
+    """torch.optim.Adafactor, with its arguments, arithmetic and states. In an engine every rank has the means of rows
+    and columns whole, gathers gradient and values of one parameter after the other, and computes all of them."""
+
+    _rule = _core.Rule.Adafactor
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = _OF_ADAFACTOR["lr"],
+        beta2_decay: float = _OF_ADAFACTOR["beta2_decay"],
+        eps: tuple[float | None, float] = _OF_ADAFACTOR["eps"],
+        d: float = _OF_ADAFACTOR["d"],
+        weight_decay: float = _OF_ADAFACTOR["weight_decay"],
+        maximize: bool = _OF_ADAFACTOR["maximize"],
+    ) -> None:
+        super().__init__(params, defaults_of(locals()))
+        self._check()
+
+    def options(self, group: dict[str, Any]) -> _core.GroupOptions:
+        if (first := group["eps"][0]) is not None and not first >= 0:  # the core has a number below 0 for None
+            raise ConfigError(f"[Adafactor] eps 0 must be >= 0, got {first}")
+        return super().options(group)
 
 
 def orthogonal(matrix: torch.Tensor, steps: int) -> torch.Tensor:

@@ -58,10 +58,6 @@ WITHOUT: dict[str, Any] = {
 @pytest.mark.parametrize("case", WITHOUT)
 def test_an_optimizer_without_anything_to_train(case: str, stage: int, caplog: pytest.LogCaptureFixture) -> None:
     build, more, said = WITHOUT[case]
-    if stage in (1, 2):
-        with pytest.raises(ConfigError, match=rf"\[initialize\] nothing is trained: {said}"):
-            tessera.initialize(model=build(), config=config(stage), **more)
-        return
     engine = tessera.initialize(model=build(), config=config(stage), **more)[0]
     assert [f"nothing is trained: {said}" in record.message for record in caplog.records] == [True]
     with torch.no_grad():

@@ -11,7 +11,7 @@ from support import PAIR_SPECS, Pair, batch, config, engines, make, run, train_p
 from torch import nn
 
 import tessera
-from tessera.optim import Lamb, Muon
+from tessera.optim import Adafactor, Lamb, Muon
 
 STAGES = [0, 1, 2, 3]
 
@@ -23,7 +23,16 @@ def muon(params: Any) -> Muon:
     return Muon(groups, weight_decay=0.1)
 
 
-FACTORIES: dict[str, Any] = {"lamb": lambda p: Lamb(p, lr=0.05, weight_decay=0.1), "muon": muon}
+FACTORIES: dict[str, Any] = {
+    "lamb": lambda p: Lamb(p, lr=0.05, weight_decay=0.1),
+    "muon": muon,
+    "adafactor": lambda p: Adafactor(p, lr=0.05, weight_decay=0.1, d=1.5),
+}
+STATES = {
+    "lamb": {"step", "exp_avg", "exp_avg_sq"},
+    "muon": {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"},
+    "adafactor": {"step", "row_var", "col_var", "variance"},
+}
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
@@ -56,9 +65,7 @@ def test_states_outlive_the_engine_and_steps_that_lack_gradients(kind: str) -> N
             param.grad = torch.ones_like(param)
         engine.client_optimizer.step()  # parameters are whole again
         names = {name for state in engine.client_optimizer.state.values() for name in state}
-        assert names == {"lamb": {"step", "exp_avg", "exp_avg_sq"}}.get(
-            kind, {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
-        )
+        assert names == STATES[kind]
 
     engines(make(), 2, config(0), body, client=FACTORIES[kind])
 
@@ -109,6 +116,107 @@ def test_muon_is_torchs(shape: tuple[int, int]) -> None:
             net(x).square().sum().backward()
             optimizer.step()
         assert torch.equal(ours.weight, theirs.weight)
+
+
+SHAPES: list[tuple[int, ...]] = [(5, 3), (1, 7), (7, 1), (4, 3, 2, 2), (6,), (1,), ()]
+ARGUMENTS_OF_ADAFACTOR: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.1, "weight_decay": 0.1, "maximize": True},
+    {"beta2_decay": -0.5, "eps": (1e-5, 0.1), "d": 2.0},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arguments", ARGUMENTS_OF_ADAFACTOR, ids=str)
+def test_adafactor_is_torchs(arguments: dict[str, Any], dtype: torch.dtype) -> None:
+    """And goes on with torch's states."""
+    draw = torch.Generator().manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in SHAPES] for _ in range(2))
+    for a, b in zip(ours, theirs, strict=True):
+        a.data.normal_(generator=draw)
+        b.data.copy_(a.data)
+    optimizers = [Adafactor(ours, **arguments), torch.optim.Adafactor(theirs, **arguments)]
+
+    def step() -> None:
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=draw).to(dtype)
+            b.grad = a.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+    for _ in range(4):
+        step()
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    for number, state in states[1]["state"].items():
+        assert all(torch.equal(states[0]["state"][number][key], value) for key, value in state.items())
+    for optimizer, state in zip(optimizers, reversed(states), strict=True):
+        (group,), (of,) = optimizer.param_groups, state["param_groups"]
+        groups = [group | {"params": of["params"]}]
+        optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+    step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adafactor_of_a_configuration_has_torchs_bits(stage: int) -> None:
+    plain = make()
+    train_plain(plain, lambda p: torch.optim.Adafactor(p, lr=0.05, weight_decay=0.1), 1, 3)
+    section = {"type": "adafactor", "params": {"lr": 0.05, "weight_decay": 0.1, "eps": [None, 1e-3]}}
+    model = make()
+    engine = tessera.initialize(model=model, config=config(stage, optimizer=section))[0]
+    run(engine, 0, 3)
+    engine.destroy()
+    assert all(torch.equal(weights(model)[name], value) for name, value in weights(plain).items())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_adafactor_and_torchs_class_load_each_others_checkpoints(first: int, tmp_path: Any) -> None:
+    """torch's runs on whole parameters only."""
+
+    def save(engine: tessera.Engine, rank: int) -> Any:
+        run(engine, 0, 2)
+        engine.save_checkpoint(tmp_path)
+        run(engine, 0, 2)
+        return weights(engine.module)
+
+    def load(engine: tessera.Engine, rank: int) -> Any:
+        engine.load_checkpoint(tmp_path)
+        run(engine, 0, 2)
+        return weights(engine.module)
+
+    kinds = {0: lambda p: torch.optim.Adafactor(p, lr=0.05), 2: lambda p: Adafactor(p, lr=0.05)}
+    expected = engines(make(), 2, config(first), save, client=kinds[first])[0]
+    for found in engines(make(seed=5), 3, config(2 - first), load, client=kinds[2 - first]):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_adafactor_leaves_and_brings_whole_means(stage: int) -> None:
+    """An engine that is built of an optimizer with states goes on where it was."""
+    plain = make()
+    reference = Adafactor(plain.parameters(), lr=0.05)
+
+    def train_plain_one(seed: int) -> None:
+        x, y = batch(seed)
+        plain(x, y).backward()
+        reference.step()
+        reference.zero_grad()
+
+    for seed in range(3):
+        train_plain_one(seed)
+
+    model = make()
+    client = Adafactor(model.parameters(), lr=0.05)
+    for seed in range(3):
+        engine = tessera.Engine(model, config(stage), optimizer=client)
+        engine(*batch(seed)).backward()
+        engine.step()
+        with tessera.zero.GatheredParameters(list(model.parameters())):
+            engine.destroy()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_lamb_by_hand() -> None:
@@ -177,7 +285,7 @@ def test_lamb_keeps_its_trust_within_bounds_and_leaves_zeros_alone() -> None:
 
 
 def test_the_configuration_names_them() -> None:
-    for type_, cls in (("Lamb", Lamb), ("muon", Muon), ("Muon", Muon)):
+    for type_, cls in (("Lamb", Lamb), ("muon", Muon), ("Muon", Muon), ("Adafactor", Adafactor)):
         params = {"lr": 0.1, "muon_lr": 0.02, "adam_lr": 0.01} if cls is Muon else {"lr": 0.1}
         cfg = config(2, optimizer={"type": type_, "params": params})
         engine, optimizer, _, _ = tessera.initialize(model=make(), config=cfg)
@@ -208,7 +316,7 @@ def test_muon_groups_follow_names_and_marks() -> None:
     assert len(groups[False]["params"]) == 4
 
 
-@pytest.mark.parametrize(("kind", "cls"), [("Lamb", Lamb), ("Muon", Muon)])
+@pytest.mark.parametrize(("kind", "cls"), [("Lamb", Lamb), ("Muon", Muon), ("Adafactor", Adafactor)])
 def test_configurations_have_the_defaults_of_the_class(kind: str, cls: type[torch.optim.Optimizer]) -> None:
     built = tessera.initialize(model=make(), config=config(1, optimizer={"type": kind}))[0].basic_optimizer
     assert built is not None
@@ -218,7 +326,7 @@ def test_configurations_have_the_defaults_of_the_class(kind: str, cls: type[torc
     }
 
 
-@pytest.mark.parametrize("cls", [Lamb, Muon, tessera.optim.AdamW, tessera.optim.Lion])
+@pytest.mark.parametrize("cls", [Lamb, Muon, Adafactor, tessera.optim.AdamW, tessera.optim.Lion])
 def test_groups_that_are_wrong_later(cls: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = cls([weight], lr=0.1)
@@ -238,6 +346,9 @@ def test_wrong_arguments() -> None:
         Muon([matrix], momentum=1.0)
     with pytest.raises(tessera.ConfigError, match="ns_method must be one of standard, gram"):
         Muon([matrix], ns_method="other")
+    for wrong in ({"d": 0.5}, {"beta2_decay": 0.5}, {"eps": (-1.0, 1e-3)}, {"eps": (None, -1e-3)}):
+        with pytest.raises(tessera.ConfigError, match=rf"\[Adafactor\] {next(iter(wrong))}"):
+            Adafactor([matrix], **wrong)  # type: ignore[arg-type]
     with pytest.raises(tessera.ConfigError, match="min_coeff"):
         Lamb([matrix], min_coeff=2.0, max_coeff=1.0)
     cfg = config(1, optimizer={"type": "Lamb", "params": {"lr": 0.1, "nonsense": 1}})
