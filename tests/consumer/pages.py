@@ -16,8 +16,8 @@ HTML, which no reader sees, say what else holds (tests/python/pages.py has the s
 
 An #include stands before everything. FOLDER gets main.cpp, whose first argument says which function it runs;
 functions.txt, a line for each, its name and numbers of ranks; files/NAME, what it finds; the CMakeLists.txt that
-docs/cpp.md shows; installed/CMakeLists.txt, the same with the lines of docs/build.md, for the Python package's layout; and commands.txt,
-the lines of docs/cpp_recipes.md for a shell, which are for the folder that its program leaves.
+docs/cpp.md shows; installed/CMakeLists.txt, the same with the lines of docs/build.md, for the Python package's layout;
+and commands.txt, the lines of docs/cpp_recipes.md for a shell, which are for the folder that its program leaves.
 """
 
 from __future__ import annotations
