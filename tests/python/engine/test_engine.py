@@ -477,13 +477,13 @@ def test_calls_come_from_one_thread_at_a_time(stage: int, tmp_path: Path) -> Non
     weight = next(model.parameters())
     loss, x = engine(*batch(0)), batch(0)[0]
 
-    def gather(modifier_rank: int | None) -> None:
-        with tessera.zero.GatheredParameters([weight], modifier_rank=modifier_rank):
+    def gather() -> None:
+        with tessera.zero.GatheredParameters([weight], modifier_rank=0):
             pass
 
     calls: list[Callable[[], object]] = [
         lambda: loss.backward(),
-        lambda: gather(0),
+        gather,
         lambda: engine.mean(x),
         lambda: engine.token_mean(x.sum(), torch.tensor(1)),
         lambda: tessera.state.get_full_fp32_param(engine, weight),
@@ -492,8 +492,6 @@ def test_calls_come_from_one_thread_at_a_time(stage: int, tmp_path: Path) -> Non
         lambda: engine.wait_for_checkpoint(),
         lambda: engine.save_checkpoint(tmp_path),
     ]
-    if stage == 3:
-        calls += [lambda: gather(None), lambda: tessera.zero.register_external_parameter(model, weight)]
     errors: list[str] = []
 
     def of_another_thread(call: Callable[[], object]) -> None:
