@@ -59,7 +59,8 @@ void Notices::add(const std::string& text) {
 
 void Notices::no_backward() {
   if (std::exchange(warned_of_step_, true)) return;
-  add("[engine.step] no backward has reached this engine since the last step(): this one adds nothing to an update, and "
+  add("[engine.step] no backward has reached this engine since the last step(): this one adds nothing to an update, "
+      "and "
       "is counted as any other (accumulation, schedule); call step() once after each backward");
 }
 

@@ -114,12 +114,12 @@ class Pipeline : private Session {
   using Session::core;
   using Session::destroy;
   using Session::device;
+  using Session::drops_last_batch;
   using Session::finish_update;
   using Session::global_grad_norm;
   using Session::global_samples;
   using Session::global_steps;
   using Session::groups;
-  using Session::drops_last_batch;
   using Session::keep_generators;
   using Session::load_module_state_dict;
   using Session::loss_scale;
