@@ -198,7 +198,7 @@ TEST(StateDict, WhatDoesNotFit) {
     EXPECT_HAS(wrong_here("shift", buffer.to(at::kMeta)), "'shift' is on the meta device there");
     EXPECT_HAS(wrong_here("out.weight", weight.to(at::kComplexFloat)), "'out.weight' is complex there and real here");
     EXPECT_HAS(wrong_here("out.weight", weight.to(at::kByte).view(at::ScalarType::Float4_e2m1fn_x2)),
-               "'out.weight' is of Float4_e2m1fn_x2 there and of Float here");
+               c10::str("'out.weight' is of Float4_e2m1fn_x2 there and of ", weight.scalar_type(), " here"));
     EXPECT_HAS(wrong_here("out.weight", weight.to_sparse()), "'out.weight' is sparse");
     EXPECT_HAS(wrong_here("out.weight", at::Tensor()), "not there: 'out.weight'");
     const LoadOptions renames{.rename = [&](const std::string& name) {
