@@ -171,7 +171,7 @@ TEST(Params, ReadsSchedulesOfTorch) {
   EXPECT_EQ(schedule<optim::ExponentialLR>("ExponentialLR", {{"gamma", 0.9}}).gamma, 0.9);
   EXPECT_EQ(schedule<optim::CosineAnnealingLR>("CosineAnnealingLR", {{"T_max", 9}, {"eta_min", 0.1}}).eta_min, 0.1);
   EXPECT_EQ(schedule<optim::PolynomialLR>("PolynomialLR", {{"power", 2}}).power, 2);
-  EXPECT_HAS(schedule_error("CyclicLR", {}), "scheduler.params.step_size: is required");
+  EXPECT_HAS(schedule_error("StepLR", {}), "scheduler.params.step_size: is required");
   EXPECT_HAS(schedule_error("ExponentialLR", {}), "scheduler.params.gamma: is required");
   EXPECT_HAS(schedule_error("MultiStepLR", {{"milestones", List{2.5}}}), "must be integers, got 2.5");
   EXPECT_HAS(schedule_error("StepLR", {{"step_size", 3}, {"last_epoch", 4}}), "must be -1; a checkpoint says");
