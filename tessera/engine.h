@@ -5,6 +5,7 @@
 #include "tessera/nn/data.h"
 #include "tessera/nn/engine.h"
 #include "tessera/nn/hooked.h"
+#include "tessera/nn/optimizers.h"
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/recompute.h"
 #include "tessera/nn/scope.h"
