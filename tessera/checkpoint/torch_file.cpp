@@ -22,6 +22,8 @@ void write_torch_file(const c10::IValue& value, const std::function<void(const v
   pickler.protocol();
   pickler.pushIValue(value);
   pickler.stop();
+  for (const at::Tensor& tensor : pickler.tensorData())
+    TESSERA_CHECK_VALUE(!tensor.is_meta(), "checkpoint", "a tensor on the meta device, which has no values");
   std::exception_ptr error;
   const auto write_part = [&](const void* bytes, size_t size) {
     try {

@@ -289,6 +289,10 @@ TEST(Session, AllClientValuesThatCannotBeSavedAreNamed) {
   EXPECT_HAS(text,
              "client_state holds what a file of torch.save() cannot: 'gone': an undefined tensor; "
              "'inner'['deep']: an undefined tensor; 'list'[1]: an undefined tensor");
+  EXPECT_HAS(
+      testing::error_of<c10::ValueError>(
+          [&] { s.save_checkpoint(folder.path(), {}, {{"empty", at::empty({2}, at::kMeta)}, {"good", 1}}); }),
+      "client_state holds what a file of torch.save() cannot: 'empty': [checkpoint] a tensor on the meta device");
   EXPECT_EQ(text.find("epoch"), std::string::npos);
   EXPECT_FALSE(std::filesystem::exists(folder / "latest"));
 }
