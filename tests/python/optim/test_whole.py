@@ -81,25 +81,30 @@ def test_bf16_masters_move_in_fp32(stage: int, kind: str) -> None:
     engines(make(), 2, config(stage, bf16=True), body, client=FACTORIES[kind])
 
 
+def check_goes_on(folder: Any, before: tuple[int, Any], after: tuple[int, Any], atol: float) -> None:
+    """A run of two ranks, resumed by three: the slices lie elsewhere. `before`, `after`: stage and optimizer."""
+
+    def save(engine: tessera.Engine, rank: int) -> Any:
+        run(engine, 0, 2)
+        engine.save_checkpoint(folder)
+        run(engine, 0, 2)
+        return weights(engine.module)
+
+    def load(engine: tessera.Engine, rank: int) -> Any:
+        engine.load_checkpoint(folder)
+        run(engine, 0, 2)
+        return weights(engine.module)
+
+    expected = engines(make(), 2, config(before[0]), save, client=before[1])[0]
+    for found in engines(make(seed=5), 3, config(after[0]), load, client=after[1]):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=atol)
+
+
 @pytest.mark.parametrize("kind", FACTORIES)
 def test_checkpoints_hold_the_states(kind: str, tmp_path: Any) -> None:
-    """Resumed at another number of ranks: the slices lie elsewhere, the run goes on."""
-
-    def first(engine: tessera.Engine, rank: int) -> Any:
-        run(engine, 0, 2)
-        engine.save_checkpoint(tmp_path)
-        run(engine, 0, 2)
-        return weights(engine.module)
-
-    def second(engine: tessera.Engine, rank: int) -> Any:
-        engine.load_checkpoint(tmp_path)
-        run(engine, 0, 2)
-        return weights(engine.module)
-
-    expected = engines(make(), 2, config(2), first, client=FACTORIES[kind])[0]
-    for found in engines(make(seed=5), 3, config(2), second, client=FACTORIES[kind]):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-3 if kind == "muon" else 1e-5)
+    factory = FACTORIES[kind]
+    check_goes_on(tmp_path, (2, factory), (2, factory), 1e-3 if kind == "muon" else 1e-5)
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (8, 8), (16, 4)])
@@ -175,22 +180,8 @@ def test_adafactor_of_a_configuration_has_torchs_bits(stage: int) -> None:
 def test_adafactor_and_torchs_class_load_each_others_checkpoints(first: int, tmp_path: Any) -> None:
     """torch's runs on whole parameters only."""
 
-    def save(engine: tessera.Engine, rank: int) -> Any:
-        run(engine, 0, 2)
-        engine.save_checkpoint(tmp_path)
-        run(engine, 0, 2)
-        return weights(engine.module)
-
-    def load(engine: tessera.Engine, rank: int) -> Any:
-        engine.load_checkpoint(tmp_path)
-        run(engine, 0, 2)
-        return weights(engine.module)
-
     kinds = {0: lambda p: torch.optim.Adafactor(p, lr=0.05), 2: lambda p: Adafactor(p, lr=0.05)}
-    expected = engines(make(), 2, config(first), save, client=kinds[first])[0]
-    for found in engines(make(seed=5), 3, config(2 - first), load, client=kinds[2 - first]):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+    check_goes_on(tmp_path, (first, kinds[first]), (2 - first, kinds[2 - first]), 1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)
