@@ -109,6 +109,7 @@ namespace {
 
 Recipe recipe_of(const PipelineOptions& options, const StageLayers& module) {
   Recipe recipe{.units = options.units ? options.units : units_of_layers,
+                .leaf = options.leaf,
                 .groups = options.groups,
                 .schedule = options.schedule,
                 .facts = options.facts};
@@ -159,7 +160,8 @@ class Pipeline::Batch final : public pipeline::EngineStage<engine::Engine> {
   Made forward(int chunk, int micro, pipeline::Message inputs) override {
     const pipeline::Shape shape{pipeline_.stages(), 1, pipeline_.options_.chunks};
     const bool first = shape.is_first(pipeline_.stage(), chunk), last = shape.is_last(pipeline_.stage(), chunk);
-    Tensors made = pipeline_.forward(chunk, first ? batches_[micro].inputs : inputs.tensors);
+    const Tensors& given = first ? batches_[micro].inputs : inputs.tensors;
+    Tensors made = pipeline_.forward(chunk, first && pipeline_.casts_inputs() ? cast_input(given) : given);
     if (!last) return {{std::move(made)}};
     const bool trains = at::GradMode::is_enabled();
     if (!trains) outputs.push_back(made);

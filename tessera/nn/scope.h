@@ -25,15 +25,26 @@ struct ScopeHandle {
   int module = -1;
 };
 
+// What becomes of the first tensor that a module is given, and of the tensor that it returns; empty: nothing.
+struct Borders {
+  std::function<at::Tensor(const at::Tensor&)> enter = {}, leave = {};
+};
+
 // Base of modules that tell an engine when they run.
 class ScopeHolder {
  public:
   virtual ~ScopeHolder() = default;
   const ScopeHandle& scope() const { return link_; }
   void connect(ScopeHandle link) { link_ = std::move(link); }
+  // Whether the module's forward has the border: its first argument, or its result, is a tensor.
+  virtual bool enters_with_tensor() const { return false; }
+  virtual bool leaves_with_tensor() const { return false; }
+  const Borders& borders() const { return borders_; }
+  void set_borders(Borders borders) { borders_ = std::move(borders); }
 
  private:
   ScopeHandle link_;
+  Borders borders_;
 };
 
 // One call of a module: gathers its parameters now; ends with finish(), or as a call that threw.

@@ -94,7 +94,8 @@ class Session {
   // On all ranks alike, between steps: engine::Scaling::set_scale(). Value error for what is no scale.
   void set_loss_scale(double scale) { live().scaling().set_scale(scale); }
 
-  // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
+  // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated, which a loop
+  // need not look at: what goes wrong is an error.
   // `global_norm`: see engine::Engine::step. Error, on all ranks and with nothing updated, for a module whose
   // parameters were replaced, on some of them or all; with tessera.update_in_backward it is the backward's.
   bool step(std::optional<double> global_norm = {});
@@ -315,6 +316,16 @@ class Session {
  protected:
   // Around the module's forward.
   engine::Watch::Forward watched_forward();
+  // fp16.auto_cast: inputs of the program's own are cast.
+  bool casts_inputs() const { return casts_inputs_; }
+  static at::Tensor cast_input(const at::Tensor& input) {
+    return input.defined() && input.is_floating_point() ? input.to(at::kHalf) : input;
+  }
+  static std::vector<at::Tensor> cast_input(std::vector<at::Tensor> inputs) {
+    for (at::Tensor& input : inputs)
+      input = cast_input(input);
+    return inputs;
+  }
   // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
   void look_before_update();
   // Warns, on one rank, that a forward has switched an autocast region of the caller's off.
@@ -393,6 +404,7 @@ class Session {
   bool drops_last_ = false;
   std::vector<at::Generator> generators_;  // of the program
   bool gathers_for_export_ = true;
+  bool casts_inputs_ = false;
   engine::Watch watch_;
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
   std::vector<std::pair<std::string, int64_t>> warnings_;  // and after how many samples; every writer has all
