@@ -139,14 +139,15 @@ void train_linked(const comm::Parts& parts, int zero, const Weights& expected, c
 
 // One rank of parts that lie over each other. A rank of both has both engines, in one graph.
 void train_over_each_other(const std::vector<comm::Parts>& parts, int zero, const Weights& expected,
-                           const std::string& where) {
+                           const std::string& where, bool half = false) {
   std::vector<std::shared_ptr<Part>> modules;
   std::deque<Engine<Part>> engines;
   std::optional<LinkSender> sender;
   std::optional<LinkReceiver> receiver;
   for (const comm::Parts& mine : parts) {
     modules.push_back(std::make_shared<Part>(mine.part == 0 ? tower() : reader()));
-    engines.emplace_back(modules.back(), link_config(zero, sizes_of(mine.shapes[mine.part])), mine.mesh, nullptr,
+    const std::string fp16 = half && mine.part == 0 ? R"("fp16": {"enabled": true, "initial_scale_power": 7},)" : "";
+    engines.emplace_back(modules.back(), link_config(zero, fp16 + sizes_of(mine.shapes[mine.part])), mine.mesh, nullptr,
                          Recipe{.parts_alone = true});
     if (mine.part == 0)
       sender.emplace(kLink, mine, engines.back());
@@ -160,20 +161,24 @@ void train_over_each_other(const std::vector<comm::Parts>& parts, int zero, cons
     for (int micro = 0; micro < kMicro; ++micro) {
       const MicroBatch batch = data(step, micro);
       Tensors handed;
-      if (sender) handed = engines.front().forward(Tensors{part_of(batch.inputs[0], parts.front().mesh)});
+      if (sender)
+        handed = engines.front().forward(
+            Tensors{part_of(batch.inputs[0], parts.front().mesh).to(half ? at::kHalf : at::kFloat)});
       if (!receiver) {
         sender->send(handed, micro), sender->backward(micro);
       } else {
-        const Tensors got = sender ? hand_over(*sender, *receiver, handed, micro) : receiver->receive(micro);
-        EXPECT_TRUE(got[0].requires_grad() && got[0].is_leaf() != sender.has_value() && !got[1].requires_grad());
-        testing::loss_of(engines.back().forward(got), {part_of(batch.labels[0], parts.back().mesh)}).backward();
-        if (!sender) receiver->give_back(micro);
+        const Tensors got = sender ? hand_over(*sender, *receiver, handed, micro) : hand_over(*receiver, micro).tensors;
+        EXPECT_TRUE(got[0].requires_grad() && !got[0].is_leaf() && !got[1].requires_grad());
+        const at::Tensor labels = part_of(batch.labels[0], parts.back().mesh);
+        const at::Tensor loss =
+            testing::loss_of(engines.back().forward(Tensors{got[0].to(at::kFloat), got[1]}), {labels});
+        engines.back().backward(loss);
       }
       EXPECT_EQ(step_together(sessions, parts[0]), micro == kMicro - 1);
     }
   }
   for (size_t i = 0; i < parts.size(); ++i)
-    expect_weights(testing::weights_of(*modules[i]), expected, parts[i].part == 0, where);
+    expect_weights(testing::weights_of(*modules[i]), expected, parts[i].part == 0, where, half);
   if (sender && receiver) {
     EXPECT_HAS(error_of([&] { sender->step(); }), "ends of hand_over() have no step()");
   }
@@ -199,12 +204,15 @@ TEST(Link, EnginesOverEachOtherTrainAsOneModel) {
   struct Case {
     Sides sides;
     std::vector<int> firsts = {};
+    bool half = false;
   };
-  const std::vector<Case> cases{{{shape(1, 1, 1), shape(1, 1, 1)}},         {{shape(1, 2, 1), shape(1, 1, 2)}},
-                                {{shape(2, 1, 1), shape(1, 1, 2)}},         {{shape(2, 1, 1), shape(1, 2, 1)}},
-                                {{shape(1, 1, 2), shape(2, 1, 1)}},         {{shape(2, 2, 1), shape(1, 2, 2)}},
-                                {{shape(2, 1, 1), shape(2, 1, 1)}, {0, 1}}, {{shape(2, 1, 1), shape(1, 1, 1)}, {0, 1}},
-                                {{shape(1, 1, 1), shape(1, 2, 2)}, {2, 0}}, {{shape(1, 2, 1), shape(1, 1, 2)}, {1, 0}}};
+  const std::vector<Case> cases{
+      {{shape(1, 1, 1), shape(1, 1, 1)}},           {{shape(1, 2, 1), shape(1, 1, 2)}},
+      {{shape(2, 1, 1), shape(1, 1, 2)}},           {{shape(2, 1, 1), shape(1, 2, 1)}},
+      {{shape(1, 1, 2), shape(2, 1, 1)}},           {{shape(2, 2, 1), shape(1, 2, 2)}},
+      {{shape(2, 1, 1), shape(2, 1, 1)}, {0, 1}},   {{shape(2, 1, 1), shape(1, 1, 1)}, {0, 1}},
+      {{shape(1, 1, 1), shape(1, 2, 2)}, {2, 0}},   {{shape(1, 2, 1), shape(1, 1, 2)}, {1, 0}},
+      {{shape(1, 1, 1), shape(1, 1, 1)}, {}, true}, {{shape(2, 1, 1), shape(2, 1, 1)}, {0, 1}, true}};
   for (size_t i = 0; i < cases.size(); ++i) {
     auto parts = comm::thread_overlaid_parts(cases[i].sides, cases[i].firsts, std::chrono::minutes(1));
     std::vector<comm::GroupPtr> groups;
@@ -212,7 +220,7 @@ TEST(Link, EnginesOverEachOtherTrainAsOneModel) {
       groups.push_back(each[0].everyone);
     testing::run_threads(groups, [&](int rank, const comm::GroupPtr&) {
       const auto mine = std::exchange(parts[rank], {});
-      train_over_each_other(mine, static_cast<int>(i % 3), expected, c10::str("case ", i));
+      train_over_each_other(mine, static_cast<int>(i % 3), expected, c10::str("case ", i), cases[i].half);
     });
   }
 }
