@@ -53,7 +53,7 @@ struct RegionFacts {
   // Only types of Transformers' models are taken whose code is known to treat each token by itself between attention and MLP, and
   // of those that have them mixed modules; else the program answers for its code, and there are none.
   bool known_types = true;
-  bool router_loss = false;      // a loss of the routers' own outputs is on
+  bool router_loss = false;           // a loss of the routers' own outputs is on
   std::set<std::string> jitter = {};  // paths of modules that multiply what comes in by noise
 };
 

@@ -341,7 +341,8 @@ Tensors hand_over(LinkSender& sender, LinkReceiver& receiver, const Tensors& out
 Message hand_over(LinkReceiver& receiver, const Sample& sample) {
   const Tensors starts{at::empty({0}).requires_grad_()};  // what comes has a graph
   std::string note;
-  Tensors tensors = HandOver::Function::apply(at::TensorList(starts), HandOver{nullptr, {}, receiver, sample, {}, note});
+  Tensors tensors =
+      HandOver::Function::apply(at::TensorList(starts), HandOver{nullptr, {}, receiver, sample, {}, note});
   return {std::move(tensors), std::move(note)};
 }
 

@@ -175,8 +175,7 @@ void train(const Form& form, int stage, const std::string& more, const Trained& 
   }
   const auto state = engine.module_state_dict();
   for (const auto& item : whole.model->named_parameters())
-    EXPECT_TRUE(at::allclose(state[item.key()].to(at::kFloat), item.value(), 10 * tolerance, tolerance))
-        << item.key();
+    EXPECT_TRUE(at::allclose(state[item.key()].to(at::kFloat), item.value(), 10 * tolerance, tolerance)) << item.key();
 }
 
 }  // namespace

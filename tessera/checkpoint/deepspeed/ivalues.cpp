@@ -6,7 +6,7 @@
 namespace tessera::checkpoint::deepspeed {
 namespace {
 
-constexpr int kDeepestValue = 200;                // nesting; a value that holds itself has no end
+constexpr int kDeepestValue = 200;           // nesting; a value that holds itself has no end
 constexpr int64_t kMost = int64_t{1} << 22;  // values: one that stands in several places is one for each of them
 
 class Converter {
