@@ -148,7 +148,9 @@ def _described(model: nn.Module) -> Iterator[_core.PlanModule]:
             yield _core.PlanModule(*common, attributes=attributes, params=params)
         else:
             elements = 0 if bias is None else bias.numel()
-            yield _core.PlanModule(*common, list(weight.shape), elements, id(weight), attributes=attributes, params=params)
+            yield _core.PlanModule(
+                *common, list(weight.shape), elements, id(weight), attributes=attributes, params=params
+            )
 
 
 def _bias_of(module: nn.Module, param: str) -> int:

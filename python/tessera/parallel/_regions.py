@@ -17,9 +17,7 @@ KEY = "tessera.sequence_parallel_norms"
 ROUTER_LOSS = "output_router_logits"  # of Transformers: adds a loss of the routers' outputs
 
 
-def find_regions(
-    model: nn.Module, modules: list[_core.PlanModule], plan: _core.ParallelPlan
-) -> _core.SequenceRegions:
+def find_regions(model: nn.Module, modules: list[_core.PlanModule], plan: _core.ParallelPlan) -> _core.SequenceRegions:
     """ConfigError with the reason for models that do not take it."""
     loss = bool(getattr(text_config(model), ROUTER_LOSS, False))
     jitter = {path for path, module in model.named_modules() if getattr(module, "jitter_noise", 0.0)}
