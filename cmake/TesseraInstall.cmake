@@ -25,6 +25,14 @@ set_target_properties(tessera-command PROPERTIES INSTALL_RPATH "${_command_runpa
 set_target_properties(tessera PROPERTIES VERSION ${_interface} SOVERSION ${_interface} BUILD_RPATH "$ORIGIN" INSTALL_RPATH "${_runpath}")
 
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+# A range takes every version inside it, also of several minor ones: who writes it says so.
+file(APPEND ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake [=[
+if(PACKAGE_FIND_VERSION_RANGE AND PACKAGE_VERSION VERSION_GREATER_EQUAL PACKAGE_FIND_VERSION_MIN AND
+   (PACKAGE_VERSION VERSION_LESS PACKAGE_FIND_VERSION_MAX OR
+    (PACKAGE_FIND_VERSION_RANGE_MAX STREQUAL "INCLUDE" AND PACKAGE_VERSION VERSION_EQUAL PACKAGE_FIND_VERSION_MAX)))
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+endif()
+]=])
 configure_file(${CMAKE_CURRENT_LIST_DIR}/TesseraConfig.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake @ONLY)
 set(TESSERA_PC_TORCH "${TESSERA_TORCH_DIR}")
 if(TESSERA_RELOCATABLE)

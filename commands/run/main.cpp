@@ -1,4 +1,7 @@
 // tessera-run: the ranks of this host, as torchrun starts them, without Python.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -8,8 +11,22 @@
 #include "commands/run/ranks.h"
 #include "tessera/base/version.h"
 
+namespace {
+
+// A pipe or file that is opened must not get the number of a standard one that is closed.
+void open_standard_files() {
+  int fd = 0;
+  do
+    fd = open("/dev/null", O_RDWR);
+  while (fd >= 0 && fd <= STDERR_FILENO);
+  if (fd >= 0) close(fd);
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
   using namespace tessera::run;
+  open_standard_files();
   constexpr int kWrongUsage = 2;
   Options options;
   try {

@@ -141,10 +141,13 @@ Options parse(const std::vector<std::string>& arguments) {
       break;
     }
     const size_t equals = arguments[at].starts_with("--") ? arguments[at].find('=') : std::string::npos;
-    const std::string name = arguments[at].substr(0, equals);
+    const bool joined = arguments[at].starts_with("-n") && arguments[at].size() > 2;  // -n2, as mpirun has it
+    const std::string name = joined ? "-n" : arguments[at].substr(0, equals);
     const Option& option = option_of(name);
     std::string value;
-    if (option.has_value && equals == std::string::npos) {
+    if (joined) {
+      value = arguments[at].substr(2);
+    } else if (option.has_value && equals == std::string::npos) {
       if (++at == arguments.size()) throw UsageError("[launch] " + name + " needs a value");
       value = arguments[at];
     } else if (equals != std::string::npos) {

@@ -15,12 +15,13 @@ constexpr size_t kBlock = 1 << 16, kLongest = 1 << 20;  // a longer line is pass
 
 }  // namespace
 
-void write_all(int fd, std::string_view text) {
+int write_all(int fd, std::string_view text) {
   while (!text.empty()) {
     const ssize_t written = ::write(fd, text.data(), text.size());
-    if (written < 0 && errno != EINTR) return;
+    if (written < 0 && errno != EINTR) return errno;
     if (written > 0) text.remove_prefix(static_cast<size_t>(written));
   }
+  return 0;
 }
 
 Output::Output(int from, int to, std::string prefix, const std::string& copy)
@@ -66,7 +67,21 @@ void Output::read() {
     pass(open_, out);
     open_.clear();
   }
-  write_all(to_, out);
+  put(out);
+}
+
+// Where nobody reads any more the rank's own writes fail from here on, as they would without a launcher.
+void Output::put(const std::string& out) {
+  const int error = out.empty() || lost_ ? 0 : write_all(to_, out);
+  if (error == 0) return;
+  if (error == EPIPE && from_ >= 0) {
+    close(from_);
+    from_ = -1;
+  }
+  lost_ = true;
+  if (error == EPIPE || to_ == STDERR_FILENO) return;
+  write_all(STDERR_FILENO, std::string("[launch] cannot write to standard output: ") + std::strerror(error) +
+                               "; what " + prefix_ + "prints there is lost from here on\n");
 }
 
 void Output::finish() {
@@ -74,7 +89,7 @@ void Output::finish() {
   if (!open_.empty()) pass(open_, out);
   open_.clear();
   add(tracebacks_.rest(), out);
-  write_all(to_, out);
+  put(out);
   if (from_ >= 0) close(from_);
   from_ = -1;
 }

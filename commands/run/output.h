@@ -12,8 +12,8 @@
 
 namespace tessera::run {
 
-// Writes all of `text`, unless nobody reads there any more.
-void write_all(int fd, std::string_view text);
+// Writes all of `text`. The errno of what could not be written, or 0.
+int write_all(int fd, std::string_view text);
 
 // The read end of a pipe in which a rank prints to stdout or stderr.
 class Output {
@@ -33,8 +33,10 @@ class Output {
  private:
   void pass(std::string_view line, std::string& out);
   void add(const std::vector<std::string>& lines, std::string& out) const;
+  void put(const std::string& out);
 
   int from_;
+  bool lost_ = false;  // nothing can be written any more
   const int to_;
   const std::string prefix_;
   std::unique_ptr<std::FILE, int (*)(std::FILE*)> copy_;

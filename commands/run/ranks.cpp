@@ -25,7 +25,7 @@ using std::chrono::milliseconds;
 
 constexpr auto kLook = milliseconds(20), kLeftBehind = milliseconds(2000), kEver = milliseconds(60'000);
 constexpr int kNotFound = 127, kNotStarted = 126;  // exit codes as a shell has them
-constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT}, kPassedOn[] = {SIGUSR1, SIGUSR2, SIGCONT};
+constexpr int kEnding[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT}, kPassedOn[] = {SIGUSR1, SIGUSR2, SIGCONT, SIGTSTP};
 
 void set(const char* name, const std::string& value) {
   setenv(name, value.c_str(), 1);
@@ -76,9 +76,10 @@ Ranks::Ranks(const Options& options) : options_(options), own_pid_(getpid()), po
   std::for_each(std::begin(kPassedOn), std::end(kPassedOn), add);
   std::signal(SIGCHLD, SIG_DFL);
   sigaddset(&read_, SIGCHLD);
-  sigset_t blocked = read_;
-  sigaddset(&blocked, SIGPIPE);  // broken pipes are errors of write()
-  sigprocmask(SIG_BLOCK, &blocked, &before_);
+  struct sigaction ignored{};
+  ignored.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &ignored, &pipe_before_);  // broken pipes are errors of write()
+  sigprocmask(SIG_BLOCK, &read_, &before_);
   signals_ = signalfd(-1, &read_, SFD_CLOEXEC | SFD_NONBLOCK);
   if (signals_ < 0) throw std::runtime_error(std::string("[launch] signalfd: ") + std::strerror(errno));
 }
@@ -106,6 +107,7 @@ void Ranks::become(int local, int number, const int (&out)[2], const int (&err)[
   for (std::string& word : words)
     argv.push_back(word.data());
   argv.push_back(nullptr);
+  sigaction(SIGPIPE, &pipe_before_, nullptr);
   sigprocmask(SIG_SETMASK, &before_, nullptr);
   execvp(argv[0], argv.data());
   const int reason = errno;
@@ -190,6 +192,11 @@ void Ranks::read_signals() {
   while (read(signals_, &info, sizeof(info)) == sizeof(info)) {
     const int signal = static_cast<int>(info.ssi_signo);
     if (signal == SIGCHLD) continue;
+    if (signal == SIGTSTP) {  // groups without a parent in their session do not stop by it
+      signal_all(SIGSTOP);
+      raise(SIGSTOP);
+      continue;
+    }
     if (std::find(std::begin(kEnding), std::end(kEnding), signal) == std::end(kEnding)) {
       signal_all(signal);
       continue;

@@ -57,6 +57,7 @@ class Ranks {
   int port_ = 0;
   std::optional<HeldPort> held_port_;  // on the host of rank 0
   sigset_t before_{}, read_{};
+  struct sigaction pipe_before_{};  // of SIGPIPE
   int signals_ = -1;
   std::vector<Rank> ranks_;
   std::optional<Clock::time_point> kill_at_;

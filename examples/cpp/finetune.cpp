@@ -35,7 +35,7 @@ auto engine_from(const std::string& folder) {
                                   "stage3_gather_16bit_weights_on_model_save": true})");
   auto engine = tessera::initialize(Gpt(causal, /*units=*/true), chosen, recipe);
   if (folder == kGiven && engine.rank() == 0) write_given();
-  engine.mesh().group(tessera::comm::kAxes)->barrier();
+  engine.barrier();
   engine.load_module_state_dict(tessera::checkpoint::WeightReader(folder));
   return engine;
 }

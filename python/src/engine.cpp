@@ -66,6 +66,20 @@ void bind_structs(py::module_& m) {
       .def_readonly("autocast", &Options::autocast);
 
   m.def("check_device", &shard::check_device, py::arg("device"), NoGil());
+  m.def(
+      "explain_inputs",
+      [](const std::string& error, std::optional<at::ScalarType> dtype, at::Device device, bool autocasts,
+         const std::vector<std::tuple<std::string, at::ScalarType, at::Device>>& inputs) {
+        std::vector<Input> all;
+        for (const auto& [place, of, where] : inputs)
+          all.push_back({place, of, where});
+        return explain_inputs(
+            error, {dtype, device, autocasts}, all,
+            {.dtypes = "torch.",
+             .cast = "pass inputs through tessera.cast_inputs(engine, ...), or set engine.cast_forward_inputs = True",
+             .device = "engine.device"});
+      },
+      py::arg("error"), py::arg("dtype"), py::arg("device"), py::arg("autocasts"), py::arg("inputs"));
   m.def("engine_options", &options_from, py::arg("config"), py::arg("data_parallel_size"));
 
   py::class_<ParamSpec>(m, "ParamSpec")

@@ -292,6 +292,13 @@ class EngineOptions:
     autocast: Final[AutocastOptions]
 
 def check_device(device: torch.device) -> None: ...
+def explain_inputs(
+    error: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    autocasts: bool,
+    inputs: Sequence[tuple[str, torch.dtype, torch.device]],
+) -> str: ...
 def engine_options(config: Config, data_parallel_size: int) -> EngineOptions: ...
 
 class ParamSpec:

@@ -18,6 +18,7 @@ std::optional<int> get_int(const char* name) {
   if (!text) return std::nullopt;
   int value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
+  TESSERA_CHECK_VALUE(error != std::errc::result_out_of_range, "env", name, " is too large: '", *text, "'");
   TESSERA_CHECK_VALUE(error == std::errc() && end == text->data() + text->size(), "env", name,
                       " must be an integer, got '", *text, "'");
   return value;

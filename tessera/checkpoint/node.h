@@ -76,16 +76,17 @@ struct Node {
 };
 
 // Parses a text that may be no JSON, or one nested deeper than any of ours: then the result is of no kind.
-inline Node::Json parsed(const std::string& text) {
+template <class Json = Node::Json>
+Json parsed(const std::string& text) {
   // Code that copies, compares or writes a value calls itself once a level.
   constexpr int kDeepest = 500;
   bool deeper = false;
-  const auto look = [&](int depth, Node::Json::parse_event_t, Node::Json&) {
+  const auto look = [&](int depth, typename Json::parse_event_t, Json&) {
     deeper = deeper || depth > kDeepest;
     return depth <= kDeepest;
   };
-  Node::Json json = Node::Json::parse(text, look, /*allow_exceptions=*/false);
-  return deeper ? Node::Json(Node::Json::value_t::discarded) : std::move(json);
+  Json json = Json::parse(text, look, /*allow_exceptions=*/false);
+  return deeper ? Json(Json::value_t::discarded) : std::move(json);
 }
 
 }  // namespace tessera::checkpoint

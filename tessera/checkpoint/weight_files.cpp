@@ -24,6 +24,8 @@ namespace tessera::checkpoint {
 
 namespace {
 
+using Json = Node::Json;
+
 namespace fs = std::filesystem;
 
 constexpr const char* kPart = ".part";
@@ -201,7 +203,7 @@ std::vector<std::string> WeightFiles::finish() {
   const bool several = counts_.size() > 1;
   if (several) ::unlink(path(index_name).c_str());
   std::vector<std::string> names;
-  nlohmann::ordered_json index{{"metadata", {{"total_size", 0}}}, {"weight_map", nlohmann::ordered_json::object()}};
+  Json::object_t files;  // names are of one tensor each
   int64_t total = 0;
   size_t at = 0;
   for (size_t i = 0; i < counts_.size(); ++i) {
@@ -213,11 +215,11 @@ std::vector<std::string> WeightFiles::finish() {
       total += tensors_[at].bytes();
       const size_t shown = extension_ == kTorch ? tensors_[at].names.size() : 1;
       for (size_t k = 0; k < shown; ++k)
-        index["weight_map"][tensors_[at].names[k]] = names.back();
+        files.emplace_back(tensors_[at].names[k], names.back());
     }
   }
   io::sync_folder(folder_);
-  index["metadata"]["total_size"] = total;
+  const Json index{{"metadata", {{"total_size", total}}}, {"weight_map", std::move(files)}};
   if (several) io::replace_text(path(index_name), index.dump(2) + "\n");
   if (!several) ::unlink(path(index_name).c_str());
   for (const std::string& old : earlier())
@@ -260,7 +262,6 @@ std::vector<std::string> write_weights(const std::string& folder, const std::str
 
 namespace {
 
-using Json = Node::Json;
 using Index = std::map<std::string, std::string>;  // the file of each tensor
 
 constexpr const char* kIndexOfSafeTensors = ".safetensors.index.json";
@@ -269,7 +270,7 @@ constexpr int64_t kSmallGap = 1 << 14;  // bytes between needed ones that cost l
 constexpr int64_t kBlock = 4 << 20;
 
 Index index_of(const std::string& path) {
-  const Json json = parsed(io::read_text(path, kLargestIndex));
+  const auto json = parsed<nlohmann::json>(io::read_text(path, kLargestIndex));  // many names: an ordered one looks through all
   TESSERA_CHECK_IO(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(), "safetensors",
                    "'", path, "' is no index: it must be a JSON object with a 'weight_map'");
   Index index;

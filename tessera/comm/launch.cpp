@@ -139,7 +139,8 @@ Launch read_launch(const LaunchRequest& request) {
     own.address = address_of_job(own, by.names);
   TESSERA_CHECK_VALUE(own.size == 1 || !request.rendezvous || !own.address.empty(), "comm", "there are ", own.size,
                       " ranks, but MASTER_ADDR, where rank 0 is, is not set",
-                      by.other
+                      by.other && by.names.slurm ? "; srun sets SLURM_STEP_NODELIST for that, or export it yourself"
+                      : by.other
                           ? "; set it for all ranks, as by mpirun -x MASTER_ADDR=HOST or mpiexec -genv MASTER_ADDR HOST"
                           : "; torchrun and tessera-run set it");
   const auto text = env::get("MASTER_PORT")

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/amp/autocast.h"
+#include "tessera/base/held_error.h"
 #include "tessera/comm/mesh.h"
 #include "tessera/engine/group_fields.h"
 #include "tessera/engine/offload_plan.h"
@@ -106,9 +107,11 @@ class Engine {
   zero::Regions& regions();     // in which parameters are whole
   zero::StateAccess& states();  // by number of the parameter in params()
   // The part of states() that reads no values (local_range(), param_step()), also while states are away.
+  const zero::StateAccess& states() const { return layout(); }
   const zero::StateAccess& layout() const;
   zero::Accumulation& accumulation();
   Scaling& scaling();           // loss scale; may be read after destroy()
+  const Scaling& scaling() const { return const_cast<Engine*>(this)->scaling(); }
   Checkpointer& checkpoints();  // engine/checkpoint.h
 
   // ---- backward
@@ -227,6 +230,7 @@ class Engine {
 
   // ---- optimizer
   std::vector<optim::GroupOptions>& groups();  // edit lr and friends between steps
+  const std::vector<optim::GroupOptions>& groups() const { return const_cast<Engine*>(this)->groups(); }
   const Options& options() const;
   const comm::Mesh& mesh() const;  // without groups once the engine is destroyed
 
@@ -270,12 +274,15 @@ class Engine {
   // the end; not where nobody would have the error (`waits` false, as for the destructor): see ~Checkpointer.
   void destroy(bool waits = true);
   bool destroyed() const;
+  // What an object around this engine could not throw where it went: the next forward or step of a front end does.
+  HeldError& held_error() { return held_error_; }
   // Expires with this object, for what may outlive it.
   std::weak_ptr<const void> life() const { return life_; }
 
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;
+  HeldError held_error_;
   std::shared_ptr<const void> life_ = std::make_shared<char>();
 };
 

@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
@@ -102,20 +103,9 @@ void give_back(int fd) {
   ::close(fd);
 }
 
+// Bytes that are no UTF-8 become U+FFFD.
 std::string json_text(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    std::array<char, 8> escape{};
-    if (c == '"' || c == '\\') {
-      (out += '\\') += c;
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      std::snprintf(escape.data(), escape.size(), "\\u%04x", static_cast<unsigned>(c));
-      out += escape.data();
-    } else {
-      out += c;
-    }
-  }
-  return out + "\"";
+  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 // A cell of a CSV file.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "tessera/base/error.h"
 
@@ -10,7 +11,8 @@ namespace tessera::io {
 
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = nlohmann::json;  // sorted: an ordered one looks through all names for each
+using Ordered = nlohmann::ordered_json;
 
 constexpr int64_t kLargestHeader = 100'000'000;  // the format's own limit
 constexpr int kDeepest = 8;                      // levels of the header, which has 3
@@ -102,13 +104,14 @@ const char* safetensors_dtype(at::ScalarType dtype) {
 }
 
 std::string layout_safetensors(SafeTensors& file) {
-  Json json = Json::object();
-  if (!file.metadata.empty()) json[kMetadata] = file.metadata;
+  Ordered::object_t header_of;
+  if (!file.metadata.empty()) header_of.emplace_back(kMetadata, file.metadata);
+  std::set<std::string> taken{kMetadata};
   int64_t at = 0;
   for (TensorEntry& entry : file.tensors) {
     const char* name = safetensors_dtype(entry.dtype);
     const auto bytes = bytes_of(entry.shape, entry.dtype);
-    TESSERA_CHECK_VALUE(entry.name != kMetadata && !json.contains(entry.name), "safetensors", "the name '", entry.name,
+    TESSERA_CHECK_VALUE(taken.insert(entry.name).second, "safetensors", "the name '", entry.name,
                         "' is taken: each tensor of a file has one of its own, and '", kMetadata, "' is the format's");
     TESSERA_CHECK_VALUE(name != nullptr && bytes, "safetensors", "tensor '", entry.name, "' has dtype ", entry.dtype,
                         ", which the format does not know");
@@ -120,12 +123,13 @@ std::string layout_safetensors(SafeTensors& file) {
     }
     entry.begin = at;
     entry.end = at += *bytes;
-    json[entry.name] = {{"dtype", name}, {"shape", shape}, {"data_offsets", {entry.begin, entry.end}}};
+    header_of.emplace_back(entry.name,
+                           Ordered{{"dtype", name}, {"shape", shape}, {"data_offsets", {entry.begin, entry.end}}});
   }
   std::string text;
   try {
-    text = json.dump();
-  } catch (const Json::exception& error) {
+    text = Ordered(std::move(header_of)).dump();
+  } catch (const Ordered::exception& error) {
     TESSERA_FAIL(c10::ValueError, "[safetensors] names and metadata must be UTF-8: ", error.what());
   }
   text.resize((text.size() + 8 + kAlignment - 1) / kAlignment * kAlignment - 8, ' ');
@@ -171,11 +175,10 @@ SafeTensors read_safetensors(const File& file) {
       result.metadata[key] = word.get<std::string>();
     }
   }
-  std::vector<TensorEntry> sorted = result.tensors;
-  std::sort(sorted.begin(), sorted.end(),
-            [](const auto& a, const auto& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+  std::stable_sort(result.tensors.begin(), result.tensors.end(),
+                   [](const auto& a, const auto& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
   int64_t at = start;
-  for (const TensorEntry& entry : sorted) {
+  for (const TensorEntry& entry : result.tensors) {
     TESSERA_CHECK_IO(entry.begin == at, "safetensors", "'", file.path(), "', tensor '", entry.name, "' begins at byte ",
                      entry.begin, ", the one before it ends at ", at);
     at = entry.end;

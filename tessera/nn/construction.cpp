@@ -12,6 +12,7 @@ Construction::Construction(const Config& config, comm::Mesh mesh)
 
 void Construction::partition_parameters(const torch::nn::Module& module) {
   zero::EarlyParams& early = live();
+  held_error_->rethrow();
   for (const auto& item : module.named_parameters()) {
     const at::Tensor& tensor = item.value();
     if (numbers_.contains(tensor.unsafeGetTensorImpl())) continue;
@@ -51,7 +52,9 @@ std::vector<int> Construction::numbers_of(const std::vector<at::Tensor>& params)
 }
 
 void Construction::gather(const std::vector<at::Tensor>& params, int writer) {
-  live().gather(numbers_of(params), writes_of(writer), writer);
+  zero::EarlyParams& early = live();
+  held_error_->rethrow();
+  early.gather(numbers_of(params), writes_of(writer), writer);
 }
 
 void Construction::release(const std::vector<at::Tensor>& params, int writer) {
@@ -66,6 +69,7 @@ void Construction::restore(const at::Tensor& param) const {
 
 void Construction::hand_over(std::vector<engine::ParamSpec>& specs) const {
   live();
+  held_error_->rethrow();
   for (engine::ParamSpec& spec : specs) {
     const auto found = numbers_.find(spec.tensor.unsafeGetTensorImpl());
     if (found == numbers_.end()) continue;

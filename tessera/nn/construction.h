@@ -71,6 +71,8 @@ class Construction {
     live();
     return mesh_;
   }
+  // What a region could not throw where it went: gather(), build(), partition() and the engine do.
+  HeldError& held_error() const { return *held_error_; }
   // Bytes of this rank's slices on the device.
   int64_t bytes() const { return live().bytes(); }
 
@@ -94,6 +96,7 @@ class Construction {
   comm::Mesh mesh_;
   at::ScalarType dtype_;
   std::shared_ptr<zero::EarlyParams> early_;
+  std::unique_ptr<HeldError> held_error_ = std::make_unique<HeldError>();
   std::unordered_map<const void*, int> numbers_;  // by TensorImpl; early_ keeps the tensors
 };
 

@@ -29,8 +29,8 @@ class Engine : public Session {
   }
 
   // Calls module->forward(args...) with this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An
-  // exception of the module passes through and leaves the engine usable.
-  // With fp16.auto_cast tensors among `args`, and in vectors of them, are cast to float16 where they are floating-point.
+  // exception of the module passes through and leaves the engine usable; where an input is of another dtype or device a line says so.
+  // With fp16.auto_cast or cast_forward_inputs() tensors among `args`, and in vectors of them, are cast.
   template <class... A>
   auto forward(A&&... args) {
     if (!casts_inputs()) return run(std::forward<A>(args)...);
@@ -62,6 +62,19 @@ class Engine : public Session {
     const engine::Watch::Forward watched = watched_forward();
     Scope scope(core());
     if (scope.switched_off()) warn_of_region();
+    std::vector<SeenInput> seen;
+    int argument = 0;
+    (see_input(args, argument++, seen), ...);
+    try {
+      return call(scope, std::forward<A>(args)...);
+    } catch (c10::Error& error) {
+      explain(error, seen);
+      throw;
+    }
+  }
+
+  template <class... A>
+  auto call(Scope& scope, A&&... args) {
     ModuleScope rest(this->rest());
     if (rest.wants_tensors()) {
       std::vector<at::Tensor> inputs;
@@ -89,11 +102,22 @@ class Engine : public Session {
   template <class T>
   using HeldInput = std::conditional_t<kIsInput<T>, std::remove_cvref_t<T>, T&&>;
   template <class T>
-  static HeldInput<T> as_input(T&& argument) {
+  HeldInput<T> as_input(T&& argument) const {
     if constexpr (kIsInput<T>)
       return cast_input(argument);
     else
       return std::forward<T>(argument);
+  }
+
+  template <class T>
+  static void see_input(const T& input, int argument, std::vector<SeenInput>& seen) {
+    if constexpr (std::is_same_v<T, at::Tensor>) {
+      if (input.defined()) seen.push_back({argument, -1, input.scalar_type(), input.device()});
+    } else if constexpr (std::is_same_v<T, std::vector<at::Tensor>>) {
+      for (size_t i = 0; i < input.size(); ++i)
+        if (input[i].defined())
+          seen.push_back({argument, static_cast<int>(i), input[i].scalar_type(), input[i].device()});
+    }
   }
 
   // Arguments of types that append_tensors does not know hold no tensors that matter here.

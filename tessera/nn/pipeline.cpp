@@ -161,7 +161,7 @@ class Pipeline::Batch final : public pipeline::EngineStage<engine::Engine> {
     const pipeline::Shape shape{pipeline_.stages(), 1, pipeline_.options_.chunks};
     const bool first = shape.is_first(pipeline_.stage(), chunk), last = shape.is_last(pipeline_.stage(), chunk);
     const Tensors& given = first ? batches_[micro].inputs : inputs.tensors;
-    Tensors made = pipeline_.forward(chunk, first && pipeline_.casts_inputs() ? cast_input(given) : given);
+    Tensors made = pipeline_.forward(chunk, first && pipeline_.casts_inputs() ? pipeline_.cast_input(given) : given);
     if (!last) return {{std::move(made)}};
     const bool trains = at::GradMode::is_enabled();
     if (!trains) outputs.push_back(made);

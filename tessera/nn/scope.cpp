@@ -164,7 +164,7 @@ int64_t tied_elements(const torch::nn::Module& part, const std::unordered_map<co
 std::string units_text(const torch::nn::Module& module, const engine::Engine& engine) {
   const int stage = engine.options().zero.stage;
   if (!shard::placements_of_stage(stage).shards_params())
-    return c10::str("every rank has all parameters whole: zero_optimization.stage ", stage, " partitions none");
+    return c10::str("every rank has all parameters whole: zero_optimization.stage ", stage, " partitions none\n");
   std::unordered_map<const void*, int64_t> elements;
   for (const engine::ParamSpec& spec : engine.params())
     elements[spec.tensor.unsafeGetTensorImpl()] =
@@ -188,8 +188,7 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
       own += elements[param.unsafeGetTensorImpl()];
     if (own == 0) continue;
     const auto with = runs_with(holders, item.key());
-    text +=
-        c10::str(text.empty() ? "" : "\n", called(item.key()), " (", item.value()->name(), "), ", own, " elements: ");
+    text += c10::str(called(item.key()), " (", item.value()->name(), "), ", own, " elements: ");
     if (!with)
       text += "for the whole forward, as neither it nor a module around it says when it runs: tessera::nn::unit() does";
     else
@@ -197,6 +196,7 @@ std::string units_text(const torch::nn::Module& module, const engine::Engine& en
     const int64_t tied = tied_elements(*item.value(), owners, elements);
     if (with && in_sequences.contains(*with) && tied > 0)
       text += c10::str("; ", tied, " of them for the whole forward, as another module has them, too");
+    text += "\n";
   }
   return text;
 }
@@ -214,8 +214,12 @@ GatheredParameters::GatheredParameters(engine::Engine& engine, const std::vector
   const zero::Writes writes = writes_of(modifier_rank);
   engine.check_one_thread("GatheredParameters");
   engine.regions().open(numbers, writes, modifier_rank);
-  close_ = [&engine, life = engine.life(), numbers, writes, modifier_rank] {
-    if (!life.expired() && !engine.destroyed()) engine.regions().close(numbers, writes, modifier_rank);
+  const auto lives = [&engine, life = engine.life()] { return !life.expired() && !engine.destroyed(); };
+  close_ = [&engine, lives, numbers, writes, modifier_rank] {
+    if (lives()) engine.regions().close(numbers, writes, modifier_rank);
+  };
+  hold_ = [&engine, lives] {
+    if (lives()) engine.held_error().hold();
   };
 }
 
@@ -223,15 +227,14 @@ GatheredParameters::GatheredParameters(Construction& building, const std::vector
                                        int modifier_rank) {
   building.gather(params, modifier_rank);
   close_ = [&building, params, modifier_rank] { building.release(params, modifier_rank); };
+  hold_ = [&building] { building.held_error().hold(); };
 }
 
 GatheredParameters::~GatheredParameters() {
   try {
     close();
-  } catch (const c10::Error& error) {  // close() throws it
-    TORCH_WARN("[zero] GatheredParameters: ", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    TORCH_WARN("[zero] GatheredParameters: ", error.what());
+  } catch (const std::exception&) {
+    hold_();
   }
 }
 

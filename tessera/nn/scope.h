@@ -83,7 +83,8 @@ inline zero::Writes writes_of(int modifier_rank) {
 // Inside the lifetime of a GatheredParameters these parameters are whole: for reading, or, with `modifier_rank` >= 0, for
 // writing on that rank of the data-parallel group; value error for what is no rank of it. Collective, at the begin and at the end,
 // also where an exception passes: what was written before it holds. Tensors that the engine does not have pass through. close()
-// ends it and reports errors; the destructor warns of them. Where the engine is destroyed inside, or gone, they stay whole.
+// ends it and throws its errors; where the destructor ends it the next forward or step() throws them, or what is done next with a
+// model that is being built. Where the engine is destroyed inside, or gone, they stay whole.
 class [[nodiscard]] GatheredParameters {
  public:
   GatheredParameters(engine::Engine& engine, const std::vector<at::Tensor>& params, int modifier_rank = -1);
@@ -102,6 +103,7 @@ class [[nodiscard]] GatheredParameters {
 
  private:
   std::function<void()> close_;  // null: it was
+  std::function<void()> hold_;   // keeps the error that is handled
 };
 
 }  // namespace tessera::nn

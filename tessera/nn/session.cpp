@@ -11,6 +11,7 @@
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
 #include "tessera/engine/build.h"
+#include "tessera/engine/inputs.h"
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/cut_model.h"
 #include "tessera/nn/parallel.h"
@@ -238,7 +239,7 @@ at::Tensor Session::backward(const at::Tensor& loss, bool retain_graph, bool sca
 
 bool Session::step(std::optional<double> global_norm) {
   const int64_t steps = trained_by("step").global_steps();
-  if (const auto error = std::exchange(*held_error_, nullptr)) std::rethrow_exception(error);
+  live().held_error().rethrow();
   const bool boundary = !live().options().managed_accumulation || live().is_gradient_accumulation_boundary();
   std::function<void()> update;
   if (client_ != nullptr) {
@@ -255,14 +256,14 @@ bool Session::step(std::optional<double> global_norm) {
   return applied;
 }
 
-Session::Held::Held(std::shared_ptr<engine::Engine> core, Error error, Call begin, Call end, Call leave)
-    : core_(std::move(core)), error_(std::move(error)), end_(end), leave_(leave) {
+Session::Held::Held(std::shared_ptr<engine::Engine> core, Call begin, Call end, Call leave)
+    : core_(std::move(core)), end_(end), leave_(leave) {
   if (begin != nullptr) ((*core_).*begin)();
 }
 
 Session::Held Session::states_away(const std::vector<zero::StateKind>& kinds, shard::Residence to, bool pin_memory) {
   offload_states(kinds, to, pin_memory);
-  return {owned(), held_error_, nullptr, &engine::Engine::reload_states, &engine::Engine::reload_states};
+  return {owned(), nullptr, &engine::Engine::reload_states, &engine::Engine::reload_states};
 }
 
 void Session::Held::end() {
@@ -274,8 +275,50 @@ Session::Held::~Held() {
   try {
     end();
   } catch (const std::exception&) {
-    *error_ = std::current_exception();
+    core_->held_error().hold();
   }
+}
+
+at::ScalarType Session::dtype() const {
+  for (const engine::ParamSpec& spec : live().params())
+    if (spec.tensor.is_floating_point()) return spec.tensor.scalar_type();
+  return live().options().zero.precision.param;
+}
+
+at::Tensor Session::cast_inputs(const at::Tensor& input) const {
+  if (!input.defined()) return input;
+  return input.is_floating_point() ? input.to(device(), dtype()) : input.to(device());
+}
+std::vector<at::Tensor> Session::cast_inputs(std::vector<at::Tensor> inputs) const {
+  for (at::Tensor& input : inputs)
+    input = cast_inputs(input);
+  return inputs;
+}
+
+at::Tensor Session::cast_input(const at::Tensor& input) const {
+  if (casts_and_moves_) return cast_inputs(input);
+  return input.defined() && input.is_floating_point() ? input.to(at::kHalf) : input;
+}
+std::vector<at::Tensor> Session::cast_input(std::vector<at::Tensor> inputs) const {
+  for (at::Tensor& input : inputs)
+    input = cast_input(input);
+  return inputs;
+}
+
+void Session::explain(c10::Error& error, const std::vector<SeenInput>& inputs) const {
+  const std::optional<at::ScalarType> own = live().params().empty() ? std::nullopt : std::optional(dtype());
+  std::vector<engine::Input> named;
+  for (const SeenInput& input : inputs)
+    named.push_back({c10::str("[", input.argument, input.element < 0 ? "" : c10::str("][", input.element), "]"),
+                     input.dtype, input.device});
+  std::string line = engine::explain_inputs(error.what_without_backtrace(),
+                                            {own, device(), live().options().autocast.enabled}, named);
+  if (!line.empty()) error.add_context(std::move(line));
+}
+
+void Session::barrier() const {
+  live().check_one_thread("barrier");
+  live().mesh().group(comm::kAxes)->barrier();
 }
 
 at::Tensor Session::sum(const at::Tensor& value) const {
@@ -300,6 +343,7 @@ engine::Watch::Forward Session::watched_forward() {
 void Session::look_before_update() {
   for (auto& [param, note] : cuts_)
     keep_cut(param, note);
+  live().held_error().rethrow();
   if (live().options().zero.update_in_backward && c10::GradMode::is_enabled()) live().set_fault(fault());
 }
 

@@ -4,10 +4,10 @@
 #include <ATen/core/Generator.h>
 #include <torch/nn/module.h>
 
-#include <deque>
 #include <exception>
 #include <functional>
 #include <limits>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
@@ -160,6 +160,14 @@ class Session {
   c10::Device device() const {
     return live().params().empty() ? c10::Device(c10::kCPU) : live().params().front().tensor.device();
   }
+  // The dtype of the parameters: that of inputs of floating point, but for autocast.
+  at::ScalarType dtype() const;
+  // Inputs of a forward as the engine has them: on device(), those of floating point in dtype().
+  at::Tensor cast_inputs(const at::Tensor& input) const;
+  std::vector<at::Tensor> cast_inputs(std::vector<at::Tensor> inputs) const;
+  // Whether every forward from here on does so with tensors, and vectors of them, among its arguments. With fp16.auto_cast forwards
+  // cast to float16 in any case, and move nothing.
+  void cast_forward_inputs(bool on) { casts_and_moves_ = on; }
   const comm::Mesh& mesh() const { return live().mesh(); }
   int rank() const { return live().mesh().rank(comm::kBatchAxes); }
   int size() const { return live().mesh().size(comm::kBatchAxes); }
@@ -171,11 +179,10 @@ class Session {
   // What lasts as long as an object of this class.
   class [[nodiscard]] Held {
    public:
-    using Error = std::shared_ptr<std::exception_ptr>;
     using Call = void (engine::Engine::*)();
     // `begin` null: it has begun. `leave`: in place of `end` where an exception passes.
-    Held(std::shared_ptr<engine::Engine> core, Error error, Call begin, Call end, Call leave);
-    // Where end() was not called: its error is that of the next step(). Where an exception passes nothing is reduced, since other
+    Held(std::shared_ptr<engine::Engine> core, Call begin, Call end, Call leave);
+    // Where end() was not called: its error is that of the next forward or step(). Where an exception passes nothing is reduced, since other
     // ranks may not come here: gradients stay this rank's own until the next reduction.
     ~Held();
     Held(const Held&) = delete;
@@ -185,7 +192,6 @@ class Session {
 
    private:
     const std::shared_ptr<engine::Engine> core_;  // lives as long as the hold
-    const Error error_;
     Call end_;  // null: it was ended
     const Call leave_;
     const int passing_ = std::uncaught_exceptions();
@@ -196,7 +202,7 @@ class Session {
     live().offload_states(kinds, to, pin_memory);
   }
   void reload_states() { live().reload_states(); }
-  // The same while the object lives; its end(), or where it goes the next step(), throws what reload_states() does.
+  // The same while the object lives; its end(), or where it goes the next forward or step(), throws what reload_states() does.
   Held states_away(const std::vector<zero::StateKind>& kinds = zero::all_state_kinds(),
                    shard::Residence to = shard::Residence::Host, bool pin_memory = true);
   bool states_are_away() const { return live().states_are_away(); }
@@ -220,16 +226,18 @@ class Session {
   // ---- accumulation
   // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
   Held no_sync() {
-    return {owned(), held_error_, &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync,
+    return {owned(), &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync,
             &engine::Engine::end_no_sync};
   }
   Held coalesce() {
-    return {owned(), held_error_, &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce,
+    return {owned(), &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce,
             &engine::Engine::leave_coalesce};
   }
   void zero_grad() { live().zero_grad(); }
   int64_t micro_batch_size() const { return live().options().micro_batch_size; }  // samples of this rank
   bool drops_last_batch() const { return drops_last_; }                           // dataloader_drop_last, for loaders
+  // Samples of all ranks in one update.
+  int64_t train_batch_size() const { return micro_batch_size() * gradient_accumulation_steps() * size(); }
   int64_t gradient_accumulation_steps() const { return live().options().gradient_accumulation_steps; }
   // An update without any gradient, which is an error else, counts as any other from here on. On all ranks alike.
   void count_empty_steps() { live().count_empty_steps(); }
@@ -290,6 +298,8 @@ class Session {
   // comms_logger.enabled. Collective with `stragglers`.
   std::vector<engine::CallRow> comm_summary(bool stragglers = false) const;
 
+  // Returns once all ranks of the engine, on every axis, have called it. Collective.
+  void barrier() const;
   // ---- over the ranks that gradients are averaged over: those of other batches (rank(), size()) and of other parts of a sequence.
   // Collective.
   at::Tensor mean(const at::Tensor& value) const;
@@ -316,16 +326,18 @@ class Session {
  protected:
   // Around the module's forward.
   engine::Watch::Forward watched_forward();
-  // fp16.auto_cast: inputs of the program's own are cast.
-  bool casts_inputs() const { return casts_inputs_; }
-  static at::Tensor cast_input(const at::Tensor& input) {
-    return input.defined() && input.is_floating_point() ? input.to(at::kHalf) : input;
-  }
-  static std::vector<at::Tensor> cast_input(std::vector<at::Tensor> inputs) {
-    for (at::Tensor& input : inputs)
-      input = cast_input(input);
-    return inputs;
-  }
+  // What a forward makes of the program's own inputs, if it does.
+  bool casts_inputs() const { return casts_inputs_ || casts_and_moves_; }
+  at::Tensor cast_input(const at::Tensor& input) const;
+  std::vector<at::Tensor> cast_input(std::vector<at::Tensor> inputs) const;
+  // A tensor among the arguments of a forward.
+  struct SeenInput {
+    int argument, element;  // -1: no vector's
+    at::ScalarType dtype;
+    at::Device device;
+  };
+  // Adds to an error of the module's which of the forward's inputs are not what the engine has.
+  void explain(c10::Error& error, const std::vector<SeenInput>& inputs) const;
   // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
   void look_before_update();
   // Warns, on one rank, that a forward has switched an autocast region of the caller's off.
@@ -384,7 +396,6 @@ class Session {
   std::shared_ptr<engine::Engine> core_;
   std::unique_ptr<Contents> contents_;
   bool warned_of_frozen_ = false;  // that came later
-  Held::Error held_error_ = std::make_shared<std::exception_ptr>();
   ScopeHandle rest_;
   std::vector<std::string> leaves_;               // paths of modules that run as one
   std::shared_ptr<GatheredSequences> sequences_;  // null where nothing is partitioned
@@ -404,12 +415,13 @@ class Session {
   bool drops_last_ = false;
   std::vector<at::Generator> generators_;  // of the program
   bool gathers_for_export_ = true;
-  bool casts_inputs_ = false;
+  bool casts_inputs_ = false;     // fp16.auto_cast
+  bool casts_and_moves_ = false;  // cast_forward_inputs()
   engine::Watch watch_;
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
   std::vector<std::pair<std::string, int64_t>> warnings_;  // and after how many samples; every writer has all
   std::set<const io::MetricWriter*> failing_;              // could not write the last time
-  std::deque<OnMetric> calls_;
+  std::list<OnMetric> calls_;  // which move without an exception
   bool logs_ = false;
   // Until the first update: whether anything exchanges parts of the sequence, as ranks that the configuration asked for have to.
   enum class SequenceCheck : uint8_t { Off, Warning, Error };

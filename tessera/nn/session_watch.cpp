@@ -105,9 +105,10 @@ void Session::write_metrics(const std::vector<io::Metric>& metrics) {
   // A function may add others, which get what comes after.
   for (size_t i = 0, count = writers_.size(); i < count; ++i)
     give(*writers_[i], [&] { writers_[i]->write(metrics); });
-  for (size_t i = 0, count = calls_.size(); i < count; ++i)
+  auto call = calls_.begin();
+  for (size_t left = calls_.size(); left > 0; --left, ++call)
     for (const io::Metric& metric : metrics)
-      calls_[i](metric.name, metric.value, metric.step);
+      (*call)(metric.name, metric.value, metric.step);
 }
 
 std::vector<engine::CallRow> Session::comm_summary(bool stragglers) const {

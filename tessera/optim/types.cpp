@@ -1,9 +1,10 @@
 #include "tessera/optim/types.h"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
+#include <charconv>
 #include <cmath>
-#include <iomanip>
 #include <map>
 #include <sstream>
 #include <string_view>
@@ -266,13 +267,14 @@ void check(const Type& type, const GroupOptions& group, const std::string& origi
 }
 
 std::string text_of(const Type& type, const GroupOptions& group) {
-  std::ostringstream text;
-  text << std::setprecision(17);
+  std::string text;
   for (const Field& field : type.fields)
     each_number(field, group, [&](const std::string& name, double value) {
-      text << (text.tellp() > 0 ? ", " : "") << name << " " << value;
+      std::array<char, 32> digits{};
+      const auto [end, error] = std::to_chars(digits.data(), digits.data() + digits.size(), value);  // no more than it takes
+      text += (text.empty() ? "" : ", ") + name + " " + std::string(digits.data(), end);
     });
-  return text.str();
+  return text;
 }
 
 }  // namespace tessera::optim

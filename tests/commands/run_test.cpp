@@ -138,6 +138,7 @@ TEST(Run, OptionsExitCodesAndWhatIsSaid) {
   const Row rows[] = {
       {{"sh", "-c", kShow}, 0, "[rank 0] 0/1 0/1 0/1 127.0.0.1\n", ""},
       {{"-n", "1", "--", "sh", "-c", kShow}, 0, "[rank 0] 0/1 0/1", ""},
+      {{"-n2", "sh", "-c", kShow}, 0, "[rank 1] 1/2 1/2", ""},
       {{"--nproc_per_node=2", "sh", "-c", kShow}, 0, "[rank 1] 1/2 1/2 0/1 127.0.0.1\n", ""},
       {{"--num-gpus", "2", "--no_python", "sh", "-c", kShow}, 0, "[rank 1] 1/2 1/2", ""},
       {{"sh", "-c", kShow}, 0, "[rank 2] 2/3 2/3", "", {{"CUDA_VISIBLE_DEVICES", "4,5,7"}}},
@@ -303,6 +304,42 @@ TEST(Run, SignalsArePassedOn) {
     const std::string name = signal == SIGINT ? "INT" : signal == SIGTERM ? "TERM" : signal == SIGHUP ? "HUP" : "QUIT";
     EXPECT_TRUE(launcher.err().ends_with("[launch] interrupted by SIG" + name + "; all ranks have ended\n"));
   }
+}
+
+// Through a shell, which closes what the launcher writes to, or passes it to one who stops to read.
+TEST(Run, WhatNobodyReadsIsNoFaultOfTheRanks) {
+  const std::string run = std::string(TESSERA_RUN) + " -n 2 ";
+  const auto code_of = [](const std::string& line) {
+    return WEXITSTATUS(std::system(("timeout 60 bash -c \"" + line + "\"").c_str()));
+  };
+  EXPECT_EQ(code_of(run + "sh -c 'echo e >&2' 2>&-"), 0);
+  EXPECT_EQ(code_of(run + "sh -c 'echo e; exit 3' >&- 2>&-"), 3);
+  EXPECT_EQ(code_of(run + "sh -c 'echo e; sleep 0.5; exit 3' 2>/dev/null | true; exit \\${PIPESTATUS[0]}"), 3);
+  EXPECT_EQ(code_of(run + "sh -c 'while :; do echo e; done' 2>/dev/null | head -2 >/dev/null; exit \\${PIPESTATUS[0]}"),
+            128 + SIGPIPE);
+  EXPECT_EQ(code_of(run + "echo e >/dev/full 2>/dev/null"), 0);
+  EXPECT_EQ(code_of(run + "echo e 2>&1 >/dev/full | grep -q 'cannot write to standard output: No space left'"), 0);
+}
+
+TEST(Run, AStopStopsTheRanksToo) {
+  Launcher launcher({"-n", "1", "sh", "-c", "echo $$; while :; do sleep 0.01; done"});
+  launcher.await_lines(1);
+  const std::string rank = launcher.lines().at(0).substr(std::string("[rank 0] ").size());
+  const auto state = [&](const std::string& pid) {
+    const std::string stat = contents("/proc/" + pid + "/stat");
+    return stat.at(stat.rfind(')') + 2);
+  };
+  const auto await = [&](bool stopped) {
+    for (int i = 0; i < 500 && ((state(rank) == 'T') != stopped || (state(std::to_string(launcher.pid())) == 'T') != stopped); ++i)
+      std::this_thread::sleep_for(10ms);
+    return state(rank) == 'T';
+  };
+  kill(launcher.pid(), SIGTSTP);
+  EXPECT_TRUE(await(true));
+  kill(launcher.pid(), SIGCONT);
+  EXPECT_FALSE(await(false));
+  kill(launcher.pid(), SIGTERM);
+  EXPECT_EQ(launcher.wait(), 128 + SIGTERM);
 }
 
 TEST(Run, TracebacksOfAnInterruptAreLeftOut) {

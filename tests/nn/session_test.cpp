@@ -186,6 +186,25 @@ struct Keeps : torch::nn::Module {
   torch::nn::Linear linear{nullptr};
 };
 
+TEST(Session, InputsOfOtherDtypesAreNamedAndCast) {
+  auto engine = initialize(torch::nn::Linear(2, 2), Config::from_json(R"({"train_batch_size": 1,
+      "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": true}})"), comm::Mesh());
+  const at::Tensor x = at::ones({1, 2});
+  EXPECT_EQ(engine.dtype(), at::kBFloat16);
+  EXPECT_HAS(testing::error_of([&] { engine.forward(x); }),
+             "[engine.forward] the engine has bfloat16 on cpu; input [0] is float32 on cpu: pass inputs through "
+             "engine.cast_inputs(), or call engine.cast_forward_inputs(true)");
+  EXPECT_EQ(engine.forward(engine.cast_inputs(x)).scalar_type(), at::kBFloat16);
+  EXPECT_EQ(engine.cast_inputs(std::vector{x, at::ones({1}, at::kLong)})[1].scalar_type(), at::kLong);
+  engine.cast_forward_inputs(true);
+  engine.backward(engine.forward(x).sum());
+  EXPECT_TRUE(engine.step());
+  const std::string other = testing::error_of([&] { engine.forward(at::ones({1, 3})); });
+  EXPECT_EQ(other.find("[engine.forward]"), std::string::npos) << other;
+}
+
+static_assert(std::is_nothrow_move_constructible_v<Engine<torch::nn::LinearImpl>>);
+
 TEST(Session, Fp16CastsInputsWhereItIsAskedTo) {
   for (const bool fp16 : {true, false}) {
     const std::string enabled = fp16 ? "true" : "false";

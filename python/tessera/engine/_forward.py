@@ -17,8 +17,6 @@ from tessera.parallel.engines import TensorParallel
 from tessera.sequence.engines import attends_locally
 from tessera.zero.engines import Partition
 
-_NAMED = 3  # inputs that a message names
-_OF_INPUTS = re.compile(r"dtype|scalar type|type \(|same type|device", re.IGNORECASE)  # torch on a wrong input
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -111,7 +109,7 @@ class Forward:
                 parallel.after_forward(self._device)
             except BaseException as error:
                 explained = parallel.explained(error)
-                if type(error) in (RuntimeError, ValueError) and _OF_INPUTS.search(str(error)):
+                if type(error) in (RuntimeError, ValueError):
                     self._explain_inputs(error, module, args, kwargs)
                 core.abort_forward()
                 raise explained  # noqa: B904 (mostly the same one)
@@ -123,23 +121,11 @@ class Forward:
         """Adds to the text of `error` which inputs are not what the engine has, and what to do."""
         dtype = next((param.dtype for param in module.parameters() if param.is_floating_point()), None)
         autocast = self._core.options().autocast.enabled
-        wrong, elsewhere = [], False
-        for path, value in _pytree.tree_flatten_with_path((args, kwargs))[0]:
-            if not isinstance(value, torch.Tensor):
-                continue
-            other = value.device.type != self._device.type or value.device.index != self._device.index
-            cast = dtype is not None and value.is_floating_point() and value.dtype != dtype and not autocast
-            if other or cast:
-                place = _pytree.keystr(path[1:])
-                wrong.append(f"input {place} is {value.dtype} on {value.device}")
-                elsewhere |= other
-        if not wrong:
-            return
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        error.args = (
-            f"{error}\n[engine.forward] the engine has {dtype} on {self._device}; {', '.join(wrong[:_NAMED])}{more}: "
-            "pass inputs through tessera.cast_inputs(engine, ...), or set engine.cast_forward_inputs = True"
-            + (", or move them with .to(engine.device)" if elsewhere else "")
-            + (", or set fp16.auto_cast in the configuration" if dtype == torch.float16 else ""),
-            *error.args[1:],
-        )
+        inputs = [
+            (_pytree.keystr(path[1:]), value.dtype, value.device)
+            for path, value in _pytree.tree_flatten_with_path((args, kwargs))[0]
+            if isinstance(value, torch.Tensor)
+        ]
+        line = _core.explain_inputs(str(error), dtype, self._device, autocast, inputs)
+        if line:
+            error.args = (f"{error}\n{line}", *error.args[1:])
