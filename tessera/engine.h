@@ -9,6 +9,7 @@
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/recompute.h"
 #include "tessera/nn/scope.h"
+#include "tessera/nn/flops_profiler.h"
 #include "tessera/nn/sizes.h"
 #include "tessera/nn/state_dict.h"
 #include "tessera/nn/states.h"
