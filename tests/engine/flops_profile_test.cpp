@@ -10,7 +10,8 @@
 #include "tessera/base/error.h"
 #include "tests/support/errors.h"
 
-namespace tessera::engine {
+// Of its own: other files have such names, too.
+namespace tessera::engine::flops_profile_tests {
 namespace {
 
 using Numbers = std::vector<int64_t>;
@@ -200,4 +201,4 @@ TEST(FlopsProfile, TheText) {
 }
 
 }  // namespace
-}  // namespace tessera::engine
+}  // namespace tessera::engine::flops_profile_tests

@@ -18,7 +18,8 @@
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
 
-namespace tessera::nn {
+// Of its own: other files have such names, too.
+namespace tessera::nn::flops_profiler_tests {
 namespace {
 
 using testing::error_of;
@@ -262,6 +263,27 @@ TEST(FlopsProfiler, LayersThatAnEngineGathersAreTimed) {
     });
 }
 
+// Of layers that tensor_parallel cuts, this rank's part.
+TEST(FlopsProfiler, AModelThatIsCut) {
+  for (const int stage : {0, 3})
+    testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+      struct Pair : torch::nn::Module {
+        torch::nn::Linear up{register_module("up", torch::nn::Linear(6, 8))};
+        torch::nn::Linear down{register_module("down", torch::nn::Linear(8, 6))};
+        at::Tensor forward(const at::Tensor& x) { return down(at::tanh(up(x))); }
+      };
+      const auto model = std::make_shared<Pair>();
+      const auto cut = config(stage, R"(, "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
+          {"patterns": ["up"], "partition_type": "column"}, {"patterns": ["down"], "partition_type": "row"}]}},
+          "flops_profiler": {"enabled": true, "profile_step": 0, "output_file": "/dev/null"})");
+      auto engine = initialize(model, cut, comm::Mesh(group, comm::mesh_shape(2, -1, 1, 2)));
+      engine.forward(at::ones({4, 6})).sum().backward();
+      engine.step();
+      EXPECT_EQ(operations_of(*engine.flops_profiler()),
+                (std::map<std::string, int64_t>{{"", 2 * 4 * 48}, {"up", 4 * 48}, {"down", 4 * 48}}));
+    });
+}
+
 // A profile and count_flops() at the same time.
 TEST(FlopsProfiler, OperationsOfAStepAreCountedBesideIt) {
   auto engine = initialize(torch::nn::Linear(2, 3), config(0, R"(, "flops_profiler": {"enabled": true,
@@ -283,11 +305,10 @@ TEST(FlopsProfiler, OperationsOfAStepAreCountedBesideIt) {
 
 TEST(FlopsProfiler, AFileThatCannotBeWrittenIsWarnedOf) {
   const io::TempFolder folder;
-  auto engine = initialize(torch::nn::Linear(2, 3),
-                           config(1, R"(, "flops_profiler": {"enabled": true, "profile_step": 0,
-      "output_file": "/no/such/folder/profile"}, "tessera": {"json_lines": ")" +
-                                         (folder / "lines") + "\"}"),
-                           comm::Mesh());
+  auto asked = config(1, R"(, "flops_profiler": {"enabled": true, "profile_step": 0})");
+  asked.flops_profiler.output_file = "/no/such/folder/profile";
+  asked.tessera.json_lines = folder / "lines";
+  auto engine = initialize(torch::nn::Linear(2, 3), asked, comm::Mesh());
   const testing::KeptWarnings kept;
   ::testing::internal::CaptureStdout();
   engine.forward(at::ones({3, 2}));
@@ -322,4 +343,4 @@ TEST(FlopsProfiler, AStageOfAPipeline) {
 }
 
 }  // namespace
-}  // namespace tessera::nn
+}  // namespace tessera::nn::flops_profiler_tests
