@@ -179,7 +179,8 @@ TEST(Served, WhatIsServedHasAReader) {
 }
 
 TEST(Served, CppRefusesWhatOnlyPythonServes) {
-  const Config asks = Config::from_json(R"({"wandb": {"enabled": true}, "comet": {"enabled": true}, "flops_profiler": {"enabled": true},
+  const Config asks =
+      Config::from_json(R"({"wandb": {"enabled": true}, "comet": {"enabled": true}, "flops_profiler": {"enabled": true},
       "csv_monitor": {"enabled": true}, "comms_logger": {"enabled": true}})");
   check_served(asks);
   const std::string text = error_of<c10::NotImplementedError>([&] { check_cpp_serves(asks); });

@@ -266,7 +266,7 @@ TEST(FlopsProfiler, LayersThatAnEngineGathersAreTimed) {
 // Of layers that tensor_parallel cuts, this rank's part.
 TEST(FlopsProfiler, AModelThatIsCut) {
   for (const int stage : {0, 3})
-    testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+    testing::run_axes({{comm::Axis::DpShard, 2}, {comm::Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
       struct Pair : torch::nn::Module {
         torch::nn::Linear up{register_module("up", torch::nn::Linear(6, 8))};
         torch::nn::Linear down{register_module("down", torch::nn::Linear(8, 6))};
@@ -276,7 +276,7 @@ TEST(FlopsProfiler, AModelThatIsCut) {
       const auto cut = config(stage, R"(, "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [
           {"patterns": ["up"], "partition_type": "column"}, {"patterns": ["down"], "partition_type": "row"}]}},
           "flops_profiler": {"enabled": true, "profile_step": 0, "output_file": "/dev/null"})");
-      auto engine = initialize(model, cut, comm::Mesh(group, comm::mesh_shape(2, -1, 1, 2)));
+      auto engine = initialize(model, cut, mesh);
       engine.forward(at::ones({4, 6})).sum().backward();
       engine.step();
       EXPECT_EQ(operations_of(*engine.flops_profiler()),
