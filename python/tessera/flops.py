@@ -57,10 +57,12 @@ class FlopsProfiler:
 
     @property
     def started(self) -> bool:
+        """Whether it counts."""
         return self.core.started
 
     @property
     def recompute_fwd_factor(self) -> float:
+        """The share of the forward that checkpointed activations compute again."""
         return self.core.recompute
 
     @recompute_fwd_factor.setter
