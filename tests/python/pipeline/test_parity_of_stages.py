@@ -366,8 +366,8 @@ def test_stages_that_have_nothing_to_train_or_nothing_in_a_group(tmp_path: Path,
 
 
 def counts_operations(rank: int, file: str) -> None:
-    """Of all chunks of the first stage, by whom the numbers are written. A profile is of one forward of each stage; that
-    of the first one is shown."""
+    """Of all chunks of the first stage, by whom the numbers are written. A profile is of one forward of each stage;
+    that of the first one is shown."""
     for chunks in (1, 2):
         layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
         model = PipelineModule(
