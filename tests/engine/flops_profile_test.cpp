@@ -1,5 +1,6 @@
 #include "tessera/engine/flops_profile.h"
 
+#include <ATen/ThreadLocalState.h>
 #include <gtest/gtest.h>
 #include <torch/nn/functional.h>
 #include <torch/torch.h>
@@ -149,7 +150,9 @@ TEST(FlopsProfile, ATiedWeightIsThatOfWhatRuns) {
 TEST(FlopsProfile, OtherThreadsAreNotCounted) {
   FlopsProfile profile;
   profile.start(kRows);
+  const at::ThreadLocalState state;  // which a thread of torch's takes, as for a backward on a device
   std::thread([&] {
+    const at::ThreadLocalStateGuard guard(state);
     profile.enter(kHead);
     multiply();
     profile.leave(kHead);
