@@ -59,7 +59,7 @@ class Engine : public Session {
   template <class... A>
   auto run(A&&... args) {
     look_before_update();
-    const engine::Watch::Forward watched = watched_forward();
+    const Forward watched(*this);
     Scope scope(core());
     if (scope.switched_off()) warn_of_region();
     std::vector<SeenInput> seen;

@@ -327,7 +327,7 @@ int Pipeline::add_param_group(const std::vector<at::Tensor>& params, const optim
 
 Tensors Pipeline::forward(int chunk, const Tensors& inputs) {
   if (core().pre_forward()) warn_of_region();
-  const engine::Watch::Forward watched = watched_forward();
+  const Forward watched(*this);
   Tensors made;
   try {
     made = module_->run(chunk, inputs, recompute_interval_, recompute_options_, options_.checkpointable_layers);

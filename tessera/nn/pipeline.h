@@ -108,6 +108,7 @@ class Pipeline : private Session {
   using Session::add_writer;
   using Session::count_flops;
   using Session::expect;
+  using Session::flops_profiler;  // of a forward of this stage; it shows the first stage's
   using Session::on_metric;
   using Session::write_metrics;
   // The members below concern this stage alone.

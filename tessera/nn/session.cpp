@@ -336,10 +336,6 @@ at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) c
   return comm::token_mean(live().mesh(), sum, count);
 }
 
-engine::Watch::Forward Session::watched_forward() {
-  return {watch_, c10::GradMode::is_enabled() && module_->is_training()};
-}
-
 void Session::look_before_update() {
   for (auto& [param, note] : cuts_)
     keep_cut(param, note);

@@ -30,6 +30,7 @@
 #include "tessera/nn/construction.h"
 #include "tessera/nn/contents.h"
 #include "tessera/nn/cut_layers.h"
+#include "tessera/nn/flops_profiler.h"
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/sizes.h"
@@ -282,6 +283,12 @@ class Session {
     else
       watch_.count_flops_of_step(live(), peak);
   }
+  // The profile of the forward that the section flops_profiler asks for, the first one of its step; null until it was taken. The
+  // engine's first rank has shown it, on standard output or at the end of output_file.
+  const FlopsProfiler* flops_profiler() const {
+    live();
+    return profiler_.get();
+  }
   // For the progress line (steps_per_print) and metrics: Watch::expect().
   void expect(int64_t steps, double tokens_per_sample = 0) {
     live();
@@ -324,8 +331,19 @@ class Session {
   std::string fault();
 
  protected:
-  // Around the module's forward.
-  engine::Watch::Forward watched_forward();
+  // Around the module's forward: operations are counted, and the profile is taken, where that is wanted.
+  class [[nodiscard]] Forward {
+   public:
+    explicit Forward(Session& session);
+    ~Forward();
+    Forward(const Forward&) = delete;
+    Forward& operator=(const Forward&) = delete;
+
+   private:
+    Session& session_;
+    std::optional<FlopsProfiler::Counting> profiled_;
+    std::optional<engine::Watch::Forward> counted_;
+  };
   // What a forward makes of the program's own inputs, if it does.
   bool casts_inputs() const { return casts_inputs_ || casts_and_moves_; }
   at::Tensor cast_input(const at::Tensor& input) const;
@@ -384,6 +402,7 @@ class Session {
     return result;
   }
   void report_step();
+  void show_profile();
   void warn_of_step();
   std::string sequence_fault() const;
   std::string fault_of(const engine::ContentsReport& report) const;
@@ -418,6 +437,7 @@ class Session {
   bool casts_inputs_ = false;     // fp16.auto_cast
   bool casts_and_moves_ = false;  // cast_forward_inputs()
   engine::Watch watch_;
+  std::unique_ptr<FlopsProfiler> profiler_;
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
   std::vector<std::pair<std::string, int64_t>> warnings_;  // and after how many samples; every writer has all
   std::set<const io::MetricWriter*> failing_;              // could not write the last time
