@@ -11,6 +11,7 @@
 #include "tessera/engine/build.h"
 #include "tessera/engine/client_states.h"
 #include "tessera/engine/logical.h"
+#include "tessera/engine/notices.h"
 #include "tessera/engine/watch.h"
 #include "tessera/offload/states.h"
 #include "tessera/shard/device.h"
@@ -65,6 +66,13 @@ void bind_structs(py::module_& m) {
       .def_readwrite("client_optimizer", &Options::client_optimizer)
       .def_readonly("autocast", &Options::autocast);
 
+  m.def(
+      "nothing_trained",
+      [](const std::vector<ParamSpec>& params) {
+        const std::string warning = nothing_trained(params);
+        return warning.empty() ? std::vector<std::string>() : std::vector{warning};
+      },
+      py::arg("params"));
   m.def("check_device", &shard::check_device, py::arg("device"), NoGil());
   m.def("engine_options", &options_from, py::arg("config"), py::arg("data_parallel_size"));
 
@@ -302,6 +310,7 @@ void bind_counters(EngineClass& c) {
       .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{},
            py::arg("fault") = "", NoGil())
       .def("check_step", &Engine::check_step, NoGil())
+      .def("check_live", &Engine::check_live, py::arg("call"))
       .def("check_one_thread", &Engine::check_one_thread, py::arg("call"), py::arg("together") = true, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)
       .def("has_gradients", &Engine::has_gradients)
@@ -420,6 +429,7 @@ void bind_state(EngineClass& c) {
   c.def("params", &Engine::params, py::return_value_policy::copy)  // there may be more of them, elsewhere
       .def(
           "param", [](const Engine& e, size_t number) { return e.params().at(number); }, py::arg("number"))
+      .def("number_of", &engine::number_of, py::arg("param"))
       .def("add_group", &Engine::add_group, py::arg("group"), NoGil())
       .def("add_param", &Engine::add_param, py::arg("param"), NoGil())
       .def("check_addition", &Engine::check_addition, py::arg("groups"), py::arg("params"), py::arg("known"), NoGil())

@@ -396,7 +396,7 @@ void Checkpointer::stage(std::vector<Item>& items) {
 
 std::string Checkpointer::save(const std::string& dir, const SaveOptions& options, ClientPart client) {
   const OneThread::Call call = engine_.enter("save_checkpoint");
-  TESSERA_CHECK_VALUE(!dir.empty(), "checkpoint", "save_dir is empty; name a folder");
+  TESSERA_CHECK_VALUE(!dir.empty(), "engine.save_checkpoint", "save_dir is empty; name a folder");
   const int keep_last = options.keep_last.value_or(0);
   TESSERA_CHECK_VALUE(keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
                       keep_last);

@@ -171,7 +171,7 @@ TEST(DeepSpeed, WhatCannotBeIsRefused) {
   auto engine = initialize(net, config_of(1, "deepspeed"));
   const ClientValues own{{"global_steps", int64_t{1}}, {"mine", int64_t{1}}, {"module", int64_t{1}}};
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), {}, own); }),
-             "the program's values have keys that are DeepSpeed's own: global_steps, module");
+             "the program's values (client_state) have keys that are DeepSpeed's own: global_steps, module");
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), engine::SaveOptions{.asynchronous = true}); }),
              "asynchronously");
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), engine::SaveOptions{.tag = "../x"}); }), "tag");

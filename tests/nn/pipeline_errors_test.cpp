@@ -274,7 +274,8 @@ TEST(Pipeline, NamesWhatItCannotDo) {
   });
   expect({.chunks = 2, .micro_batches = 3}, "must be a multiple of 2", [](int, Case&, Layers&) {});
   expect({.schedule = "interleaved"}, "num_chunks", [](int, Case&, Layers&) {});
-  expect({.stages = 1, .chunks = 2}, "it needs 2 stages", [](int, Case&, Layers&) {});
+  expect({.stages = 1, .chunks = 2}, "2 chunks of a stage with 1 stages: several need 2 stages at least",
+         [](int, Case&, Layers&) {});
   // Copies of a tied layer with another number, other shapes or dtypes of parameters.
   using Make = std::function<torch::nn::Linear()>;
   const std::vector<std::pair<Make, std::string>> others{

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/nn.h>
+#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -114,6 +115,19 @@ TEST(Session, AModelWithoutAnythingToTrainIsToldOnce) {
       }
     });
   }
+}
+
+TEST(Session, AnOptimizerOfFrozenParametersIsToldOnce) {
+  const testing::KeptWarnings kept;
+  torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+  for (at::Tensor& param : model[0]->parameters())
+    param.requires_grad_(false);
+  const auto optimizer = std::make_shared<torch::optim::SGD>(model[0]->parameters(), 0.1);
+  const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1})");
+  auto engine = initialize(model, config, comm::Mesh(), Recipe{.optimizer = optimizer});
+  ASSERT_EQ(kept.lines.size(), 1U);
+  EXPECT_HAS(kept.lines[0],
+             "nothing is trained: none of the parameters that the optimizer is to have requires a gradient");
 }
 
 TEST(Session, TheScheduleHasOneOwner) {

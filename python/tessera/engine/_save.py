@@ -87,17 +87,12 @@ def _given(value: Any, configured: Any) -> Any:
 
 def _check(request: SaveRequest, as_deepspeed: bool, asynchronous: bool) -> None:
     client_state = request.client_state
-    if not request.folder:
-        raise ConfigError("[engine.save_checkpoint] save_dir is empty; name a folder")
     if not isinstance(client_state, dict):
         raise ConfigError(f"[engine.save_checkpoint] client_state is a dict, not a {type(client_state).__name__}")
     if "checkpoint_parallel_dimensions" in client_state:
         raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
-    if as_deepspeed and asynchronous:
-        raise ConfigError('[engine.save_checkpoint] checkpoint.format "deepspeed" cannot be written asynchronously')
-    if as_deepspeed and (own := [k for k in client_state if isinstance(k, str) and _core.is_deepspeeds_key(k)]):
-        own_keys = ", ".join(sorted(own))
-        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own_keys}")
+    if as_deepspeed:
+        _core.check_client_keys([key for key in client_state if isinstance(key, str)])
 
 
 def _of_loader(loader: Any, random_state: bool) -> dict[str, Any]:
