@@ -65,8 +65,9 @@ void check_served(const Config& config, int stages) {
 }
 
 void check_chunks(int chunks, int stages) {
-  TESSERA_CHECK_VALUE(chunks >= 1 && (chunks == 1 || stages > 1), "pipeline", chunks, " chunks of a stage with ",
-                      stages, " stages: several need 2 stages at least");
+  TESSERA_CHECK_VALUE(chunks >= 1 && (chunks == 1 || stages > 1), "pipeline",
+                      "a stage has 1 chunk or more, and several only beside another stage; got ", chunks,
+                      " chunks with ", stages, " stages");
 }
 
 void check_ties(const Config& config, bool tied) {

@@ -150,7 +150,7 @@ TEST(Tiles, WhatCannotBeCutIsRefused) {
       "computed outside of it and requires gradients (by MulBackward");
   const auto loss = [&](const auto& a, const auto& b, const auto& c) { return net.loss(a, b, c); };
   EXPECT_HAS(error_of<c10::ValueError>([&] { tiled_loss(loss, x, y.narrow(1, 0, 3), 2); }),
-             "[tiled_loss] labels has the sizes [2, 3], x [2, 9, 4]: all begin with [batch, sequence]");
+             "[tiled_loss] labels has the sizes [2, 3], x [2, 13, 8]: all begin with [batch, sequence]");
   const auto all = [](const at::Tensor& a, const at::Tensor& b, std::vector<std::string> names = {}) {
     const Tiled tiles{.f = [](const auto& pieces) { return pieces[0].sum(); },
                       .tensors = {a, b},
