@@ -4,6 +4,7 @@
 #include "tessera/nn/construction.h"
 #include "tessera/nn/data.h"
 #include "tessera/nn/engine.h"
+#include "tessera/nn/flops_profiler.h"
 #include "tessera/nn/hooked.h"
 #include "tessera/nn/optimizers.h"
 #include "tessera/nn/recipe.h"

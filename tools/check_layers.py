@@ -58,10 +58,10 @@ UMBRELLA_LAYER = 8
 
 # Sub-packages and modules of the Python package, all of them, the lowest first. Those of one row never see each other.
 PYTHON_ORDER = (
-    "_batches _core errors _copies _former _loans _outputs _random flops",
+    "_batches _core errors _copies _former _loans _outputs _random",
     "_warnings",
-    "_blobs _command _config _mesh _nested _version autocast data distributed loss_scale lr_schedules monitor"
-    " recompute units",
+    "_blobs _command _config _mesh _nested _version autocast data distributed flops loss_scale lr_schedules"
+    " monitor recompute units",
     "_device",
     "optim parallel sequence zero",
     "checkpoints estimate launch",

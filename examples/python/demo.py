@@ -135,7 +135,7 @@ def make_step(args, model, config):
 
     engine, *_ = tessera.initialize(model=model, config=config)
     engine.expect(args.steps, tokens_per_sample=args.context)
-    engine.count_flops()  # by torch's counter, in the first forward
+    engine.count_flops()  # as the core counts, in the first step
 
     def train_step(x, y):
         loss = engine(x, y)

@@ -38,6 +38,7 @@ void bind_commands(py::module_& m);     // commands/commands.h, config/estimate.
 void bind_config(py::module_& m);       // config/config.h, config/precision.h, config/resolve.h, config/served.h
 void bind_contents(py::module_& m);     // engine/contents.h
 void bind_engine(py::module_& m);       // engine/engine.h
+void bind_flops(py::module_& m);        // engine/flops_profile.h
 void bind_link(py::module_& m);         // pipeline/link.h
 void bind_optimizer(py::module_& m);    // optim/optimizer.h, optim/whole.h
 void bind_options(py::module_& m);      // amp/autocast.h, amp/precision.h, shard/placement.h, zero/options.h

@@ -140,8 +140,17 @@ void bind_link(py::module_& m) {
   m.def(
       "hand_over",
       [](LinkSender& sender, LinkReceiver& receiver, const Tensors& outputs, const std::string& sample,
-         const std::optional<Sizes>& samples) { return hand_over(sender, receiver, outputs, sample, samples); },
-      py::arg("sender"), py::arg("receiver"), py::arg("outputs"), py::arg("sample"), py::arg("samples"), NoGil());
+         const std::optional<Sizes>& samples,
+         std::string note) { return hand_over(sender, receiver, outputs, sample, samples, std::move(note)); },
+      py::arg("sender"), py::arg("receiver"), py::arg("outputs"), py::arg("sample"), py::arg("samples"),
+      py::arg("note"), NoGil());
+  m.def(
+      "take_over",
+      [](LinkReceiver& receiver, const std::string& sample) {
+        Message message = hand_over(receiver, sample);
+        return std::pair(std::move(message.tensors), std::move(message.note));
+      },
+      py::arg("receiver"), py::arg("sample"), NoGil());
 }
 
 }  // namespace tessera::python

@@ -75,6 +75,7 @@ PYBIND11_MODULE(_core, m) {
   bind_engine(m);
   bind_checkpoint(m);
   bind_unit_policy(m);
+  bind_flops(m);
   bind_watch(m);
   bind_parallel(m);
   bind_pipeline(m);

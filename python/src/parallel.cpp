@@ -16,6 +16,7 @@
 #include "tessera/parallel/inside.h"
 #include "tessera/parallel/layers.h"
 #include "tessera/parallel/plan.h"
+#include "tessera/parallel/sequence_regions.h"
 #include "tessera/parallel/sizes.h"
 #include "tessera/parallel/tiles.h"
 #include "tessera/parallel/vocabulary.h"
@@ -236,14 +237,15 @@ void bind_plan_input(py::module_& m) {
       .value("Skip", Partition::Skip);
   py::class_<Module>(m, "PlanModule")
       .def(py::init([](std::string path, std::string class_name, Module::Kind kind, Sizes weight_sizes, int64_t bias,
-                       int64_t weight_identity, std::string param, std::map<std::string, int64_t> attributes) {
+                       int64_t weight_identity, std::string param, std::map<std::string, int64_t> attributes,
+                       int64_t params) {
              return Module{
-                 std::move(path),  std::move(class_name), kind, std::move(weight_sizes), bias, weight_identity,
-                 std::move(param), std::move(attributes)};
+                 std::move(path),  std::move(class_name), kind,  std::move(weight_sizes), bias, weight_identity,
+                 std::move(param), std::move(attributes), params};
            }),
            py::arg("path"), py::arg("class_name"), py::arg("kind"), py::arg("weight_sizes") = Sizes(),
            py::arg("bias") = 0, py::arg("weight_identity") = 0, py::arg("param") = "weight",
-           py::arg("attributes") = std::map<std::string, int64_t>());
+           py::arg("attributes") = std::map<std::string, int64_t>(), py::arg("params") = 0);
   py::class_<ModelFacts>(m, "ModelFacts")
       .def(py::init<>())
       .def_readwrite("model_type", &ModelFacts::model_type)
@@ -330,6 +332,35 @@ void bind_plan(py::module_& m) {
       [](const std::string& path, const at::Tensor& bias, int64_t outputs) { check_bias(path, bias.sizes(), outputs); },
       py::arg("path"), py::arg("bias"), py::arg("outputs"));
   m.def("check_same_ranks", &check_same_ranks, py::arg("rank"), py::arg("size"), py::arg("group"));
+  using Regions = SequenceRegions;
+  py::class_<Regions>(m, "SequenceRegions")
+      .def_readonly("first", &Regions::first)
+      .def_readonly("last", &Regions::last)
+      .def_readonly("inner", &Regions::inner)
+      .def_readonly("norms", &Regions::norms)
+      .def_readonly("mixed", &Regions::mixed)
+      .def_readonly("sums", &Regions::sums)
+      .def_readonly("whole", &Regions::whole)
+      .def("summed", &Regions::summed)
+      .def("text", &Regions::text)
+      .def(py::pickle(
+          [](const Regions& r) { return py::make_tuple(r.first, r.last, r.inner, r.norms, r.mixed, r.sums, r.whole); },
+          [](const py::tuple& t) {
+            using Paths = std::vector<std::string>;
+            return Regions{t[0].cast<std::string>(), t[1].cast<std::string>(), t[2].cast<Paths>(), t[3].cast<Paths>(),
+                           t[4].cast<Paths>(),       t[5].cast<Paths>(),       t[6].cast<Paths>()};
+          }));
+  m.attr("NO_SEQUENCE_REGIONS") = kNoRegions;
+  m.def("stays_whole", &stays_whole, py::arg("x"), py::arg("ranks"), py::arg("path"));
+  m.def(
+      "find_sequence_regions",
+      [](const std::vector<Module>& modules, const std::vector<Decision>& decisions, std::string model_type,
+         bool router_loss, std::set<std::string> jitter) {
+        return find_sequence_regions(
+            modules, decisions,
+            {.model_type = std::move(model_type), .router_loss = router_loss, .jitter = std::move(jitter)});
+      },
+      py::arg("modules"), py::arg("decisions"), py::arg("model_type"), py::arg("router_loss"), py::arg("jitter"));
   m.def("make_plan", &make_plan, py::arg("modules"), py::arg("facts"), py::arg("options"));
   m.def("width_names", &width_names);
   m.def("preset_names", &preset_names);

@@ -134,6 +134,14 @@ void bind_watch(py::module_& m) {
       .def("expect", &Watch::expect, py::arg("steps"), py::arg("tokens_per_sample"))
       .def("count_flops", &Watch::count_flops, py::arg("core"), py::arg("per_sample"), py::arg("peak"))
       .def("count_flops_of_step", &Watch::count_flops_of_step, py::arg("core"), py::arg("peak"))
+      .def("profiles", &Watch::profiles, py::arg("core"), py::arg("training"))
+      .def(
+          "show_profile",
+          [](const Watch& watch, const engine::Engine& core, const engine::FlopsProfile& profile) {
+            const Watch::Shown shown = watch.show_profile(core, profile);
+            return std::pair(shown.text, shown.warnings);
+          },
+          py::arg("core"), py::arg("profile"))
       .def(
           "around_forward",
           [](Watch& watch, bool trains) { return std::unique_ptr<Forward>(new Forward{watch, trains, {}}); },

@@ -207,6 +207,7 @@ class PlanModule:
         weight_identity: int = ...,
         param: str = ...,
         attributes: dict[str, int] = ...,
+        params: int = ...,
     ) -> None: ...
 
 class ModelFacts:
@@ -260,6 +261,25 @@ class ParallelPlan:
     warnings: list[str]
     widths: dict[str, dict[str, list[int]]]
     def text(self) -> str: ...
+
+class SequenceRegions:
+    first: str
+    last: str
+    inner: list[str]
+    norms: list[str]
+    mixed: list[str]
+    sums: list[str]
+    whole: list[str]
+    def summed(self) -> list[str]: ...
+    def text(self) -> str: ...
+
+def find_sequence_regions(
+    modules: Sequence[PlanModule], decisions: Sequence[Decision], model_type: str, router_loss: bool, jitter: set[str]
+) -> SequenceRegions: ...
+
+NO_SEQUENCE_REGIONS: str
+
+def stays_whole(x: torch.Tensor, ranks: int, path: str) -> bool: ...
 
 Matcher = Callable[[str], Callable[[str], bool]]
 

@@ -121,4 +121,6 @@ def hand_over(
     outputs: Sequence[torch.Tensor],
     sample: str,
     samples: Sequence[int] | None,
+    note: str,
 ) -> list[torch.Tensor]: ...
+def take_over(receiver: LinkReceiver, sample: str) -> tuple[list[torch.Tensor], str]: ...

@@ -1,25 +1,28 @@
 """How many operations, parameters and milliseconds the modules of a model take in one forward.
 
-Operations are what torch.utils.flop_counter counts: matrix products, convolutions and attention, a multiplication and
-an addition two operations; element-wise work is not counted. A backward counts twice the forward.
+Operations are what the core counts, by the formulas of torch.utils.flop_counter: matrix products, convolutions and
+attention, a multiplication and an addition two operations; element-wise work is not counted. A backward counts twice
+the forward.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
+import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from torch.utils.flop_counter import FlopCounterMode
+from tessera import _core
 
 __all__ = ["FlopsProfiler", "ModuleProfile", "get_model_profile"]
 
 _SIZE = torch.Tensor.size  # whatever a class of parameters shows as its size
+number_text = _core.number_text
 
 
 @dataclasses.dataclass
@@ -32,74 +35,71 @@ class ModuleProfile:
     params: int
     flops: int = 0
     seconds: float = 0.0
+    timed: bool = False  # it was called: a ModuleList is not, and what is in it is
+
+
+class _Eager(TorchDispatchMode):
+    """Changes nothing; while any mode is on, torch.compile runs modules as they stand, with their hooks."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class FlopsProfiler:
-    """Profiles the forwards between start_profile() and stop_profile(); hooks are there in between only."""
+    """Profiles this thread's forwards between start_profile() and stop_profile(); hooks are there in between only."""
 
     def __init__(self, model: nn.Module, recompute_fwd_factor: float = 0.0) -> None:
         """`recompute_fwd_factor`: the share of the forward that checkpointed activations compute again."""
         self.model = model
-        self.recompute_fwd_factor = recompute_fwd_factor
-        self.started = False
-        self._counter: FlopCounterMode | None = None
+        self.core = _core.FlopsProfile(recompute_fwd_factor)
         self._hooks: list[Any] = []
-        self._began: dict[int, list[tuple[float, int]]] = {}  # calls under way: the time, operations so far
-        self._found: list[ModuleProfile] = []
+        self._eager: _Eager | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether it counts."""
+        return self.core.started
+
+    @property
+    def recompute_fwd_factor(self) -> float:
+        """The share of the forward that checkpointed activations compute again."""
+        return self.core.recompute
+
+    @recompute_fwd_factor.setter
+    def recompute_fwd_factor(self, factor: float) -> None:
+        self.core.recompute = factor
 
     def start_profile(self, ignore_list: list[type] | None = None) -> None:
         """`ignore_list`: classes whose modules, with all below them, are left out of the report."""
         if self.started:
             return
-        from torch.utils.flop_counter import FlopCounterMode  # imports much
-
-        self.started = True
-        self._found = []
-        seen: set[int] = set()
+        rows: list[tuple[str, str, int]] = []
         for name, module in self.model.named_modules():
             if ignore_list and any(isinstance(m, tuple(ignore_list)) for m in _path(self.model, name)):
                 continue
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            params = sum(_SIZE(p).numel() for p in module.parameters())
-            depth = name.count(".") + 1 if name else 0
-            found = ModuleProfile(name, type(module).__name__, depth, params)
-            self._found.append(found)
-            self._hooks.append(module.register_forward_pre_hook(self._entered, prepend=True))
-            self._hooks.append(module.register_forward_hook(self._left(found), always_call=True))
-        self._counter = FlopCounterMode(display=False)
-        self._counter.__enter__()
-
-    def _entered(self, module: nn.Module, _: Any) -> None:
-        self._began.setdefault(id(module), []).append((time.perf_counter(), self._counted()))
-
-    def _counted(self) -> int:
-        return 0 if self._counter is None else self._counter.get_total_flops()
-
-    def _left(self, found: ModuleProfile) -> Callable[..., None]:
-        def hook(module: nn.Module, *_: Any) -> None:
-            began = self._began.get(id(module))
-            if began:
-                when, flops = began.pop()
-                found.seconds += time.perf_counter() - when
-                found.flops += self._counted() - flops
-
-        return hook
+            entered = functools.partial(self.core.enter, len(rows))
+            left = functools.partial(self.core.leave, len(rows))
+            rows.append((name, type(module).__name__, sum(_SIZE(p).numel() for p in module.parameters())))
+            self._hooks.append(module.register_forward_pre_hook(entered, prepend=True))
+            self._hooks.append(module.register_forward_hook(left, always_call=True))
+        self.core.start(rows)
+        if "torch._dynamo" in sys.modules:  # where anything may be compiled
+            self._eager = _Eager()
+            self._eager.__enter__()
 
     def stop_profile(self) -> None:
         """Ends counting; what was counted stays."""
-        if not self.started or self._counter is None:
-            return
-        self._counter.__exit__(None, None, None)
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
+        self.core.stop()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.started = [], False
-        self._began.clear()
+        self._hooks = []
 
     def reset_profile(self) -> None:
         """Forgets what was counted."""
-        self._found = []
+        self.core.reset()
 
     def end_profile(self) -> None:
         """Takes everything off the model; what was counted can still be asked for."""
@@ -109,10 +109,7 @@ class FlopsProfiler:
 
     def modules(self) -> list[ModuleProfile]:
         """The model first, then what is in it, in the order of named_modules()."""
-        return list(self._found)
-
-    def _root(self) -> ModuleProfile:
-        return self._found[0] if self._found else ModuleProfile("", "", 0, 0)
+        return [ModuleProfile(*row) for row in self.core.rows()]
 
     @overload
     def get_total_flops(self, as_string: Literal[False] = ...) -> int: ...
@@ -120,8 +117,7 @@ class FlopsProfiler:
     def get_total_flops(self, as_string: bool) -> int | str: ...
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Operations of the forwards, and of what is computed again."""
-        flops = int(self._root().flops * (1 + self.recompute_fwd_factor))
-        return number_text(flops, "FLOPs") if as_string else flops
+        return number_text(self.core.operations, "FLOPs") if as_string else self.core.operations
 
     @overload
     def get_total_macs(self, as_string: Literal[False] = ...) -> int: ...
@@ -129,8 +125,7 @@ class FlopsProfiler:
     def get_total_macs(self, as_string: bool) -> int | str: ...
     def get_total_macs(self, as_string: bool = False) -> int | str:
         """Multiplications with an addition, of the forwards."""
-        macs = self._root().flops // 2
-        return number_text(macs, "MACs") if as_string else macs
+        return number_text(self.core.multiply_adds, "MACs") if as_string else self.core.multiply_adds
 
     @overload
     def get_total_duration(self, as_string: Literal[False] = ...) -> float: ...
@@ -138,8 +133,7 @@ class FlopsProfiler:
     def get_total_duration(self, as_string: bool) -> float | str: ...
     def get_total_duration(self, as_string: bool = False) -> float | str:
         """Seconds."""
-        seconds = self._root().seconds
-        return f"{seconds * 1e3:.2f} ms" if as_string else seconds
+        return f"{self.core.seconds * 1e3:.2f} ms" if as_string else self.core.seconds
 
     @overload
     def get_total_params(self, as_string: Literal[False] = ...) -> int: ...
@@ -147,34 +141,12 @@ class FlopsProfiler:
     def get_total_params(self, as_string: bool) -> int | str: ...
     def get_total_params(self, as_string: bool = False) -> int | str:
         """Elements of the model's parameters."""
-        params = self._root().params
-        return number_text(params, "") if as_string else params
+        return number_text(self.core.parameters, "") if as_string else self.core.parameters
 
     def report(self, profile_step: int = 1, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> str:
         """The totals, the `top_modules` with most operations of every level down to `module_depth` (-1: the deepest),
         and with `detailed` a line for each module."""
-        deepest = max((m.depth for m in self._found), default=0)
-        last = deepest if module_depth < 0 else min(module_depth, deepest)
-        lines = [
-            f"flops profile of step {profile_step}: {type(self.model).__name__}",
-            f"  parameters {self.get_total_params(True)}, forward {self.get_total_macs(True)}, "
-            f"{number_text(self._root().flops, 'FLOPs')}, {self.get_total_duration(True)}",
-            f"  with backward {number_text(self._root().flops * 2 + self.get_total_flops(), 'FLOPs')}",
-        ]
-        for depth in range(1, last + 1):
-            level = sorted((m for m in self._found if m.depth == depth), key=lambda m: -m.flops)[:top_modules]
-            lines += [f"  depth {depth}: {', '.join(map(self._line, level))}"] if level else []
-        if detailed:
-            shown = [m for m in self._found if m.depth <= last]
-            lines += ["  modules:", *("    " + "  " * m.depth + self._line(m) for m in shown)]
-        return "\n".join(lines)
-
-    def _line(self, found: ModuleProfile) -> str:
-        share = found.flops / self._root().flops if self._root().flops else 0.0
-        return (
-            f"{found.name or 'model'} ({found.kind}): {number_text(found.params, 'params')}, "
-            f"{number_text(found.flops, 'FLOPs')} ({share:.0%}), {found.seconds * 1e3:.2f} ms"
-        )
+        return self.core.text(profile_step, module_depth, top_modules, detailed)
 
     def print_model_profile(
         self,
@@ -199,13 +171,6 @@ def _path(model: nn.Module, name: str) -> list[nn.Module]:
     for part in name.split(".") if name else []:
         path.append(path[-1].get_submodule(part))
     return path
-
-
-def number_text(value: float, unit: str) -> str:
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= factor:
-            return f"{value / factor:.2f} {prefix}{unit}"
-    return f"{value:g} {unit}".strip()
 
 
 @overload

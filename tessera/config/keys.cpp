@@ -83,7 +83,7 @@ std::vector<Key> first_rows() {
        {"bf16_master_weights_and_gradients"}},
       {FIELD(bf16.bf16_optimizer_states), "bfloat16 optimizer states"},
       {FIELD(fp16.enabled), "float16 parameters and gradients with a loss scale"},
-      {FIELD(fp16.auto_cast), "cast inputs of forward to float16 (Python)"},
+      {FIELD(fp16.auto_cast), "cast inputs of forward to float16"},
       {FIELD(fp16.loss_scale), "fixed loss scale; 0: dynamic", Limits{.min = 0, .no_bool = true}},
       {FIELD(fp16.initial_scale_power), "dynamic scale starts at 2 to this power", at_least(0)},
       {FIELD(fp16.loss_scale_window), "good steps before the scale doubles", by_rule()},

@@ -126,8 +126,6 @@ const std::vector<Refusal>& python_only() {
   static const std::vector<Refusal> all{
       {"wandb.enabled", "true", [](C c) { return c.wandb.enabled; }},
       {"comet.enabled", "true", [](C c) { return c.comet.enabled; }},
-      {"flops_profiler.enabled", "true", [](C c) { return c.flops_profiler.enabled; }},
-      {"tessera.sequence_parallel_norms", "true", [](C c) { return c.tessera.sequence_parallel_norms; }},
   };
   return all;
 }

@@ -1,6 +1,9 @@
 #include "tessera/engine/flops.h"
 
+#include <ATen/record_function.h>
+
 #include <array>
+#include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -71,25 +74,107 @@ double operations_of(std::string_view name, const Inputs& inputs) {
   return 0;
 }
 
-// A callback of torch's gets no data of its owner's.
-thread_local FlopCounter* current = nullptr;
+bool copies(std::string_view name) {
+  return name == "aten::_to_copy" || name == "aten::clone";
+}
 
 }  // namespace
 
-FlopCounter::FlopCounter() : outer_(std::exchange(current, this)) {
-  if (outer_ == nullptr)
-    handle_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&FlopCounter::count).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+struct FlopCounter::State {
+  Listener* listener;
+  double total = 0;
+};
+
+// What runs in one thread. A callback of torch's gets no data of its owner's; torch gives it to threads of a backward on a device, too,
+// where nothing runs.
+struct FlopCounter::Thread {
+  std::vector<std::weak_ptr<State>> running;  // the innermost one last
+  std::optional<at::CallbackHandle> handle;
+  int counted = 0, backwards = 0;  // calls that are under way
+
+  // One call of an operator, of those that are more than begun.
+  struct Call : at::ObserverContext {
+    Call(int& open) : open(&open) { ++open; }
+    Call(const at::Tensor& from) : from(from) {}
+    int* open = nullptr;
+    at::Tensor from;
+  };
+
+  // Calls f with every counter that lives; the innermost one is the last.
+  template <class F>
+  void each(const F& f) const {
+    for (size_t i = 0; i < running.size(); ++i)
+      if (const auto state = running[i].lock()) f(*state, i + 1 == running.size());
+  }
+
+  // Forgets counters that are gone, of which another thread may have ended some.
+  void tidy() {
+    std::erase_if(running, [](const auto& state) { return state.expired(); });
+    if (running.empty() && handle) at::removeCallback(*std::exchange(handle, std::nullopt));
+  }
+
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& call) {
+    Thread& here = this_thread();
+    if (call.scope() == at::RecordScope::BACKWARD_FUNCTION) return std::make_unique<Call>(here.backwards);
+    if (here.counted > 0) return nullptr;
+    const std::string_view name = call.name();
+    const auto inputs = call.inputs();
+    if (copies(name)) {
+      const at::Tensor* const from = tensor_at(inputs, 0, 0);
+      return from == nullptr ? nullptr : std::make_unique<Call>(*from);
+    }
+    const double operations = operations_of(name, inputs);
+    if (operations == 0) return nullptr;
+    here.each([&](State& state, bool innermost) {
+      if (innermost) state.total += operations;
+      if (state.listener != nullptr) state.listener->counted(operations, inputs, here.backwards > 0);
+    });
+    return std::make_unique<Call>(here.counted);
+  }
+
+  static void end(const at::RecordFunction& call, at::ObserverContext* context) {
+    if (context == nullptr) return;
+    const Call& begun = static_cast<const Call&>(*context);
+    if (begun.open != nullptr) {
+      --*begun.open;
+      return;
+    }
+    const auto& outputs = call.outputs();
+    if (outputs.size() != 1 || !outputs[0].isTensor()) return;  // the call has failed
+    this_thread().each([&](const State& state, bool) {
+      if (state.listener != nullptr) state.listener->copied(begun.from, outputs[0].toTensor());
+    });
+  }
+};
+
+FlopCounter::Thread& FlopCounter::this_thread() {
+  thread_local Thread here;
+  return here;
+}
+
+FlopCounter::FlopCounter(Listener* listener) : state_(std::make_shared<State>(State{listener})) {
+  Thread& here = this_thread();
+  here.tidy();
+  here.running.push_back(state_);
+  if (here.handle) return;
+  here.handle =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(&Thread::begin, &Thread::end)
+                                     .needsInputs(true)
+                                     .needsOutputs(true)
+                                     .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
 }
 
 FlopCounter::~FlopCounter() {
-  if (handle_) at::removeCallback(*handle_);
-  current = outer_;
+  state_.reset();
+  this_thread().tidy();
 }
 
-std::unique_ptr<at::ObserverContext> FlopCounter::count(const at::RecordFunction& call) {
-  current->total_ += operations_of(call.name(), call.inputs());
-  return nullptr;
+double FlopCounter::total() const {
+  return state_->total;
+}
+
+bool FlopCounter::in_backward() {
+  return this_thread().backwards > 0;
 }
 
 }  // namespace tessera::engine

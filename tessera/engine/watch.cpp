@@ -3,8 +3,11 @@
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
+#include <fstream>
 #include <ostream>
 #include <utility>
 #include <variant>
@@ -195,6 +198,7 @@ Watch::Watch(const config::Config& config)
 }
 
 void Watch::attach(Engine& engine, bool speaks) {
+  first_ = speaks;
   speaks_ = speaks && every_ > 0;
   if (speaks_) engine.keep_losses();
   first_step_ = engine.global_steps();
@@ -381,6 +385,27 @@ void Watch::count_flops_of_step(const Engine& engine, std::optional<double> peak
   peak_ = peak;
   counted_ = 0;
   counted_from_ = engine.micro_steps();
+}
+
+std::optional<double> Watch::profiles(const Engine& engine, bool training) {
+  const config::FlopsProfiler& section = config_.flops_profiler;
+  if (!section.enabled || profiled_ || !training || engine.global_steps() < section.profile_step) return {};
+  profiled_ = true;
+  return section.recompute_fwd_factor;
+}
+
+Watch::Shown Watch::show_profile(const Engine& engine, const FlopsProfile& profile) const {
+  if (!first_) return {};
+  const config::FlopsProfiler& section = config_.flops_profiler;
+  const ProfileText options{engine.global_steps(), section.module_depth, section.top_modules, section.detailed};
+  const std::string text = profile.text(options) + "\n";
+  if (!section.output_file) return {text};
+  errno = 0;
+  std::ofstream file(*section.output_file, std::ios::app);
+  if (file << text << std::flush) return {};
+  return {text,
+          {c10::str("[flops_profiler] cannot write flops_profiler.output_file '", *section.output_file,
+                    "': ", std::strerror(errno), "; the profile is on standard output")}};
 }
 
 Watch::Forward::Forward(Watch& watch, bool trains) : watch_(watch) {

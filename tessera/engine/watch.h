@@ -17,6 +17,7 @@
 #include "tessera/config/estimate.h"
 #include "tessera/engine/engine.h"
 #include "tessera/engine/flops.h"
+#include "tessera/engine/flops_profile.h"
 #include "tessera/io/metrics.h"
 #include "tessera/io/progress.h"
 
@@ -45,7 +46,7 @@ class Watch {
   // The record of collectives that a timed mesh makes; null without comms_logger.enabled.
   const std::shared_ptr<comm::CallRecord>& calls() const { return calls_; }
 
-  // Takes the engine, once it is built. `speaks`: this rank shows the progress line of steps_per_print. Local.
+  // Takes the engine, once it is built. `speaks`: this rank shows the progress line of steps_per_print, and the profile. Local.
   void attach(Engine& engine, bool speaks);
   // Somebody takes metrics from here on. Local.
   void listen(Engine& engine);
@@ -84,6 +85,15 @@ class Watch {
   // The same by three times what FlopCounter counts in the forwards of the next optimizer step, with a warning where that is nothing.
   // Value error for a peak that is not > 0.
   void count_flops_of_step(const Engine& engine, std::optional<double> peak = {});
+  // Where the section flops_profiler has the forward that comes, of a module in training, profiled, which is the first one of its step:
+  // its recompute_fwd_factor. Once; who asks profiles it.
+  std::optional<double> profiles(const Engine& engine, bool training);
+  struct Shown {
+    std::string text = {};  // for standard output; empty where it belongs into a file, and on other ranks
+    std::vector<std::string> warnings = {};  // the file cannot be written
+  };
+  // After that forward: adds the text to the section's file, if any. Local.
+  Shown show_profile(const Engine& engine, const FlopsProfile& profile) const;
   // Around a forward: counts while the object lives, where that is wanted and `trains`.
   class [[nodiscard]] Forward {
    public:
@@ -143,7 +153,8 @@ class Watch {
   int64_t counted_from_ = 0;                // micro-steps before
   int64_t every_ = 0, expected_steps_ = 0;  // 0: no progress line; not known
   double tokens_ = 0;                       // of a sample; 0: not known
-  bool speaks_ = false, listens_ = false;
+  bool first_ = false, speaks_ = false, listens_ = false;
+  bool profiled_ = false;
   std::optional<double> loss_;  // of the last update
   bool warned_of_loss_ = false;
   Laps updates_, lines_;

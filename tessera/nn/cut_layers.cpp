@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/nn/sequence_cut.h"
 #include "tessera/nn/summed_params.h"
 #include "tessera/parallel/held.h"
 #include "tessera/parallel/vocabulary.h"
@@ -117,12 +118,16 @@ at::Tensor linear_of(const CutLayer& layer, const at::Tensor& x, const at::Tenso
                      const std::optional<at::Tensor>& bias) {
   const at::Tensor own = plain(weight);
   const auto added = bias && bias->defined() ? std::optional(plain(*bias)) : std::nullopt;
-  const parallel::Region& region = layer.region;
+  const bool cuts = layer.sequence != nullptr && layer.sequence->is_on();
+  const parallel::Region& region = cuts ? layer.cut_region : layer.region;
   switch (layer.kind) {
     case CutLayer::Kind::Row: {
       const at::Tensor mine = parallel::own_inputs(x, region.group, layer.total, layer.ranges, region.label);
       if (layer.summed != nullptr && mine.is_same(x)) layer.summed->look(region.label, x);
-      return parallel::row_linear(mine, own, added, region);
+      if (!cuts || !added) return parallel::row_linear(mine, own, added, region);
+      // As where LibTorch adds it behind matmul: its gradient is that of a part, which the plan has summed.
+      const at::Tensor sum = parallel::row_linear(mine, own, std::nullopt, region);
+      return sum + added->to(sum.scalar_type());
     }
     case CutLayer::Kind::SharedTail:
       return joined(at::linear(x, own, added), layer);

@@ -22,6 +22,7 @@
 
 namespace tessera::nn {
 
+class SequenceCut;
 class SummedParams;
 
 // How a layer uses a parameter, and which ranks have what of it.
@@ -29,6 +30,9 @@ struct CutLayer {
   enum class Kind : uint8_t { Column, Row, SharedTail /* whole: parallel::share_outputs */, Embedding, Vocabulary };
   Kind kind = Kind::Column;
   parallel::Region region;  // label: path of the module
+  // Null: activations outside are whole. Else they are cut along the sequence while sequence->is_on(), and then `cut_region` holds.
+  std::shared_ptr<const SequenceCut> sequence;
+  parallel::Region cut_region = {};
   int64_t total = 0;        // of the dim that is cut
   parallel::Ranges ranges;  // this rank's ranges
   parallel::Sizes sizes;    // [rank]

@@ -19,9 +19,12 @@
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/layers.h"
 #include "tessera/nn/parallel.h"
+#include "tessera/nn/scope.h"
+#include "tessera/nn/sequence_cut.h"
 #include "tessera/nn/summed_params.h"
 #include "tessera/parallel/cutting.h"
 #include "tessera/parallel/functions.h"
+#include "tessera/parallel/sequence_regions.h"
 
 namespace tessera::nn {
 namespace {
@@ -29,6 +32,7 @@ namespace {
 using Kind = parallel::Module::Kind;
 using parallel::Decision;
 using parallel::Partition;
+using parallel::SequenceRegions;
 using torch::nn::EmbeddingImpl;
 using torch::nn::LinearImpl;
 
@@ -98,6 +102,7 @@ std::vector<parallel::Module> plan_modules(const torch::nn::Module& module) {
     row.path = path;
     row.class_name = class_of(*part);
     row.kind = kind_of(*part, row.class_name);
+    row.params = static_cast<int64_t>(part->parameters(/*recurse=*/false).size());
     const bool inside = std::ranges::any_of(closed, [&, &path = path](const std::string& around) {
       return around.empty() || path.starts_with(around + ".");
     });
@@ -195,9 +200,14 @@ namespace {
 
 class Cutter {
  public:
-  Cutter(torch::nn::Module& module, const parallel::Plan& plan, const Config& config, const comm::GroupPtr& group,
-         const Construction* building)
-      : plan_(plan), group_(group), building_(building), overlap_(config::overlaps_tensor_parallel(config)) {
+  Cutter(torch::nn::Module& module, const parallel::Plan& plan, const std::optional<SequenceRegions>& regions,
+         const Config& config, const comm::GroupPtr& group, const Construction* building)
+      : plan_(plan),
+        regions_(regions),
+        group_(group),
+        building_(building),
+        overlap_(config::overlaps_tensor_parallel(config)),
+        sequence_(regions ? std::make_shared<SequenceCut>(group) : nullptr) {
     std::vector<std::string> lists;
     for (const auto& [path, part] : parts_of(module)) {
       parts_[path] = part;
@@ -224,6 +234,11 @@ class Cutter {
       TESSERA_CHECK_VALUE(plain, "tensor_parallel", d.path,
                           ": an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut (", d.rule, ")");
     }
+    if (!regions_) return;
+    for (const std::string& path : regions_->inner)
+      check_border(path, /*enters=*/true);
+    check_border(regions_->first, true);
+    check_border(regions_->last, false);
   }
 
   // `summed_names`: names of parameters whose gradient a rule sums.
@@ -232,6 +247,7 @@ class Cutter {
       carry_out(d);
     for (const std::string& name : summed_names)
       summed_->sum_gradient(params_.at(name));
+    if (regions_) set_borders();
     for (Noted& noted : notes_)
       cut(noted);
   }
@@ -243,6 +259,54 @@ class Cutter {
     parallel::Ranges ranges = {};  // this rank's
     int64_t dim = 0;
   };
+
+  void check_border(const std::string& path, bool enters) const {
+    const auto* holder = dynamic_cast<const ScopeHolder*>(parts_.at(path));
+    const bool fits = holder != nullptr && (enters ? holder->enters_with_tensor() : holder->leaves_with_tensor());
+    TESSERA_CHECK_VALUE(fits, "tensor_parallel", path,
+                        ": tessera.sequence_parallel_norms cuts or joins activations where ",
+                        enters ? "it is called" : "it returns",
+                        ", which Tessera cannot see; let its class be a tessera::nn::Hooked, or register "
+                        "tessera::nn::unit() of it, with a forward() that ",
+                        enters ? "has a tensor as its first argument" : "returns a tensor");
+  }
+
+  // Note [Sequence regions] in parallel/sequence_regions.h.
+  void set_borders() {
+    const auto add = [&](const std::string& path, const Borders& more) {
+      auto* holder = dynamic_cast<ScopeHolder*>(parts_.at(path));
+      Borders borders = holder->borders();
+      if (more.enter) borders.enter = more.enter;
+      if (more.leave) borders.leave = more.leave;
+      holder->set_borders(std::move(borders));
+    };
+    for (const auto& [path, region] : inner_)
+      add(path, {.enter = [cut = sequence_, region = region](const at::Tensor& x) {
+            return cut->is_on() ? region.entrance->open(x, region) : x;
+          }});
+    add(regions_->first,
+        {.enter = [cut = sequence_, path = regions_->first](const at::Tensor& x) { return cut->split(x, path); }});
+    add(regions_->last,
+        {.leave = [cut = sequence_, path = regions_->last](const at::Tensor& x) { return cut->join(x, path); }});
+    for (const std::string& path : regions_->summed())
+      for (const at::Tensor& param : parts_.at(path)->parameters(/*recurse=*/false))
+        summed_->sum_gradient(param);
+  }
+  bool is_inner(const std::string& path) const {
+    return regions_ && std::ranges::find(regions_->inner, path) != regions_->inner.end();
+  }
+  // Has the layer's outside be parts of a sequence.
+  void cut_sequence(const std::string& parent, CutLayer& layer) {
+    std::shared_ptr<parallel::Entrance>& entrance = entrances_[parent];
+    if (entrance == nullptr) entrance = std::make_shared<parallel::Entrance>(1);
+    layer.sequence = sequence_;
+    layer.region.entrance = nullptr;  // one that is opened takes nothing else
+    layer.cut_region = layer.region;
+    layer.cut_region.sequence_dim = parallel::kSequenceDim;
+    if (layer.kind != CutLayer::Kind::Column) return;
+    layer.cut_region.entrance = entrance;
+    inner_.try_emplace(parent, layer.cut_region);
+  }
 
   // Column layers of one parent that may have one input share their way into the region.
   void find_siblings() {
@@ -257,7 +321,7 @@ class Cutter {
     return d.partition == Partition::Column && !embedding && !d.gather_output && !d.vocabulary;
   }
 
-  std::shared_ptr<CutLayer> layer_of(const Decision& d, CutLayer::Kind kind) const {
+  std::shared_ptr<CutLayer> layer_of(const Decision& d, CutLayer::Kind kind) {
     auto layer = std::make_shared<CutLayer>();
     layer->kind = kind;
     layer->region = {.group = group_, .overlap = overlap_, .label = d.path};
@@ -273,6 +337,7 @@ class Cutter {
       layer->ranges = d.ranges[group_->rank()];
       layer->sizes = d.sizes();
     }
+    if (is_inner(parallel::parent_of(d.path))) cut_sequence(parallel::parent_of(d.path), *layer);
     return layer;
   }
 
@@ -309,7 +374,7 @@ class Cutter {
 
   // Rows of what is looked up are also used as the weight of a linear layer without a module of its own, where an output layer is
   // tied by code: F::linear(x, embed->weight).
-  void use_embedding(const Decision& d, EmbeddingImpl& embedding, CutParam& note) const {
+  void use_embedding(const Decision& d, EmbeddingImpl& embedding, CutParam& note) {
     const bool vocabulary = d.dim == 0;
     const auto layer = layer_of(d, vocabulary ? CutLayer::Kind::Vocabulary : CutLayer::Kind::Embedding);
     layer->padding = embedding.options.padding_idx().value_or(-1);
@@ -334,7 +399,9 @@ class Cutter {
     if (auto* linear = part.as<LinearImpl>())
       column ? linear->options.out_features(mine) : linear->options.in_features(mine);
     const at::Tensor bias = own_param(part, "bias");
-    if (!column || !bias.defined()) return;
+    if (!bias.defined()) return;
+    if (layer->sequence != nullptr && !column) summed_->sum_gradient(bias);  // it is added to a part
+    if (!column) return;
     parallel::check_bias(d.path, bias.sizes(), d.total);
     Noted& noted = note_for(bias);
     noted.ranges = layer->ranges;
@@ -357,9 +424,12 @@ class Cutter {
   }
 
   const parallel::Plan& plan_;
+  const std::optional<SequenceRegions>& regions_;
   comm::GroupPtr group_;
   const Construction* building_;
   bool overlap_;
+  std::shared_ptr<SequenceCut> sequence_;          // where regions are
+  std::map<std::string, parallel::Region> inner_;  // of one column layer, by path of its parent
   std::map<std::string, torch::nn::Module*> parts_;
   std::unordered_map<const void*, std::string> names_;  // the first name of each
   std::map<std::string, at::Tensor> params_;
@@ -374,13 +444,19 @@ class Cutter {
 std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config& config, const comm::GroupPtr& group,
                                         const Construction* building, const parallel::ModelFacts& given) {
   if (config.tensor_parallel.autotp_size <= 1 || group->size() == 1) return std::nullopt;
+  bool is_cut = false, cuts_sequence = false;
   for (const auto& item : module.named_parameters()) {
     const CutParam* param = cut_param(item.value());
     if (param == nullptr) continue;
-    const comm::GroupPtr& before = param->layer()->region.group;
+    const CutLayer& layer = *param->layer();
+    const comm::GroupPtr& before = layer.region.group;
+    cuts_sequence = cuts_sequence || layer.sequence != nullptr;
     parallel::check_same_ranks(before->rank(), before->size(), *group);
-    return std::nullopt;
+    is_cut = true;
   }
+  TESSERA_CHECK_VALUE(!is_cut || cuts_sequence || !config.tessera.sequence_parallel_norms, "config",
+                      "tessera.sequence_parallel_norms: the model was cut without it; build it anew");
+  if (is_cut) return std::nullopt;
   const auto by_hand = [](const auto& part) { return is_hand_cut(*part.second); };
   // A stage of a pipeline that is cut by hand may have no such layer.
   const bool stage = module.as<StageLayers>() != nullptr;
@@ -388,7 +464,13 @@ std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config&
   const parallel::ModelFacts facts = model_facts(module, given);
   const parallel::PlanOptions options = options_for(facts, config, group->size());
   std::optional<parallel::Plan> plan = plan_with(module, facts, options);
-  Cutter cutter(module, *plan, config, group, building);
+  std::optional<SequenceRegions> regions;
+  if (config.tessera.sequence_parallel_norms) {
+    regions = parallel::find_sequence_regions(plan_modules(module), plan->decisions,
+                                              {.model_type = facts.model_type, .known_types = false});
+    plan->notes.push_back(regions->text());
+  }
+  Cutter cutter(module, *plan, regions, config, group, building);
   cutter.check();
   cutter.run(parallel::left_whole(options.rules, module.named_parameters().keys()).summed);
   return plan;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <memory>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -29,10 +30,36 @@ class Engine : public Session {
 
   // Calls module->forward(args...) with this rank's micro-batch. Local in stages 0 to 2, collective in stage 3 (hooked.h). An
   // exception of the module passes through and leaves the engine usable.
+  // With fp16.auto_cast tensors among `args`, and in vectors of them, are cast to float16 where they are floating-point.
   template <class... A>
   auto forward(A&&... args) {
+    if (!casts_inputs()) return run(std::forward<A>(args)...);
+    std::tuple<HeldInput<A>...> cast{as_input(std::forward<A>(args))...};
+    return std::apply([this](auto&... held) { return run(static_cast<A&&>(held)...); }, cast);
+  }
+  template <class... A>
+  auto operator()(A&&... args) {
+    return forward(std::forward<A>(args)...);
+  }
+
+  M& module() {
+    core();
+    return *module_;
+  }
+  const M& module() const {
+    core();
+    return *module_;
+  }
+  const std::shared_ptr<M>& module_ptr() const {
+    core();
+    return module_;
+  }
+
+ private:
+  template <class... A>
+  auto run(A&&... args) {
     look_before_update();
-    const engine::Watch::Forward watched = watched_forward();
+    const Forward watched(*this);
     Scope scope(core());
     if (scope.switched_off()) warn_of_region();
     ModuleScope rest(this->rest());
@@ -54,25 +81,21 @@ class Engine : public Session {
       return result;
     }
   }
-  template <class... A>
-  auto operator()(A&&... args) {
-    return forward(std::forward<A>(args)...);
+
+  // What an argument is while a forward with inputs that are cast runs: a value where it may change, else itself.
+  template <class T>
+  static constexpr bool kIsInput = std::is_same_v<std::remove_cvref_t<T>, at::Tensor> ||
+                                   std::is_same_v<std::remove_cvref_t<T>, std::vector<at::Tensor>>;
+  template <class T>
+  using HeldInput = std::conditional_t<kIsInput<T>, std::remove_cvref_t<T>, T&&>;
+  template <class T>
+  static HeldInput<T> as_input(T&& argument) {
+    if constexpr (kIsInput<T>)
+      return cast_input(argument);
+    else
+      return std::forward<T>(argument);
   }
 
-  M& module() {
-    core();
-    return *module_;
-  }
-  const M& module() const {
-    core();
-    return *module_;
-  }
-  const std::shared_ptr<M>& module_ptr() const {
-    core();
-    return module_;
-  }
-
- private:
   // Arguments of types that append_tensors does not know hold no tensors that matter here.
   template <class T>
   static void append_inputs(const T& argument, std::vector<at::Tensor>& inputs) {

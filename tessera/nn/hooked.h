@@ -43,6 +43,38 @@ R run_in_scope(const ScopeHandle& scope, const F& f, const A&... arguments) {
   return result;
 }
 
+namespace detail {
+
+template <class... A>
+constexpr bool kFirstIsTensor = false;
+template <class First, class... A>
+constexpr bool kFirstIsTensor<First, A...> = std::is_same_v<std::remove_cvref_t<First>, at::Tensor>;
+
+// Calls f(arguments...) as one call of the module, between its borders.
+template <class R, class... A, class F>
+R run_between_borders(const ScopeHolder& holder, const F& f, A... arguments) {
+  const auto inside = [&](auto&&... given) -> R {
+    return run_in_scope<R>(holder.scope(), [&]() -> R { return f(std::forward<A>(given)...); }, given...);
+  };
+  const auto entered = [&](auto&& first, auto&&... rest) -> R {
+    if (!holder.borders().enter) return inside(first, rest...);
+    at::Tensor changed = holder.borders().enter(first);
+    return inside(changed, rest...);
+  };
+  const auto called = [&]() -> R {
+    if constexpr (kFirstIsTensor<A...>)
+      return entered(arguments...);
+    else
+      return inside(arguments...);
+  };
+  if constexpr (std::is_same_v<R, at::Tensor>)
+    return holder.borders().leave ? holder.borders().leave(called()) : called();
+  else
+    return called();
+}
+
+}  // namespace detail
+
 template <class D, class Signature>
 class Hooked;
 
@@ -51,9 +83,14 @@ class Hooked<D, R(A...)> : public torch::nn::Cloneable<D>, public ScopeHolder {
  public:
   void reset() override {}
 
+  bool enters_with_tensor() const override { return detail::kFirstIsTensor<A...>; }
+  bool leaves_with_tensor() const override { return std::is_same_v<R, at::Tensor>; }
+
   R forward(A... arguments) {
-    return run_in_scope<R>(
-        scope(), [&] { return static_cast<D*>(this)->forward_impl(std::forward<A>(arguments)...); }, arguments...);
+    const auto call = [this](A... given) -> R {
+      return static_cast<D*>(this)->forward_impl(std::forward<A>(given)...);
+    };
+    return detail::run_between_borders<R, A...>(*this, call, std::forward<A>(arguments)...);
   }
 };
 
@@ -81,8 +118,12 @@ class UnitOfSignature<M, R(A...)> : public M, public ScopeHolder {
   static_assert(!std::is_base_of_v<ScopeHolder, M>, "a Hooked module is a unit already");
   explicit UnitOfSignature(const M& module) : M(module) {}
 
+  bool enters_with_tensor() const override { return kFirstIsTensor<A...>; }
+  bool leaves_with_tensor() const override { return std::is_same_v<R, at::Tensor>; }
+
   R forward(A... arguments) {
-    return run_in_scope<R>(scope(), [&]() -> R { return M::forward(std::forward<A>(arguments)...); }, arguments...);
+    const auto call = [this](A... given) -> R { return M::forward(std::forward<A>(given)...); };
+    return run_between_borders<R, A...>(*this, call, std::forward<A>(arguments)...);
   }
 };
 

@@ -108,6 +108,7 @@ namespace {
 
 Recipe recipe_of(const PipelineOptions& options, const StageLayers& module) {
   Recipe recipe{.units = options.units ? options.units : units_of_layers,
+                .leaf = options.leaf,
                 .groups = options.groups,
                 .schedule = options.schedule,
                 .facts = options.facts};
@@ -158,7 +159,8 @@ class Pipeline::Batch final : public pipeline::EngineStage<engine::Engine> {
   Made forward(int chunk, int micro, pipeline::Message inputs) override {
     const pipeline::Shape shape{pipeline_.stages(), 1, pipeline_.options_.chunks};
     const bool first = shape.is_first(pipeline_.stage(), chunk), last = shape.is_last(pipeline_.stage(), chunk);
-    Tensors made = pipeline_.forward(chunk, first ? batches_[micro].inputs : inputs.tensors);
+    const Tensors& given = first ? batches_[micro].inputs : inputs.tensors;
+    Tensors made = pipeline_.forward(chunk, first && pipeline_.casts_inputs() ? cast_input(given) : given);
     if (!last) return {{std::move(made)}};
     const bool trains = at::GradMode::is_enabled();
     if (!trains) outputs.push_back(made);
@@ -324,7 +326,7 @@ int Pipeline::add_param_group(const std::vector<at::Tensor>& params, const optim
 
 Tensors Pipeline::forward(int chunk, const Tensors& inputs) {
   if (core().pre_forward()) warn_of_region();
-  const engine::Watch::Forward watched = watched_forward();
+  const Forward watched(*this);
   Tensors made;
   try {
     made = module_->run(chunk, inputs, recompute_interval_, recompute_options_, options_.checkpointable_layers);

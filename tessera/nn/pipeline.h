@@ -45,6 +45,7 @@ struct PipelineOptions {
   // An optimizer of one's own over the parameters of this stage, which may have none: Recipe::optimizer. Then `groups` is empty.
   std::function<std::shared_ptr<torch::optim::Optimizer>(const StageLayers& stage)> optimizer = {};
   UnitPolicy units = {};            // empty: a layer of the list is a unit
+  LeafRule leaf = {};               // as Recipe has it
   parallel::ModelFacts facts = {};  // as Recipe has them, by the names of the whole list
   // With pipeline.activation_checkpoint_interval: classes of layers (Layer::name) that may be computed again; none: see StageLayers::run().
   std::optional<std::vector<std::string>> checkpointable_layers = {};
@@ -107,6 +108,7 @@ class Pipeline : private Session {
   using Session::add_writer;
   using Session::count_flops;
   using Session::expect;
+  using Session::flops_profiler;  // of a forward of this stage; it shows the first stage's
   using Session::on_metric;
   using Session::write_metrics;
   // The members below concern this stage alone.

@@ -51,8 +51,13 @@ class Schedule {
 // A schedule for all groups: the initial rate times factor(updates).
 std::shared_ptr<Schedule> scaled_by(std::function<double(int64_t updates)> factor);
 
+// True for a module that stage 3 gathers as one, however its forward uses what is in it: a mixture of experts, of which ranks run
+// different ones. `path`: as in named_modules().
+using LeafRule = std::function<bool(const std::string& path, const torch::nn::Module& module)>;
+
 struct Recipe {
   UnitPolicy units = default_unit_policy;  // which parameters are gathered, reduced and freed together
+  LeafRule leaf = {};                      // beside the modules that zero_optimization.leaf_module names
   // The first group that takes a parameter has it. Parameters that none takes are one more group, behind these, with the
   // configuration's own hyper-parameters: engine.lr() has its rate last.
   std::vector<ParamGroup> groups = {};

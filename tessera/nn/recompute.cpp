@@ -152,7 +152,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
 
 RecomputeOptions recompute_options(const config::Config& config, const comm::Mesh& mesh) {
   const auto& section = config.activation_checkpointing;
-  const bool cuts = section.partition_activations && mesh.size(comm::Axis::Tp) > 1;
+  const bool parts = config.tessera.sequence_parallel_norms;  // inputs of blocks are no longer alike
+  const bool cuts = section.partition_activations && mesh.size(comm::Axis::Tp) > 1 && !parts;
   return {section.cpu_checkpointing, cuts ? mesh.group(comm::Axis::Tp) : nullptr};
 }
 

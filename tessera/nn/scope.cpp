@@ -16,7 +16,20 @@
 
 namespace tessera::nn {
 
-ModuleScope::ModuleScope(const ScopeHandle& link) : module_(link.module) {
+ProfiledCall::ProfiledCall(const std::vector<ProfiledAs>& profiles) {
+  for (const ProfiledAs& as : profiles)
+    if (const auto profile = as.profile.lock()) {
+      profile->enter(as.row);
+      entered_.emplace_back(profile, as.row);
+    }
+}
+
+ProfiledCall::~ProfiledCall() {
+  for (const auto& [profile, row] : entered_)
+    profile->leave(row);
+}
+
+ModuleScope::ModuleScope(const ScopeHandle& link) : profiled_(link.profiles), module_(link.module) {
   if (module_ < 0) return;
   engine_ = link.engine.lock();
   if (engine_ == nullptr || engine_->destroyed()) {

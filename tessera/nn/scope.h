@@ -7,9 +7,11 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/engine/engine.h"
+#include "tessera/engine/flops_profile.h"
 
 namespace torch::nn {
 class Module;
@@ -19,10 +21,22 @@ namespace tessera::nn {
 
 class Construction;
 
+// A module's row in a profile of operations that counts.
+struct ProfiledAs {
+  std::weak_ptr<engine::FlopsProfile> profile;
+  int row = 0;
+};
+
 // A module's number in an engine. Modules without an engine, or without partitioned parameters, have none.
 struct ScopeHandle {
   std::weak_ptr<engine::Engine> engine;
   int module = -1;
+  std::vector<ProfiledAs> profiles = {};
+};
+
+// What becomes of the first tensor that a module is given, and of the tensor that it returns; empty: nothing.
+struct Borders {
+  std::function<at::Tensor(const at::Tensor&)> enter = {}, leave = {};
 };
 
 // Base of modules that tell an engine when they run.
@@ -30,10 +44,36 @@ class ScopeHolder {
  public:
   virtual ~ScopeHolder() = default;
   const ScopeHandle& scope() const { return link_; }
-  void connect(ScopeHandle link) { link_ = std::move(link); }
+  // Whether the module's forward has the border: its first argument, or its result, is a tensor.
+  virtual bool enters_with_tensor() const { return false; }
+  virtual bool leaves_with_tensor() const { return false; }
+  const Borders& borders() const { return borders_; }
+  void set_borders(Borders borders) { borders_ = std::move(borders); }
+  void connect(const ScopeHandle& link) {
+    link_.engine = link.engine;
+    link_.module = link.module;
+  }
+  // Begins, and ends, to say to a profile when this runs.
+  void join(ProfiledAs profiled) { link_.profiles.push_back(std::move(profiled)); }
+  void leave(const std::shared_ptr<engine::FlopsProfile>& profile) {
+    std::erase_if(link_.profiles, [&](const ProfiledAs& as) { return as.profile.lock() == profile; });
+  }
 
  private:
   ScopeHandle link_;
+  Borders borders_;
+};
+
+// One call of a module in the profiles that count.
+class ProfiledCall {
+ public:
+  explicit ProfiledCall(const std::vector<ProfiledAs>& profiles);
+  ~ProfiledCall();
+  ProfiledCall(const ProfiledCall&) = delete;
+  ProfiledCall& operator=(const ProfiledCall&) = delete;
+
+ private:
+  std::vector<std::pair<std::shared_ptr<engine::FlopsProfile>, int>> entered_;
 };
 
 // One call of a module: gathers its parameters now; ends with finish(), or as a call that threw.
@@ -49,6 +89,7 @@ class [[nodiscard]] ModuleScope {
   void finish(const std::vector<at::Tensor>& outputs, bool hides = false);  // as of zero::Modules::leave()
 
  private:
+  const ProfiledCall profiled_;  // before the parameters are gathered, which takes time of the module
   std::shared_ptr<engine::Engine> engine_;
   int module_ = -1;
   bool wants_ = false;

@@ -16,6 +16,7 @@
 #include "tessera/nn/optimizers.h"
 #include "tessera/nn/parallel.h"
 #include "tessera/nn/sequence_layers.h"
+#include "tessera/parallel/sequence_regions.h"
 
 namespace tessera::nn {
 
@@ -30,6 +31,18 @@ optim::OptimizerOptions configured_optimizer(const Config& config) {
                       config::where_optimizer_runs(type), "; set optimizer.type to one of ", optim::cpp_types(),
                       ", or give Recipe::optimizer one of torch::optim, or of your own");
   return *found;
+}
+
+// Adds the modules of `model`, which is the outline of `module`, that the rule takes.
+void add_leaves(const torch::nn::Module& module, const engine::Outline& model, const LeafRule& rule,
+                std::vector<int>& modules) {
+  std::map<std::string, const torch::nn::Module*> parts{{"", &module}};
+  for (const auto& item : module.named_modules("", /*include_self=*/false))
+    parts.emplace(item.key(), item.value().get());
+  for (size_t i = 0; i < model.modules.size(); ++i)
+    if (rule(model.modules[i].path, *parts.at(model.modules[i].path))) modules.push_back(static_cast<int>(i));
+  std::ranges::sort(modules);
+  modules.erase(std::ranges::unique(modules).begin(), modules.end());
 }
 
 }  // namespace
@@ -54,13 +67,13 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   drops_last_ = config.dataloader_drop_last;
   read_checkpoint_section(config);
   auto options = engine::options_from(config, mesh.size(comm::kBatchAxes));
-  TESSERA_CHECK_BUILT(!(config.fp16.enabled && config.fp16.auto_cast), "initialize",
-                      "fp16.auto_cast casts inputs in Python only; cast them to at::kHalf yourself");
+  casts_inputs_ = config.fp16.enabled && config.fp16.auto_cast;
   engine::UnitNames units = recipe.units ? recipe.units(*module_) : default_unit_policy(*module_);
   if (config::placements(config).shards_params()) {
     const engine::Outline model = outline(*module_);
-    const engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);
+    engine::Leaves marked = engine::configured_leaves(model, config.zero_optimization);
     warn(marked.warnings);
+    if (recipe.leaf) add_leaves(*module_, model, recipe.leaf, marked.modules);
     leaves_ = engine::outermost(model, marked.modules);
     units = engine::partition_units(model, units, leaves_);
   }
@@ -68,6 +81,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (plan_) warn(plan_->warnings);
   for (const at::Tensor& param : module_->parameters())
     if (const CutParamPtr note = cut_note(param); note != nullptr) cuts_.emplace_back(param, note);
+  if (config.tessera.sequence_parallel_norms && cuts_.empty()) warn({parallel::kNoRegions});
   auto specs = param_specs(*module_, units);
   prepare_optimizer(config, recipe, part == Part::Whole, specs, options);
   if (evaluates_) options.rule = optim::Rule::External;
@@ -301,10 +315,6 @@ at::Tensor Session::mean(const at::Tensor& value) const {
 at::Tensor Session::token_mean(const at::Tensor& sum, const at::Tensor& count) const {
   live().check_one_thread("token_mean");
   return comm::token_mean(live().mesh(), sum, count);
-}
-
-engine::Watch::Forward Session::watched_forward() {
-  return {watch_, c10::GradMode::is_enabled() && module_->is_training()};
 }
 
 void Session::look_before_update() {

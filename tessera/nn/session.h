@@ -30,6 +30,7 @@
 #include "tessera/nn/construction.h"
 #include "tessera/nn/contents.h"
 #include "tessera/nn/cut_layers.h"
+#include "tessera/nn/flops_profiler.h"
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/sizes.h"
@@ -94,7 +95,8 @@ class Session {
   // On all ranks alike, between steps: engine::Scaling::set_scale(). Value error for what is no scale.
   void set_loss_scale(double scale) { live().scaling().set_scale(scale); }
 
-  // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated.
+  // Collective. Counts a micro-step; at a boundary: clip, update, next learning rate. True when weights were updated, which a loop
+  // need not look at: what goes wrong is an error.
   // `global_norm`: see engine::Engine::step. Error, on all ranks and with nothing updated, for a module whose
   // parameters were replaced, on some of them or all; with tessera.update_in_backward it is the backward's.
   bool step(std::optional<double> global_norm = {});
@@ -273,6 +275,12 @@ class Session {
     else
       watch_.count_flops_of_step(live(), peak);
   }
+  // The profile of the forward that the section flops_profiler asks for, the first one of its step; null until it was taken. The
+  // engine's first rank has shown it, on standard output or at the end of output_file.
+  const FlopsProfiler* flops_profiler() const {
+    live();
+    return profiler_.get();
+  }
   // For the progress line (steps_per_print) and metrics: Watch::expect().
   void expect(int64_t steps, double tokens_per_sample = 0) {
     live();
@@ -313,8 +321,29 @@ class Session {
   std::string fault();
 
  protected:
-  // Around the module's forward.
-  engine::Watch::Forward watched_forward();
+  // Around the module's forward: operations are counted, and the profile is taken, where that is wanted.
+  class [[nodiscard]] Forward {
+   public:
+    explicit Forward(Session& session);
+    ~Forward();
+    Forward(const Forward&) = delete;
+    Forward& operator=(const Forward&) = delete;
+
+   private:
+    Session& session_;
+    std::optional<FlopsProfiler::Counting> profiled_;
+    std::optional<engine::Watch::Forward> counted_;
+  };
+  // fp16.auto_cast: inputs of the program's own are cast.
+  bool casts_inputs() const { return casts_inputs_; }
+  static at::Tensor cast_input(const at::Tensor& input) {
+    return input.defined() && input.is_floating_point() ? input.to(at::kHalf) : input;
+  }
+  static std::vector<at::Tensor> cast_input(std::vector<at::Tensor> inputs) {
+    for (at::Tensor& input : inputs)
+      input = cast_input(input);
+    return inputs;
+  }
   // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
   void look_before_update();
   // Warns, on one rank, that a forward has switched an autocast region of the caller's off.
@@ -367,6 +396,7 @@ class Session {
     return result;
   }
   void report_step();
+  void show_profile();
   void warn_of_step();
   std::string sequence_fault() const;
   std::string fault_of(const engine::ContentsReport& report) const;
@@ -401,7 +431,9 @@ class Session {
   bool drops_last_ = false;
   std::vector<at::Generator> generators_;  // of the program
   bool gathers_for_export_ = true;
+  bool casts_inputs_ = false;
   engine::Watch watch_;
+  std::unique_ptr<FlopsProfiler> profiler_;
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
   std::vector<std::pair<std::string, int64_t>> warnings_;  // and after how many samples; every writer has all
   std::set<const io::MetricWriter*> failing_;              // could not write the last time

@@ -1,5 +1,6 @@
 // What a Session warns of and writes down while it trains.
 #include <algorithm>
+#include <cstdio>
 
 #include "tessera/base/error.h"
 #include "tessera/engine/notices.h"
@@ -106,6 +107,36 @@ void Session::write_metrics(const std::vector<io::Metric>& metrics) {
 
 std::vector<engine::CallRow> Session::comm_summary(bool stragglers) const {
   return watch_.call_rows(live(), stragglers);
+}
+
+Session::Forward::Forward(Session& session) : session_(session) {
+  const bool training = session.module_->is_training();
+  if (const auto recompute = session.watch_.profiles(session.live(), training)) {
+    session.profiler_ = std::make_unique<FlopsProfiler>(session.module_, *recompute);
+    profiled_.emplace(session.profiler_->start());
+    session.profiler_->enter_model();
+  }
+  counted_.emplace(session.watch_, c10::GradMode::is_enabled() && training);
+}
+
+Session::Forward::~Forward() {
+  counted_.reset();
+  if (!profiled_) return;
+  session_.profiler_->leave_model();
+  profiled_->stop();
+  try {
+    session_.show_profile();
+  } catch (const std::exception& error) {  // of a writer
+    TORCH_WARN("[flops_profiler] ", error.what());
+  }
+}
+
+void Session::show_profile() {
+  const engine::Watch::Shown shown = watch_.show_profile(live(), profiler_->profile());
+  if (!shown.text.empty()) watch_.line().end();
+  std::fputs(shown.text.c_str(), stdout);
+  std::fflush(stdout);
+  warn(shown.warnings);
 }
 
 void Session::report_step() {

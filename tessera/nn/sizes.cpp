@@ -2,11 +2,7 @@
 
 #include <torch/nn/modules/linear.h>
 
-#include <algorithm>
-#include <iomanip>
 #include <optional>
-#include <sstream>
-#include <string>
 #include <vector>
 
 #include "tessera/nn/cut_model.h"
@@ -41,25 +37,6 @@ double linear_flops(const torch::nn::Module& module) {
   for (const auto& part : module.modules())
     all += own_linear_flops(*part);
   return all;
-}
-
-std::string flops_text(const torch::nn::Module& module, int depth) {
-  const double all = linear_flops(module);
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(1);
-  for (const auto& item : module.named_modules()) {
-    const std::string& path = item.key();
-    const int level = path.empty() ? 0 : 1 + static_cast<int>(std::ranges::count(path, '.'));
-    const double flops = linear_flops(*item.value());
-    if ((depth >= 0 && level > depth) || flops == 0) continue;
-    int64_t params = 0;
-    for (const at::Tensor& param : item.value()->parameters())
-      params += param.numel();
-    text << (text.tellp() > 0 ? "\n" : "") << std::string(2 * static_cast<size_t>(level), ' ')
-         << (path.empty() ? "the model" : path) << " (" << item.value()->name() << "): " << params << " parameters, "
-         << flops / 1e6 << " MFLOPs of a token, " << 100 * flops / all << " %";
-  }
-  return text.str();
 }
 
 }  // namespace tessera::nn

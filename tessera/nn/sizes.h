@@ -3,8 +3,6 @@
 
 #include <torch/nn/module.h>
 
-#include <string>
-
 #include "tessera/config/estimate.h"
 #include "tessera/nn/units.h"
 
@@ -17,10 +15,8 @@ config::ModelSizes model_sizes(const torch::nn::Module& module, const Config& co
                                const UnitPolicy& policy = default_unit_policy);
 
 // Operations of one token in the forward and the backward of a model's linear layers, cut ones as a whole: 6 for each weight. Products
-// of activations, as in attention, are the program's to add.
+// of activations, as in attention, are the program's to add; FlopsProfiler (flops_profiler.h)
+// counts them in a run.
 double linear_flops(const torch::nn::Module& module);
-// The same by module, each with all below it: a line "path (class): parameters, operations of a token, share" for every module that
-// has any, down to `depth` (-1: all); of what is cut along tp the parameters are this rank's. Local.
-std::string flops_text(const torch::nn::Module& module, int depth = -1);
 
 }  // namespace tessera::nn

@@ -295,6 +295,8 @@ std::string Plan::text() const {
   std::string result =
       c10::str("tensor parallel plan for ", size, " ranks: ", decisions.size(), " weights\n", cut.str());
   if (!whole.empty()) result += "whole on every rank:\n" + rest.str();
+  for (const std::string& note : notes)
+    result += note + "\n";
   for (const std::string& warning : warnings)
     result += "warning: " + warning + "\n";
   return result;

@@ -34,6 +34,7 @@ struct Module {
   int64_t weight_identity = 0;  // one number for one tensor: ties; 0: of its own
   std::string param = "weight";
   std::map<std::string, int64_t> attributes;  // integers of the names in width_names()
+  int64_t params = 0;                         // parameters of its own
 };
 
 // What the model's configuration says; 0 and "" where it does not say.
@@ -105,6 +106,7 @@ struct Plan {
   std::vector<Decision> decisions;  // of weights that are cut or need something of the front end, in the model's order
   std::vector<std::string> whole;   // modules with a weight that stay whole
   std::vector<std::string> warnings;  // each once
+  std::vector<std::string> notes;     // lines of text() on what a front end does beside the decisions
   // Attributes of attention modules that describe a width, and their value on each rank: path -> {"num_heads" -> {4, 4}}.
   std::map<std::string, std::map<std::string, Sizes>> widths;
 

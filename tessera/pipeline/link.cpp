@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "tessera/base/error.h"
 #include "tessera/parallel/held.h"
@@ -112,7 +113,7 @@ std::pair<Tensors, Tensors> LinkSender::gradients(const Sample& sample) {
                 " (it was not sent, sent without gradients, or its backward has run); waiting for gradients are [",
                 c10::Join(", ", names_of(open_)), "]");
   const Sent sent = std::move(open_.extract(sample).mapped());
-  const Tensors found = gradients_of(sent, sample);
+  const Tensors found = gradients_of(sent, sample);  // the roots carry the loss scale
   std::pair<Tensors, Tensors> pairs;
   for (size_t i = 0; i < found.size(); ++i) {
     if (!found[i].defined()) continue;
@@ -141,10 +142,12 @@ void LinkSender::backward(const Sample& sample) {
 
 Tensors LinkSender::gradients_of(const Sent& sent, const Sample& sample) {
   Tensors found(sent.held.size());  // of tensors with a graph
+  double given_scale = 1;
   for (const int giver : givers()) {
     const LinkMessage message = gradient(giver, sent.number, sample);
     const int from = ranks_.target.part(giver);
     const size_t flags = body_of(message.header);
+    given_scale = std::bit_cast<double>(message.header.at(flags + found.size()));
     auto piece = message.pieces.begin();
     for (size_t i = 0; i < found.size(); ++i) {
       if (message.header.at(flags + i) == 0) continue;
@@ -153,7 +156,7 @@ Tensors LinkSender::gradients_of(const Sent& sent, const Sample& sample) {
     }
   }
   // Engines average over their ranks: the factor makes it the average of one process with one model.
-  const double factor = static_cast<double>(ranks_.source.parts()) / ranks_.target.parts();
+  const double factor = static_cast<double>(ranks_.source.parts()) / ranks_.target.parts() / given_scale;
   for (size_t i = 0; i < found.size(); ++i) {
     if (!found[i].defined()) continue;
     found[i] = found[i].to(sent.devices[i]);
@@ -221,14 +224,12 @@ void LinkReceiver::give_back(const Sample& sample, const std::optional<Tensors>&
   const size_t count = received.leaves.size();
   TESSERA_CHECK_VALUE(!gradients || gradients->size() == count, "hybrid", me_, ": give_back() got ",
                       gradients.value_or(Tensors()).size(), " gradients for ", count, " tensors that require some");
-  const double scale = engine_.gradient_scale ? engine_.gradient_scale() : 1.0;
   Tensors found_here(count);
   for (size_t i = 0; i < count; ++i) {
     at::Tensor gradient = gradients ? (*gradients)[i] : received.leaves[i].grad();
     if (!gradient.defined()) continue;
     TESSERA_CHECK_VALUE(gradient.sizes() == received.leaves[i].sizes(), "hybrid", me_, ": a gradient has the sizes ",
                         gradient.sizes(), ", its tensor ", received.leaves[i].sizes());
-    if (scale != 1) gradient = gradient / scale;
     found_here[i] = gradient.detach().to(received.leaves[i].scalar_type());
   }
   TESSERA_CHECK(std::any_of(found_here.begin(), found_here.end(), [](const at::Tensor& t) { return t.defined(); }),
@@ -243,6 +244,7 @@ void LinkReceiver::send_back(const Received& received, const Sample& sample, con
   Header header = header_of(received.number, sample);
   for (const at::Tensor& gradient : gradients)
     header.push_back(gradient.defined() ? 1 : 0);
+  header.push_back(std::bit_cast<int64_t>(gradient_scale()));
   Pieces copies(ranks_.p2p);
   for (const int taker : takers()) {
     LinkMessage message{header, {}};
@@ -264,14 +266,17 @@ void LinkReceiver::step() {
 // ---------------------------------------------------------------- both in one process
 
 struct HandOver {
-  LinkSender& sender;
+  LinkSender* sender;  // null: a rank of the target alone
+  const Tensors& outputs;
   LinkReceiver& receiver;
   const Sample& sample;
   const std::optional<Sizes>& samples;
+  std::string& note;  // sent, then what has come
 
   // What a forward leaves for its backward.
   struct Kept {
     std::weak_ptr<LinkEnd> sender, receiver;
+    bool sends;
     Sample sample;
     LinkSender::Sent sent;
     LinkReceiver::Received received;
@@ -279,11 +284,16 @@ struct HandOver {
   };
 
   struct Function : torch::autograd::Function<Function> {
-    static Tensors forward(torch::autograd::AutogradContext* ctx, at::TensorList outputs, const HandOver& call) {
-      call.sender.pair_with(call.receiver), call.receiver.pair_with(call.sender);
-      Kept kept{call.sender.self_, call.receiver.self_, call.sample, {}, {}, {}};
-      kept.sent = call.sender.announce(outputs.vec(), call.sample, call.samples, {});
+    // `roots`: the outputs times the loss scale, to which gradients go back.
+    static Tensors forward(torch::autograd::AutogradContext* ctx, at::TensorList /*roots*/, const HandOver& call) {
+      Kept kept{{}, call.receiver.self_, call.sender != nullptr, call.sample, {}, {}, {}};
+      if (call.sender != nullptr) {
+        call.sender->pair_with(call.receiver), call.receiver.pair_with(*call.sender);
+        kept.sender = call.sender->self_;
+        kept.sent = call.sender->announce(call.outputs, call.sample, call.samples, call.note);
+      }
       auto [message, received] = call.receiver.take_in(call.sample);
+      call.note = std::move(message.note);
       Tensors tensors = std::move(message.tensors);
       kept.sent.trained.clear();
       received.leaves.clear();
@@ -303,12 +313,13 @@ struct HandOver {
     static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& gradients) {
       const auto& kept = parallel::held<Kept>(ctx);
       auto& receiver = LinkReceiver::there<LinkReceiver>(kept.receiver);
-      auto& sender = LinkSender::there<LinkSender>(kept.sender);
+      auto* const sender = kept.sends ? &LinkSender::there<LinkSender>(kept.sender) : nullptr;
       Tensors given;
       for (size_t i = 0; i < gradients.size(); ++i)
         if (kept.trained[i]) given.push_back(gradients[i]);
       receiver.send_back(kept.received, kept.sample, given);
-      const Tensors found = sender.gradients_of(kept.sent, kept.sample);
+      if (sender == nullptr) return {at::Tensor(), at::Tensor()};
+      const Tensors found = sender->gradients_of(kept.sent, kept.sample);
       Tensors results;
       auto next = found.begin();
       for (const bool trained : kept.trained)
@@ -320,8 +331,19 @@ struct HandOver {
 };
 
 Tensors hand_over(LinkSender& sender, LinkReceiver& receiver, const Tensors& outputs, const Sample& sample,
-                  const std::optional<Sizes>& samples) {
-  return HandOver::Function::apply(at::TensorList(outputs), HandOver{sender, receiver, sample, samples});
+                  const std::optional<Sizes>& samples, std::string note) {
+  Tensors roots = outputs;
+  for (at::Tensor& root : roots)
+    if (root.requires_grad() && sender.engine_.scale) root = sender.engine_.scale(root);
+  return HandOver::Function::apply(at::TensorList(roots), HandOver{&sender, outputs, receiver, sample, samples, note});
+}
+
+Message hand_over(LinkReceiver& receiver, const Sample& sample) {
+  const Tensors starts{at::empty({0}).requires_grad_()};  // what comes has a graph
+  std::string note;
+  Tensors tensors =
+      HandOver::Function::apply(at::TensorList(starts), HandOver{nullptr, {}, receiver, sample, {}, note});
+  return {std::move(tensors), std::move(note)};
 }
 
 }  // namespace tessera::pipeline

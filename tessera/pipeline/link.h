@@ -19,7 +19,10 @@ class LinkReceiver;
 // For ranks that are on both sides: what receive() would return of send(outputs), inside one graph, so that loss.backward()
 // goes through both engines. The ends serve nothing else; they have no step(). Collective over both sides, in the backward too.
 Tensors hand_over(LinkSender& sender, LinkReceiver& receiver, const Tensors& outputs, const Sample& sample,
-                  const std::optional<Sizes>& samples = {});
+                  const std::optional<Sizes>& samples = {}, std::string note = {});
+// Of the same call, on a rank of the target alone: what has come, inside its graph, so that gradients go back while the backward
+// runs. (What ends a backward may wait for the ranks of both sides.) A rank of the source alone has send() and backward().
+Message hand_over(LinkReceiver& receiver, const Sample& sample);
 
 // The outputs' end, on a rank of the source. Used by one thread at a time, as the other end.
 class LinkSender : public LinkEnd {
@@ -45,6 +48,8 @@ class LinkSender : public LinkEnd {
 
  private:
   friend struct HandOver;
+  friend Tensors hand_over(LinkSender&, LinkReceiver&, const Tensors&, const Sample&, const std::optional<Sizes>&,
+                           std::string);
   struct Sent {
     int64_t number;
     Tensors trained;

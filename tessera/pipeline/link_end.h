@@ -71,6 +71,8 @@ class LinkEnd {
   // The other end; UsageError where it is gone.
   template <class End>
   static End& there(const std::weak_ptr<LinkEnd>& end);
+  // What gradients of this end's engine carry.
+  double gradient_scale() const { return engine_.gradient_scale ? engine_.gradient_scale() : 1.0; }
   bool is_own(int place) const;  // a place on the other side is this rank, too
   int rank_of(bool source, int place) const { return (source ? ranks_.source_rank : ranks_.target_rank) + place; }
   std::string name_of(bool source, int place) const;

@@ -90,7 +90,7 @@ void check_overlaid(const std::vector<Parts>& parts, int rank) {
 TEST(Parts, EveryPartOnAllRanks) {
   const std::vector<MeshShape> shapes{mesh_shape(2), mesh_shape(2, -1, 1, 2)};
   if (testing::is_rank()) return check_overlaid(environment_overlaid_parts(shapes), std::stoi(std::getenv("RANK")));
-  const auto parts = thread_overlaid_parts(shapes, 30s);
+  const auto parts = thread_overlaid_parts(shapes, {}, 30s);
   std::vector<GroupPtr> groups{parts[0][0].everyone, parts[1][0].everyone};
   testing::run_threads(groups, [&](int rank, const GroupPtr&) { check_overlaid(parts[rank], rank); });
   for (const auto& env : {testing::kShared, testing::kGloo})

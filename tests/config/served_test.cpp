@@ -179,13 +179,15 @@ TEST(Served, WhatIsServedHasAReader) {
 }
 
 TEST(Served, CppRefusesWhatOnlyPythonServes) {
-  const Config asks = Config::from_json(R"({"wandb": {"enabled": true}, "flops_profiler": {"enabled": true},
+  const Config asks =
+      Config::from_json(R"({"wandb": {"enabled": true}, "comet": {"enabled": true}, "flops_profiler": {"enabled": true},
       "csv_monitor": {"enabled": true}, "comms_logger": {"enabled": true}})");
   check_served(asks);
   const std::string text = error_of<c10::NotImplementedError>([&] { check_cpp_serves(asks); });
   EXPECT_HAS(text, "only the Python front end serves");
   EXPECT_HAS(text, "wandb.enabled (true)");
-  EXPECT_HAS(text, "flops_profiler.enabled (true)");
+  EXPECT_HAS(text, "comet.enabled (true)");
+  EXPECT_EQ(text.find("flops_profiler"), std::string::npos) << text;
   EXPECT_EQ(text.find("csv_monitor"), std::string::npos) << text;
   EXPECT_EQ(text.find("comms_logger"), std::string::npos) << text;
   EXPECT_EQ(error_of<c10::NotImplementedError>(

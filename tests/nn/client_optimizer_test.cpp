@@ -141,5 +141,18 @@ TEST(ClientOptimizer, OptimizersOfTesseraThatAnEngineCannotRunAreRefused) {
              "has states already");
 }
 
+TEST(ClientOptimizer, OneOfFrozenParametersIsWarnedOf) {
+  const testing::KeptWarnings kept;
+  torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+  for (at::Tensor& param : model[0]->parameters())
+    param.requires_grad_(false);
+  const auto optimizer = std::make_shared<torch::optim::SGD>(model[0]->parameters(), 0.1);
+  const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1})");
+  auto engine = initialize(model, config, comm::Mesh(), Recipe{.optimizer = optimizer});
+  ASSERT_EQ(kept.lines.size(), 1U);
+  EXPECT_HAS(kept.lines[0],
+             "nothing is trained: none of the parameters that the optimizer is to have requires a gradient");
+}
+
 }  // namespace
 }  // namespace tessera::nn::client_optimizer_tests

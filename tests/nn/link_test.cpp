@@ -5,6 +5,7 @@
 #include <torch/nn.h>
 
 #include <csignal>
+#include <deque>
 #include <mutex>
 
 #include "tessera/base/error.h"
@@ -136,30 +137,51 @@ void train_linked(const comm::Parts& parts, int zero, const Weights& expected, c
   expect_weights(testing::weights_of(*module), expected, parts.part == 0, where, half);
 }
 
-// One rank that has both engines, in one graph.
+// One rank of parts that lie over each other. A rank of both has both engines, in one graph.
 void train_over_each_other(const std::vector<comm::Parts>& parts, int zero, const Weights& expected,
-                           const std::string& where) {
-  const auto first = std::make_shared<Part>(tower()), second = std::make_shared<Part>(reader());
-  Engine<Part> source(first, link_config(zero, sizes_of(parts[0].shapes[0])), parts[0].mesh, nullptr,
-                      {.parts_alone = true});
-  Engine<Part> target(second, link_config(zero, sizes_of(parts[1].shapes[1])), parts[1].mesh, nullptr,
-                      {.parts_alone = true});
-  LinkSender sender(kLink, parts[0], source);
-  LinkReceiver receiver(kLink, parts[1], target);
+                           const std::string& where, bool half = false) {
+  std::vector<std::shared_ptr<Part>> modules;
+  std::deque<Engine<Part>> engines;
+  std::optional<LinkSender> sender;
+  std::optional<LinkReceiver> receiver;
+  for (const comm::Parts& mine : parts) {
+    modules.push_back(std::make_shared<Part>(mine.part == 0 ? tower() : reader()));
+    const std::string fp16 = half && mine.part == 0 ? R"("fp16": {"enabled": true, "initial_scale_power": 7},)" : "";
+    engines.emplace_back(modules.back(), link_config(zero, fp16 + sizes_of(mine.shapes[mine.part])), mine.mesh, nullptr,
+                         Recipe{.parts_alone = true});
+    if (mine.part == 0)
+      sender.emplace(kLink, mine, engines.back());
+    else
+      receiver.emplace(kLink, mine, engines.back());
+  }
+  std::vector<Session*> sessions;
+  for (auto& engine : engines)
+    sessions.push_back(&engine);
   for (int step = 0; step < kRounds; ++step) {
-    at::Tensor total;
     for (int micro = 0; micro < kMicro; ++micro) {
       const MicroBatch batch = data(step, micro);
-      const Tensors got =
-          hand_over(sender, receiver, source.forward(Tensors{part_of(batch.inputs[0], parts[0].mesh)}), micro);
-      EXPECT_TRUE(got[0].requires_grad() && !got[0].is_leaf() && !got[1].requires_grad());
-      testing::loss_of(target.forward(got), {part_of(batch.labels[0], parts[1].mesh)}).backward();
-      EXPECT_EQ(step_together({&source, &target}, parts[0]), micro == kMicro - 1);
+      Tensors handed;
+      if (sender)
+        handed = engines.front().forward(
+            Tensors{part_of(batch.inputs[0], parts.front().mesh).to(half ? at::kHalf : at::kFloat)});
+      if (!receiver) {
+        sender->send(handed, micro), sender->backward(micro);
+      } else {
+        const Tensors got = sender ? hand_over(*sender, *receiver, handed, micro) : hand_over(*receiver, micro).tensors;
+        EXPECT_TRUE(got[0].requires_grad() && !got[0].is_leaf() && !got[1].requires_grad());
+        const at::Tensor labels = part_of(batch.labels[0], parts.back().mesh);
+        const at::Tensor loss =
+            testing::loss_of(engines.back().forward(Tensors{got[0].to(at::kFloat), got[1]}), {labels});
+        engines.back().backward(loss);
+      }
+      EXPECT_EQ(step_together(sessions, parts[0]), micro == kMicro - 1);
     }
   }
-  expect_weights(testing::weights_of(*first), expected, true, where);
-  expect_weights(testing::weights_of(*second), expected, false, where);
-  EXPECT_HAS(error_of([&] { sender.step(); }), "ends of hand_over() have no step()");
+  for (size_t i = 0; i < parts.size(); ++i)
+    expect_weights(testing::weights_of(*modules[i]), expected, parts[i].part == 0, where, half);
+  if (sender && receiver) {
+    EXPECT_HAS(error_of([&] { sender->step(); }), "ends of hand_over() have no step()");
+  }
 }
 
 }  // namespace
@@ -179,17 +201,26 @@ TEST(Link, EnginesTrainAsOneModelWhateverTheirMeshes) {
 
 TEST(Link, EnginesOverEachOtherTrainAsOneModel) {
   const Weights expected = trained_whole();
-  const std::vector<Sides> cases{{shape(1, 1, 1), shape(1, 1, 1)}, {shape(1, 2, 1), shape(1, 1, 2)},
-                                 {shape(2, 1, 1), shape(1, 1, 2)}, {shape(2, 1, 1), shape(1, 2, 1)},
-                                 {shape(1, 1, 2), shape(2, 1, 1)}, {shape(2, 2, 1), shape(1, 2, 2)}};
+  struct Case {
+    Sides sides;
+    std::vector<int> firsts = {};
+    bool half = false;
+  };
+  const std::vector<Case> cases{
+      {{shape(1, 1, 1), shape(1, 1, 1)}},           {{shape(1, 2, 1), shape(1, 1, 2)}},
+      {{shape(2, 1, 1), shape(1, 1, 2)}},           {{shape(2, 1, 1), shape(1, 2, 1)}},
+      {{shape(1, 1, 2), shape(2, 1, 1)}},           {{shape(2, 2, 1), shape(1, 2, 2)}},
+      {{shape(2, 1, 1), shape(2, 1, 1)}, {0, 1}},   {{shape(2, 1, 1), shape(1, 1, 1)}, {0, 1}},
+      {{shape(1, 1, 1), shape(1, 2, 2)}, {2, 0}},   {{shape(1, 2, 1), shape(1, 1, 2)}, {1, 0}},
+      {{shape(1, 1, 1), shape(1, 1, 1)}, {}, true}, {{shape(2, 1, 1), shape(2, 1, 1)}, {0, 1}, true}};
   for (size_t i = 0; i < cases.size(); ++i) {
-    auto parts = comm::thread_overlaid_parts(cases[i], std::chrono::minutes(1));
+    auto parts = comm::thread_overlaid_parts(cases[i].sides, cases[i].firsts, std::chrono::minutes(1));
     std::vector<comm::GroupPtr> groups;
     for (const auto& each : parts)
       groups.push_back(each[0].everyone);
     testing::run_threads(groups, [&](int rank, const comm::GroupPtr&) {
       const auto mine = std::exchange(parts[rank], {});
-      train_over_each_other(mine, static_cast<int>(i % 3), expected, c10::str("case ", i));
+      train_over_each_other(mine, static_cast<int>(i % 3), expected, c10::str("case ", i), cases[i].half);
     });
   }
 }
@@ -222,6 +253,13 @@ TEST(Link, ProcessesOfBothSides) {
   in_processes(2, [] {
     const auto parts = comm::environment_overlaid_parts({shape(1, 2, 1), shape(1, 1, 2)});
     train_over_each_other(parts, 1, trained_whole(), "processes");
+  });
+}
+
+TEST(Link, SomeProcessesOfBothSides) {
+  in_processes(3, [] {
+    const auto parts = comm::environment_overlaid_parts({shape(1, 2, 1), shape(1, 1, 2)}, {0, 1});
+    train_over_each_other(parts, 2, trained_whole(), "processes");
   });
 }
 
@@ -310,6 +348,10 @@ TEST(Link, BadUsesAreNamed) {
   EXPECT_HAS(error_of([&] { LinkReceiver(kLink, both[1]).receive(0); }), "hands over by hand_over()");
   EXPECT_HAS(error_of([&] { comm::thread_overlaid_parts({comm::mesh_shape(1), comm::mesh_shape(2)}); }),
              "must have 1 ranks each, got one of 2");
+  const Sides two(2, comm::mesh_shape(1));
+  EXPECT_HAS(error_of([&] { comm::thread_overlaid_parts(two, {0}); }), "there are 2 parts, and first ranks of 1");
+  EXPECT_HAS(error_of([&] { comm::thread_overlaid_parts(two, {0, 2}); }), "rank 1 is of no part");
+  EXPECT_HAS(error_of([&] { comm::thread_overlaid_parts(two, {0, -1}); }), "part 1 has 1 ranks from -1 on");
   EXPECT_HAS(error_of([&] { LinkReceiver(kLink, alone[0]); }),
              "this rank is of part 0; the target of the link is part 1");
 }

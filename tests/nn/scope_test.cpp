@@ -238,11 +238,17 @@ TEST(Scope, ALeafModuleIsOneUnitAndOneScope) {
   const at::Tensor x = torch::randn({4, 6});
   Mixture plain;
   ((plain.forward(x, 0) + plain.forward(x, 1)) / 2).backward();
-  testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+  const auto train = [&](int rank, const comm::GroupPtr& group, bool by_rule) {
     auto net = std::make_shared<Mixture>();
     Config leaves = config(2);
-    leaves.zero_optimization.leaf_module.classes = {"Experts"};
-    auto engine = initialize(net, leaves, comm::Mesh(group));
+    Recipe recipe;
+    if (by_rule)
+      recipe.leaf = [](const std::string& path, const torch::nn::Module& module) {
+        return path != "layers.1" && module.as<ExpertsImpl>() != nullptr;
+      };
+    leaves.zero_optimization.leaf_module.classes = {by_rule ? "nowhere" : "Experts"};
+    leaves.zero_optimization.leaf_module.names = {"layers.1"};
+    auto engine = initialize(net, leaves, comm::Mesh(group), recipe);
     for (const auto& spec : engine.core().params())
       EXPECT_EQ(spec.unit, spec.name.substr(0, std::string("layers.0").size()));
     auto first = std::dynamic_pointer_cast<ExpertsImpl>(net->layers->ptr(0));
@@ -255,7 +261,9 @@ TEST(Scope, ALeafModuleIsOneUnitAndOneScope) {
       const at::Tensor grad = engine.core().states().get_full(static_cast<int>(i), engine::Quantity::Gradient);
       EXPECT_TRUE(at::allclose(grad, expected[i].grad(), 1e-5, 1e-6)) << i;
     }
-  });
+  };
+  for (const bool by_rule : {false, true})
+    testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) { train(rank, group, by_rule); });
 }
 
 TEST(Scope, AForwardThatThrowsLeavesNothingGathered) {

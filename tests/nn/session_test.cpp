@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/nn.h>
-#include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -117,19 +116,6 @@ TEST(Session, AModelWithoutAnythingToTrainIsToldOnce) {
   }
 }
 
-TEST(Session, AnOptimizerOfFrozenParametersIsToldOnce) {
-  const testing::KeptWarnings kept;
-  torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
-  for (at::Tensor& param : model[0]->parameters())
-    param.requires_grad_(false);
-  const auto optimizer = std::make_shared<torch::optim::SGD>(model[0]->parameters(), 0.1);
-  const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1})");
-  auto engine = initialize(model, config, comm::Mesh(), Recipe{.optimizer = optimizer});
-  ASSERT_EQ(kept.lines.size(), 1U);
-  EXPECT_HAS(kept.lines[0],
-             "nothing is trained: none of the parameters that the optimizer is to have requires a gradient");
-}
-
 TEST(Session, TheScheduleHasOneOwner) {
   static_assert(!std::is_copy_constructible_v<Session> && !std::is_copy_assignable_v<Session>);
   auto first = session(R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
@@ -188,14 +174,34 @@ TEST(Session, AConfigurationMustNameANativeOptimizerAndSchedule) {
                      "CyclicLR");
 }
 
-TEST(Session, InputsAreCastInPythonOnly) {
-  const auto json = [](const char* on) {
-    return R"({"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-      "fp16": {"auto_cast": true, "enabled": )" +
-           std::string(on) + "}}";
-  };
-  EXPECT_THROW(session(json("true")), c10::NotImplementedError);
-  EXPECT_NO_THROW(session(json("false")));
+// fp16.auto_cast: floating-point tensors, and those of a vector, whatever else comes in.
+struct Keeps : torch::nn::Module {
+  Keeps() { linear = register_module("linear", torch::nn::Linear(2, 2)); }
+  at::Tensor forward(at::Tensor& x, const std::vector<at::Tensor>& more, const at::Tensor& numbers,
+                     std::unique_ptr<int> count) {
+    found = {x.scalar_type(), more.at(0).scalar_type(), more.at(1).scalar_type(), numbers.scalar_type()};
+    return linear->forward(x.to(linear->weight.scalar_type())) * *count;
+  }
+  std::vector<at::ScalarType> found;
+  torch::nn::Linear linear{nullptr};
+};
+
+TEST(Session, Fp16CastsInputsWhereItIsAskedTo) {
+  for (const bool fp16 : {true, false}) {
+    const std::string enabled = fp16 ? "true" : "false";
+    auto engine = initialize(std::make_shared<Keeps>(),
+                             Config::from_json(R"({"train_batch_size": 1, "optimizer": {"type": "SGD"},
+      "fp16": {"auto_cast": true, "initial_scale_power": 4, "enabled": )" +
+                                               enabled + "}}"),
+                             comm::Mesh());
+    at::Tensor x = at::ones({1, 2});
+    const std::vector<at::Tensor> more{at::ones({1}), at::ones({1}, at::kLong)};
+    engine.backward(engine.forward(x, more, at::ones({1}, at::kInt), std::make_unique<int>(2)).sum());
+    const auto floats = fp16 ? at::kHalf : at::kFloat;
+    EXPECT_EQ(engine.module().found, (std::vector{floats, floats, at::kLong, at::kInt}));
+    EXPECT_EQ(x.scalar_type(), at::kFloat);
+    EXPECT_TRUE(engine.step());
+  }
 }
 
 TEST(Session, Bf16ConvertsParametersAndKeepsBuffersUnlessTheyAreAskedFor) {

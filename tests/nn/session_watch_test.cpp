@@ -306,10 +306,6 @@ TEST(Session, OperationsOverTime) {
     const torch::nn::Sequential model(torch::nn::Linear(2, 3), torch::nn::Linear(3, 4), torch::nn::Tanh(),
                                       ColumnLinear(torch::nn::LinearOptions(4, 2), parallel::Region{group}));
     EXPECT_EQ(linear_flops(*model), 6 * (6 + 12 + 8));
-    const std::string table = flops_text(*model);
-    EXPECT_HAS(table, "the model (torch::nn::SequentialImpl): ");
-    EXPECT_HAS(table, "\n  1 (torch::nn::LinearImpl): 16 parameters, 0.0 MFLOPs of a token, 46.2 %\n  3 (");
-    EXPECT_EQ(flops_text(*model, 0).find('\n'), std::string::npos);
     auto engine = initialize(
         torch::nn::Linear(2, 3),
         Config::from_json(R"({"train_micro_batch_size_per_gpu": 5, "optimizer": {"type": "SGD"}})"), comm::Mesh(group));

@@ -43,9 +43,6 @@ class Watch:
         self._config = config
         self._speaks = rank == 0
         self._every: int = config.steps_per_print or 0
-        self.profile_step: int | None = config.flops_profiler.profile_step
-        if not config.flops_profiler.enabled:
-            self.profile_step = None
         self.profiler: FlopsProfiler | None = None
         self._numbers = _core.Watch(config)
         self._terminal = self._numbers.in_place
@@ -77,38 +74,23 @@ class Watch:
     # ---------------------------------------------------------------- forward
 
     def around_forward(self, engine: Watched) -> contextlib.AbstractContextManager[None]:
-        if self._profiles(engine):
-            return self._profiled(engine)
-        return self._numbers.around_forward(torch.is_grad_enabled() and engine.module.training)
-
-    def _profiles(self, engine: Watched) -> bool:
-        """The next forward is the one to profile: the first of its optimizer step."""
-        return (
-            self.profile_step is not None
-            and self.profiler is None
-            and engine.global_steps >= self.profile_step
-            and engine.module.training
-        )
+        counts = self._numbers.around_forward(torch.is_grad_enabled() and engine.module.training)
+        recompute = self._numbers.profiles(engine.core, engine.module.training)
+        return counts if recompute is None else self._profiled(engine, counts, recompute)
 
     @contextlib.contextmanager
-    def _profiled(self, engine: Watched) -> Iterator[None]:
-        """Counts and times the forward inside; the report is printed by rank 0."""
-        section = self._config.flops_profiler
-        self.profiler = FlopsProfiler(engine.module, recompute_fwd_factor=section.recompute_fwd_factor)
+    def _profiled(self, engine: Watched, counts: _core.WatchedForward, recompute: float) -> Iterator[None]:
+        """Counts and times the forward inside; the first rank shows the report."""
+        self.profiler = FlopsProfiler(engine.module, recompute)
         self.profiler.start_profile()
         try:
-            yield
+            with counts:
+                yield
         finally:
-            self.profiler.stop_profile()
-            if self._speaks:
-                self.profiler.print_model_profile(
-                    profile_step=engine.global_steps,
-                    module_depth=section.module_depth,
-                    top_modules=section.top_modules,
-                    detailed=section.detailed,
-                    output_file=section.output_file,
-                )
             self.profiler.end_profile()
+            text, warnings = self._numbers.show_profile(engine.core, self.profiler.core)
+            print(text, end="", flush=True)
+            self._warn(warnings, engine.core)
 
     # ---------------------------------------------------------------- steps
 

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils import _pytree
 
 from tessera import _core
-from tessera.hybrid._end import text_of
+from tessera.hybrid._end import VALUES, text_of
 from tessera.hybrid._receiver import Receiver
 from tessera.hybrid._sender import Sender
 
 T = TypeVar("T")
 
 
+@overload
 def hand_over(
     sender: Sender, receiver: Receiver, outputs: T, sample: Hashable, samples: Sequence[int] | None = None
-) -> T:
+) -> T: ...
+@overload
+def hand_over(
+    sender: None, receiver: Receiver, outputs: None, sample: Hashable, samples: Sequence[int] | None = None
+) -> Any: ...
+def hand_over(
+    sender: Sender | None, receiver: Receiver, outputs: Any, sample: Hashable, samples: Sequence[int] | None = None
+) -> Any:
     """Returns what Receiver.receive() would return of Sender.send(outputs), inside one graph, so that loss.backward()
-    goes through both engines: for processes that have a rank on both sides. The ends have no step() then, and must
-    exist until the last backward. Collective over both sides, in the backward too."""
+    goes through both engines: for processes that have a rank on both sides. A process of the target alone passes None
+    for `sender` and `outputs`, one of the source alone has Sender.send() and Sender.backward(). The ends have no step()
+    then, and must exist until the last backward. Collective over both sides, in the backward too."""
+    target = receiver._joining.end(f"sample {sample!r}")
+    if sender is None:
+        tensors, note = _core.take_over(target, text_of(sample))
+        return VALUES.join(note, tensors)
+    source = sender._joining.end(f"sample {sample!r}")
+    _, note = VALUES.split(outputs)  # for processes of the target alone
     leaves, tree = _pytree.tree_flatten(outputs)
     where = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    source, target = (end._joining.end(f"sample {sample!r}") for end in (sender, receiver))
-    tensors = [leaves[place] for place in where]
     rows = None if samples is None else list(samples)
-    handed = _core.hand_over(source, target, tensors, text_of(sample), rows)
+    handed = _core.hand_over(source, target, [leaves[place] for place in where], text_of(sample), rows, note)
     for place, tensor in zip(where, handed, strict=True):
         leaves[place] = tensor
-    handed_on: T = _pytree.tree_unflatten(leaves, tree)
-    return handed_on
+    return _pytree.tree_unflatten(leaves, tree)

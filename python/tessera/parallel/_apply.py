@@ -34,7 +34,6 @@ from tessera.parallel._regions import (
     EnterRegion,
     JoinSequence,
     LeaveMixed,
-    SequenceRegions,
     SplitSequence,
     refuse_router_loss,
 )
@@ -279,7 +278,7 @@ class Cutter:
             self._undo.append(handle.remove)
         self._plan.add_notes(path, attention, found)
 
-    def _cut_sequence(self, regions: SequenceRegions, columns: dict[str, dict[str, ParamCut]]) -> None:
+    def _cut_sequence(self, regions: _core.SequenceRegions, columns: dict[str, dict[str, ParamCut]]) -> None:
         for path in regions.inner:
             module = self._model.get_submodule(path)
             layers = {name: cut for name, child in module.named_children() if (cut := cut_of(child)) is not None}
@@ -295,10 +294,10 @@ class Cutter:
         hook = SplitSequence(first_block, self.ranks, regions.first)
         self._undo.append(first_block.register_forward_pre_hook(hook, with_kwargs=True).remove)
         self._undo.append(last.register_forward_hook(JoinSequence(self.ranks, regions.last)).remove)
-        for path in regions.summed:
+        for path in regions.summed():
             self._sum(path, self._model.get_submodule(path))
 
-    def _cut_mixed(self, regions: SequenceRegions) -> None:
+    def _cut_mixed(self, regions: _core.SequenceRegions) -> None:
         for path in regions.mixed:
             module = self._model.get_submodule(path)
             for child in module.modules():
@@ -450,7 +449,7 @@ def bind(model: nn.Module, group: _core.Group) -> Ranks:
             vars(module._parameters[name])["tensor_model_parallel"] = True
     plan = plan_of(model)
     summed = [decision.path for decision in plan_decisions(model) if decision.sum_gradient]
-    summed += plan.regions.summed if plan is not None and plan.regions is not None else ()
+    summed += plan.regions.summed() if plan is not None and plan.regions is not None else ()
     names = [
         f"{path}.{name}" for path in summed for name, _ in model.get_submodule(path).named_parameters(recurse=False)
     ]

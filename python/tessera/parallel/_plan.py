@@ -13,7 +13,7 @@ from tessera.errors import ConfigError
 from tessera.parallel._attention import check_heads
 from tessera.parallel._classes import loss_of
 from tessera.parallel._modules import EXPERTS, cut_of
-from tessera.parallel._regions import SequenceRegions, find_regions
+from tessera.parallel._regions import find_regions
 from tessera.parallel._rules import facts_of, rules_for
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ParallelPlan:
     skipped: list[str]  # names of parameters that a rule leaves whole
     summed: list[str]  # names whose gradient a rule sums
     loss: str | None = None  # the model's attribute that takes the loss of slices of the logits; None: logits are whole
-    regions: SequenceRegions | None = None  # where activations are cut along the sequence
+    regions: _core.SequenceRegions | None = None  # where activations are cut along the sequence
     warnings: list[str] = dataclasses.field(default_factory=list)  # beside those of the core
     notes: dict[str, str] = dataclasses.field(default_factory=dict)  # by note: the first module it is true of
 
@@ -46,7 +46,7 @@ class ParallelPlan:
     def __str__(self) -> str:
         table = "(of a pickled model)" if self.core is None else self.core.text().rstrip("\n")
         lines = [f"tensor parallel over {self.size} ranks, rules: {self.source}", table]
-        lines += [] if self.regions is None else [str(self.regions)]
+        lines += [] if self.regions is None else [self.regions.text()]
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"{path}: {note}" for note, path in self.notes.items()]
         return "\n".join(lines)
@@ -81,7 +81,7 @@ def make_plan(model: nn.Module, config: _core.Config, size: int) -> ParallelPlan
     unknown = check_heads(model, core.decisions)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     kept, summed = _core.left_whole(options.rules, names)
-    regions = find_regions(model, core) if size > 1 and config.tessera.sequence_parallel_norms else None
+    regions = find_regions(model, modules, core) if size > 1 and config.tessera.sequence_parallel_norms else None
     plan = ParallelPlan(core, size, rules.source, kept, summed, regions=regions)
     if size > 1:
         plan.warnings = unknown
@@ -134,6 +134,7 @@ def _described(model: nn.Module) -> Iterator[_core.PlanModule]:
                     "cannot be cut"
                 )
         bias = module._parameters.get("bias")
+        params = sum(p is not None for p in module._parameters.values())
         attributes = {n: v for n, v in vars(module).items() if n in names and type(v) is int}
         common = (path, type(module).__name__, kind)
         if kind == _core.ModuleKind.Experts:
@@ -141,13 +142,15 @@ def _described(model: nn.Module) -> Iterator[_core.PlanModule]:
                 value = module._parameters[param]
                 assert value is not None
                 yield _core.PlanModule(
-                    *common, list(value.shape), _bias_of(module, param), id(value), param, attributes
+                    *common, list(value.shape), _bias_of(module, param), id(value), param, attributes, params
                 )
         elif weight is None:
-            yield _core.PlanModule(*common, attributes=attributes)
+            yield _core.PlanModule(*common, attributes=attributes, params=params)
         else:
             elements = 0 if bias is None else bias.numel()
-            yield _core.PlanModule(*common, list(weight.shape), elements, id(weight), attributes=attributes)
+            yield _core.PlanModule(
+                *common, list(weight.shape), elements, id(weight), attributes=attributes, params=params
+            )
 
 
 def _bias_of(module: nn.Module, param: str) -> int:

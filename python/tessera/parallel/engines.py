@@ -57,7 +57,7 @@ class TensorParallel:
 
     def _check_regions(self) -> None:
         if self.plan is None:
-            self.warnings.append(f"[config] {KEY} has no effect: the model is not cut (tensor_parallel.autotp_size)")
+            self.warnings.append(_core.NO_SEQUENCE_REGIONS)
         elif self._is_cut and self.plan.regions is None and self.plan.size > 1:
             raise ConfigError(
                 f"[config] {KEY}: the model was cut without it; cut it (tessera.parallel.shard_model) with the same "

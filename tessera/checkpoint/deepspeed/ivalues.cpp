@@ -6,7 +6,7 @@
 namespace tessera::checkpoint::deepspeed {
 namespace {
 
-constexpr int kDeepest = 200;                // nesting; a value that holds itself has no end
+constexpr int kDeepestValue = 200;           // nesting; a value that holds itself has no end
 constexpr int64_t kMost = int64_t{1} << 22;  // values: one that stands in several places is one for each of them
 
 class Converter {
@@ -14,7 +14,7 @@ class Converter {
   explicit Converter(const PtFile& file) : file_(file) {}
 
   c10::IValue convert(const Value& value, int depth = 0) {
-    if (depth > kDeepest) unfit("is nested too deep, or holds itself");
+    if (depth > kDeepestValue) unfit("is nested too deep, or holds itself");
     if (++count_ > kMost) unfit("has too many values");
     switch (value.kind) {
       case Kind::None:

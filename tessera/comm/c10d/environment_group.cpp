@@ -220,22 +220,25 @@ Parts environment_parts(const std::vector<MeshShape>& shapes, std::chrono::milli
   });
 }
 
-std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes, std::chrono::milliseconds timeout) {
+std::vector<Parts> environment_overlaid_parts(const std::vector<MeshShape>& shapes, const std::vector<int>& given,
+                                              std::chrono::milliseconds timeout) {
   Rank own = read_own();
-  check_overlaid(shapes, own.size);
+  const std::vector<int> firsts = check_overlaid(shapes, given, own.size);
   std::vector<Parts> all;
   for (int part = 0; part < static_cast<int>(shapes.size()); ++part)
-    all.push_back({shapes, part, Mesh(), single_group(), nullptr, /*overlaid=*/true});
+    if (own.rank >= firsts[part] && own.rank < firsts[part] + shapes[part].size(kAxes))
+      all.push_back({shapes, part, Mesh(), single_group(), nullptr, firsts});
   if (own.size == 1) return all;
   return among_others(own, timeout, [&](const StorePtr& store) {
     const auto at = [&](const std::string& name) { return c10::make_intrusive<c10d::PrefixStore>(name, store); };
-    compare(own, store, text_of(shapes));
+    compare(own, store, c10::str(text_of(shapes), " from ", firsts));
     const auto everyone = group_at(own, at("everyone"), own.rank, own.size, "tessera_everyone", timeout);
     const auto p2p =
         c10d_point_to_point(point_to_point_backend(at("p2p"), own.rank, own.size, timeout, is_loopback(own.address)));
     for (Parts& parts : all) {
       parts.everyone = everyone;
-      parts.mesh = mesh_in(own, at(c10::str("mesh", parts.part)), shapes[parts.part], own.rank, 0, timeout);
+      parts.mesh = mesh_in(own, at(c10::str("mesh", parts.part)), shapes[parts.part], parts.place(),
+                           parts.rank_of(parts.part, 0), timeout);
       parts.p2p = p2p;
     }
     return all;

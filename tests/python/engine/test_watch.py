@@ -196,6 +196,30 @@ def test_one_forward_is_profiled(stage: int, tmp_path: Any) -> None:
     assert file.read_text().count("flops profile of step 1: Net") == 1
 
 
+def test_a_profile_that_cannot_be_written_is_warned_of(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"enabled": True, "profile_step": 0, "output_file": str(tmp_path / "no folder" / "flops.txt")}
+    engine, *_ = tessera.initialize(model=make(), config=config(0, flops_profiler=section))
+    with pytest.warns(UserWarning, match=r"\[flops_profiler\] cannot write .*output_file .*: No such file"):
+        engine(batch(0)[0]).sum().backward()
+    assert capsys.readouterr().out.startswith("flops profile of step 0: Net\n  parameters ")
+    engine.step()
+    assert capsys.readouterr().out == ""
+    engine.destroy()
+
+
+def test_operations_are_counted_beside_a_profile() -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        def step() -> None:
+            engine(torch.ones(4, 4)).sum().backward()
+            engine.step()
+
+        assert operations_of_a_sample(engine, step) == pytest.approx(3 * 2 * 16)
+        assert engine.flops_profiler is not None and engine.flops_profiler.get_total_flops() == 4 * 2 * 16
+
+    section = {"enabled": True, "profile_step": 0}
+    engines(nn.Linear(4, 4), 1, config(0, flops_profiler=section), body)
+
+
 def operations_of_a_sample(engine: tessera.Engine, step: Callable[[], Any]) -> float:
     """What count_flops() has found, of what is among the numbers."""
     seen: dict[str, float] = {}

@@ -155,6 +155,37 @@ def test_hand_over_inside_one_graph(transport, store_for):
     run_ranks(2, body)
 
 
+def test_hand_over_between_processes_of_which_one_is_of_both_sides(store_for):
+    """Ranks 0 and 1 of the source, of which 1 is rank 0 of the target, too, whose rank 1 is another process."""
+    link = Link("x", Layout(batch=2), Layout(batch=2), 0, None, timeout=20)
+    store = store_for("auto")
+    whole = torch.arange(8.0).view(4, 2)
+
+    def body(process, _):
+        x = split(whole, link.source, min(process, 1), 0, None).clone().requires_grad_()
+        out = {"y": x * x, "more": [torch.tensor(5.0), "text"]}
+        if process == 0:
+            with link.sender(store, 0) as sender:
+                sender.send(out, "a")
+                sender.backward("a")
+        elif process == 1:
+            with link.sender(store, 1) as sender, link.receiver(store, 0) as receiver:
+                got = hand_over(sender, receiver, out, "a")
+                got["y"].sin().sum().backward()
+        else:
+            with link.receiver(store, 1) as receiver:
+                got = hand_over(None, receiver, None, "a")
+                assert got["more"][1] == "text" and not got["more"][0].requires_grad and not got["y"].is_leaf
+                got["y"].sin().sum().backward()
+        if process > 0:
+            assert torch.equal(got["y"], split(whole * whole, link.target, process - 1, 0, None))
+        if process < 2:
+            expected = (whole * whole).cos() * 2 * whole
+            torch.testing.assert_close(x.grad, split(expected, link.source, process, 0, None))
+
+    run_ranks(3, body)
+
+
 def send(*samples, **kwargs):
     def source(sender, rank):
         for sample in samples:

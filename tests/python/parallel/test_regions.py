@@ -137,7 +137,7 @@ def test_mixed_modules_without_gradients_and_with_a_loss_of_their_own(name: str)
 
 def test_lengths_that_do_not_divide() -> None:
     def body(engine: tessera.Engine, rank: int) -> Any:
-        with pytest.raises(ValueError, match=r"\(2, 7, 32\) cannot be cut into 2 equal parts .*pad the sequences"):
+        with pytest.raises(ValueError, match=r"\[2, 7, 32\] cannot be cut into 2 equal parts .*pad the sequences"):
             engine(**text(0, length=7))
         with torch.no_grad():  # a step of generation
             odd = engine(**text(0, length=7)).logits

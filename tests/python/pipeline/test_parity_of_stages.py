@@ -365,14 +365,16 @@ def test_stages_that_have_nothing_to_train_or_nothing_in_a_group(tmp_path: Path,
     in_processes(4, one_sided, tmp_path, zero)
 
 
-def counts_operations(rank: int) -> None:
-    """Of all chunks of the first stage, by whom the numbers are written."""
+def counts_operations(rank: int, file: str) -> None:
+    """Of all chunks of the first stage, by whom the numbers are written. A profile is of one forward of each stage;
+    that of the first one is shown."""
     for chunks in (1, 2):
         layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
         model = PipelineModule(
             layers, num_stages=2, num_chunks=chunks, loss_fn=nn.functional.mse_loss, partition_method="uniform"
         )
-        engine = pipeline(model, config(micro_batches=2))
+        section = {"enabled": True, "profile_step": 0, "output_file": f"{file}{chunks}"}
+        engine = pipeline(model, config(micro_batches=2, flops_profiler=section))
         seen: dict[str, float] = {}
         engine.monitor.on_metric(lambda name, value, _, seen=seen: seen.__setitem__(name, value))
         engine.count_flops()
@@ -381,8 +383,12 @@ def counts_operations(rank: int) -> None:
         if rank == 0:
             a_sample = seen["Train/Samples/tflops"] * 1e12 / seen["Train/Samples/samples_per_second"]
             assert a_sample == pytest.approx(2 * 3 * 2 * 16)
+            text = Path(f"{file}{chunks}").read_text()
+            assert text.count("flops profile of step 0: PipelineModule") == text.count("flops profile") == 1
+        assert engine.flops_profiler is not None
+        assert engine.flops_profiler.get_total_flops() == 3 * 2 * 16 * 2 // chunks
         engine.destroy()
 
 
-def test_operations_are_those_of_all_chunks() -> None:
-    in_processes(2, counts_operations)
+def test_operations_are_those_of_all_chunks(tmp_path: Path) -> None:
+    in_processes(2, counts_operations, str(tmp_path / "flops"))
