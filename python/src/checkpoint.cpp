@@ -3,6 +3,7 @@
 #include "tessera/checkpoint/export.h"
 #include "tessera/checkpoint/misfits.h"
 #include "tessera/engine/export.h"
+#include "tessera/engine/group_fields.h"
 #include "tessera/engine/saved_run.h"
 #include "tessera/engine/together.h"
 
@@ -278,7 +279,16 @@ void bind_checkpoint(py::module_& m) {
         return with_warnings([&] { return checkpoint::to_universal(dir, out, tag, objects, name); });
       },
       py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("objects"), py::arg("name"));
-  m.def("is_deepspeeds_key", &checkpoint::deepspeed::is_own_key, py::arg("key"));
+  m.def("check_client_keys", &checkpoint::deepspeed::check_client_keys, py::arg("keys"));
+  m.def("wrong_field", &engine::wrong_field, py::arg("name"), py::arg("value"));
+  m.def(
+      "group_fields",
+      [](optim::GroupOptions group) {
+        py::dict fields;
+        engine::each_field(group, [&](const char* name, auto& value) { fields[name] = value; });
+        return fields;
+      },
+      py::arg("group"));
   m.def("put_script", &checkpoint::deepspeed::put_script, py::arg("dir"), py::arg("part"));
   // See io/file.h. At the end of a `with` the file is dropped, unless it is finished.
   py::class_<io::WholeFile>(m, "WholeFile")

@@ -272,6 +272,7 @@ void bind_comm(py::module_& m) {
       .def("ranks_along", &MeshShape::ranks_along, py::arg("axes"), py::arg("rank"))
       .def("groups", &MeshShape::groups);
   m.def("mesh_shape", &mesh_shape, py::arg("world"), py::arg("shards") = -1, py::arg("sp") = 1, py::arg("tp") = 1);
+  m.def("check_sizes", &check_sizes, py::arg("mesh"), py::arg("sp"), py::arg("tp"));
   m.def(
       "check_asked",
       [](Group& group, c10::Device device, int shards, int sp, int tp) { check_asked(group, device, shards, sp, tp); },

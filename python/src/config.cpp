@@ -171,6 +171,8 @@ void bind_config(py::module_& m) {
   m.def(
       "strict_json", [](const std::string& text) { return strict_json(text, /*quote_words=*/false); }, py::arg("text"));
   m.def("check_without_optimizer", &config::check_without_optimizer, py::arg("config"));
+  m.def("refuse_class", &config::refuse_class, py::arg("name"));
+  m.def("refuse_rounding", &config::refuse_rounding, py::arg("name"));
   m.def("refuse_slices", &config::refuse_slices, py::arg("config"), py::arg("name"), py::arg("is_cut"));
   m.def("key_types", &key_types);
   m.def("optimizer_types", &optimizer_types);

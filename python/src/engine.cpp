@@ -1,4 +1,5 @@
 #include "tessera/engine/engine.h"
+#include "tessera/engine/inputs.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -11,6 +12,7 @@
 #include "tessera/engine/build.h"
 #include "tessera/engine/client_states.h"
 #include "tessera/engine/logical.h"
+#include "tessera/engine/notices.h"
 #include "tessera/engine/watch.h"
 #include "tessera/offload/states.h"
 #include "tessera/shard/device.h"
@@ -45,6 +47,9 @@ std::optional<at::Tensor> optional_tensor(at::Tensor tensor) {
   return tensor;
 }
 
+constexpr engine::Scaling& (Engine::*kScaling)() = &Engine::scaling;
+constexpr zero::StateAccess& (Engine::*kStates)() = &Engine::states;
+
 // Binds a method of one of the engine's parts as one of the engine itself: Python never holds a part, which ends with destroy().
 template <class Part, class R, class... A>
 auto on(Part& (Engine::*part)(), R (Part::*method)(A...)) {
@@ -65,6 +70,13 @@ void bind_structs(py::module_& m) {
       .def_readwrite("client_optimizer", &Options::client_optimizer)
       .def_readonly("autocast", &Options::autocast);
 
+  m.def(
+      "nothing_trained",
+      [](const std::vector<ParamSpec>& params) {
+        const std::string warning = nothing_trained(params);
+        return warning.empty() ? std::vector<std::string>() : std::vector{warning};
+      },
+      py::arg("params"));
   m.def("check_device", &shard::check_device, py::arg("device"), NoGil());
   m.def(
       "explain_inputs",
@@ -248,12 +260,12 @@ void bind_training(EngineClass& c) {
       .def("abort_forward", &Engine::abort_forward, NoGil())
       .def("begin_backward", &Engine::begin_backward, py::arg("loss"), py::arg("scale_wrt_gas") = true, NoGil())
       .def("end_backward", &Engine::end_backward, py::arg("loss"), NoGil())
-      .def("scale", on(&Engine::scaling, &engine::Scaling::scale), py::arg("loss"), NoGil())
+      .def("scale", on(kScaling, &engine::Scaling::scale), py::arg("loss"), NoGil())
       .def("scaler", [](Engine& e) { return e.scaling().scaler(); })
-      .def("set_loss_scale", on(&Engine::scaling, &engine::Scaling::set_scale), py::arg("scale"))
-      .def("override_loss_scale", on(&Engine::scaling, &engine::Scaling::override_scale), py::arg("scale"))
-      .def("restore_scaler", on(&Engine::scaling, &engine::Scaling::restore), py::arg("state"))
-      .def("gradient_loss_scale", on(&Engine::scaling, &engine::Scaling::gradient_scale))
+      .def("set_loss_scale", on(kScaling, &engine::Scaling::set_scale), py::arg("scale"))
+      .def("override_loss_scale", on(kScaling, &engine::Scaling::override_scale), py::arg("scale"))
+      .def("restore_scaler", on(kScaling, &engine::Scaling::restore), py::arg("state"))
+      .def("gradient_loss_scale", on(kScaling, &engine::Scaling::gradient_scale))
       .def("step", &Engine::step, py::arg("external") = py::none(), py::arg("global_norm") = py::none(),
            py::arg("fault") = "", NoGil())
       .def("count_empty_steps", &Engine::count_empty_steps)
@@ -316,6 +328,7 @@ void bind_counters(EngineClass& c) {
       .def("norm_contribution", &Engine::norm_contribution, py::arg("without") = std::vector<int>{},
            py::arg("fault") = "", NoGil())
       .def("check_step", &Engine::check_step, NoGil())
+      .def("check_live", &Engine::check_live, py::arg("call"))
       .def("check_one_thread", &Engine::check_one_thread, py::arg("call"), py::arg("together") = true, NoGil())
       .def("was_step_applied", &Engine::was_step_applied)
       .def("has_gradients", &Engine::has_gradients)
@@ -329,7 +342,7 @@ void bind_counters(EngineClass& c) {
       .def("global_samples", &Engine::global_samples)
       .def("set_micro_batch_size", &Engine::set_micro_batch_size, py::arg("samples"))
       // Groups are copied: destroy() frees the core's own.
-      .def("groups", &Engine::groups, py::return_value_policy::copy)
+      .def("groups", [](const Engine& e) { return e.groups(); })
       .def(
           "set_group", [](Engine& e, size_t index, const optim::GroupOptions& group) { e.groups().at(index) = group; },
           py::arg("index"), py::arg("group"))
@@ -434,6 +447,7 @@ void bind_state(EngineClass& c) {
   c.def("params", &Engine::params, py::return_value_policy::copy)  // there may be more of them, elsewhere
       .def(
           "param", [](const Engine& e, size_t number) { return e.params().at(number); }, py::arg("number"))
+      .def("number_of", &engine::number_of, py::arg("param"))
       .def("add_group", &Engine::add_group, py::arg("group"), NoGil())
       .def("add_param", &Engine::add_param, py::arg("param"), NoGil())
       .def("check_addition", &Engine::check_addition, py::arg("groups"), py::arg("params"), py::arg("known"), NoGil())
@@ -441,31 +455,31 @@ void bind_state(EngineClass& c) {
       .def("join", &Engine::join, NoGil())
       .def("take_joined", &Engine::take_joined)
       .def("param_step", on(&Engine::layout, &zero::StateAccess::param_step), py::arg("param"), NoGil())
-      .def("set_param_step", on(&Engine::states, &zero::StateAccess::set_param_step), py::arg("param"), py::arg("step"),
+      .def("set_param_step", on(kStates, &zero::StateAccess::set_param_step), py::arg("param"), py::arg("step"),
            NoGil())
       .def(
           "get_full",
           [](Engine& e, int param, zero::Quantity what) { return optional_tensor(e.states().get_full(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
-      .def("set_full", on(&Engine::states, &zero::StateAccess::set_full), py::arg("param"), py::arg("what"),
+      .def("set_full", on(kStates, &zero::StateAccess::set_full), py::arg("param"), py::arg("what"),
            py::arg("value"), NoGil())
       .def(
           "local_view",
           [](Engine& e, int param, zero::Quantity what) { return optional_tensor(e.states().local_view(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
-      .def("set_local", on(&Engine::states, &zero::StateAccess::set_local), py::arg("param"), py::arg("what"),
+      .def("set_local", on(kStates, &zero::StateAccess::set_local), py::arg("param"), py::arg("what"),
            py::arg("value"), NoGil())
-      .def("complete_gradient", on(&Engine::states, &zero::StateAccess::complete_gradient), py::arg("param"), NoGil())
-      .def("named_shards", on(&Engine::states, &zero::StateAccess::named_shards), NoGil())
+      .def("complete_gradient", on(kStates, &zero::StateAccess::complete_gradient), py::arg("param"), NoGil())
+      .def("named_shards", on(kStates, &zero::StateAccess::named_shards), NoGil())
       .def(
           "read_shard", [](Engine& e, const shard::NamedShard& shard) { return e.states().read_shard(shard); },
           py::arg("shard"), NoGil())
       .def("local_range", on(&Engine::layout, &zero::StateAccess::local_range), py::arg("param"), NoGil())
-      .def("gather_full", on(&Engine::states, &zero::StateAccess::gather_full), py::arg("param"), py::arg("part"),
+      .def("gather_full", on(kStates, &zero::StateAccess::gather_full), py::arg("param"), py::arg("part"),
            NoGil())
-      .def("local_part", on(&Engine::states, &zero::StateAccess::local_part), py::arg("param"), py::arg("full"),
+      .def("local_part", on(kStates, &zero::StateAccess::local_part), py::arg("param"), py::arg("full"),
            NoGil())
-      .def("agree_max", on(&Engine::states, &zero::StateAccess::agree_max), py::arg("value"), NoGil())
+      .def("agree_max", on(kStates, &zero::StateAccess::agree_max), py::arg("value"), NoGil())
       .def("refresh_params", &Engine::refresh_params, NoGil())
       .def("adopt_params", &Engine::adopt_params, NoGil())
       .def("offload_states", &Engine::offload_states, py::arg("kinds"), py::arg("to"), py::arg("pin_memory") = true,

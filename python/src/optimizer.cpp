@@ -97,6 +97,7 @@ void bind_whole(py::module_& m) {
   m.def("update_whole", &python::update_whole, py::arg("rule"), py::arg("groups"), py::arg("group_of"),
         py::arg("params"), py::arg("grads"), py::arg("states"), py::arg("steps"), py::arg("numbers"),
         py::arg("shards").none(true));
+  m.def("wrong_param", &wrong_param, py::arg("rule"), py::arg("on_cpu_only"), py::arg("param"));
   m.def("orthogonal", &orthogonal, py::arg("matrix"), py::arg("steps"));
   m.def("is_muon_matrix", &is_muon_matrix, py::arg("name"), py::arg("dims"));
   m.def("group_values", &group_values, py::arg("rule"), py::arg("group"));

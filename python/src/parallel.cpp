@@ -11,6 +11,7 @@
 #include "tessera/config/partition_rules.h"
 #include "tessera/parallel/attention.h"
 #include "tessera/parallel/cost.h"
+#include "tessera/parallel/cutting.h"
 #include "tessera/parallel/functions.h"
 #include "tessera/parallel/inside.h"
 #include "tessera/parallel/layers.h"
@@ -325,6 +326,12 @@ void bind_plan(py::module_& m) {
       .def_readonly("warnings", &Plan::warnings)
       .def_readonly("widths", &Plan::widths)
       .def("text", &Plan::text);
+  m.def("check_matrix", &check_matrix, py::arg("path"), py::arg("dims"), py::arg("rule"));
+  m.def(
+      "check_bias",
+      [](const std::string& path, const at::Tensor& bias, int64_t outputs) { check_bias(path, bias.sizes(), outputs); },
+      py::arg("path"), py::arg("bias"), py::arg("outputs"));
+  m.def("check_same_ranks", &check_same_ranks, py::arg("rank"), py::arg("size"), py::arg("group"));
   using Regions = SequenceRegions;
   py::class_<Regions>(m, "SequenceRegions")
       .def_readonly("first", &Regions::first)
@@ -362,25 +369,35 @@ void bind_plan(py::module_& m) {
 
 // Functions of Python take the GIL for their calls, which autograd may make on any thread.
 void bind_tiles(py::module_& m) {
-  using parallel::Tiled;
-  using parallel::TileFunction;
+  using parallel::TileReduction;
+  py::enum_<TileReduction>(m, "TileReduction").value("Mean", TileReduction::Mean).value("Sum", TileReduction::Sum);
   m.def(
       "tiled",
-      [](TileFunction f, std::vector<at::Tensor> tensors, std::vector<bool> cut, int64_t dim, int64_t count,
-         int64_t join, const std::function<std::vector<double>()>& weights) {
-        return parallel::tiled(Tiled{std::move(f), std::move(tensors), std::move(cut), dim, count}, join, weights);
+      [](parallel::TileFunction f, std::vector<at::Tensor> tensors, std::vector<bool> cut, int64_t count,
+         std::vector<std::string> names, int64_t join, std::optional<TileReduction> reduction,
+         const std::optional<at::Tensor>& valid) {
+        const parallel::Tiled tiles{.f = std::move(f),
+                                    .tensors = std::move(tensors),
+                                    .cut = std::move(cut),
+                                    .count = count,
+                                    .names = std::move(names)};
+        return reduction ? parallel::tiled(tiles, join, *reduction, valid.value_or(at::Tensor()))
+                         : parallel::tiled(tiles, join);
       },
-      py::arg("f"), py::arg("tensors"), py::arg("cut"), py::arg("dim"), py::arg("count"), py::arg("join"),
-      py::arg("weights"), NoGil());
+      py::arg("f"), py::arg("tensors"), py::arg("cut"), py::arg("count"), py::arg("names"), py::arg("join"),
+      py::arg("reduction"), py::arg("valid"), NoGil());
+  m.def("tiled_mlp", &parallel::tiled_mlp, py::arg("layer"), py::arg("x"), py::arg("tiles"), NoGil());
   m.def(
-      "tiled_with_gradients",
-      [](TileFunction f, std::vector<at::Tensor> tensors, std::vector<bool> cut, int64_t dim, int64_t count,
-         const std::vector<double>& weights) {
-        return parallel::tiled_with_gradients(Tiled{std::move(f), std::move(tensors), std::move(cut), dim, count},
-                                              weights);
+      "tiled_loss",
+      [](const std::function<at::Tensor(const std::vector<at::Tensor>&)>& loss, const at::Tensor& x,
+         const at::Tensor& labels, const std::optional<at::Tensor>& mask, int64_t tiles, TileReduction reduction) {
+        const parallel::TileLoss of_three = [loss](const at::Tensor& a, const at::Tensor& b, const at::Tensor& c) {
+          return loss(c.defined() ? std::vector{a, b, c} : std::vector{a, b});
+        };
+        return parallel::tiled_loss(of_three, x, labels, tiles, reduction, mask.value_or(at::Tensor()));
       },
-      py::arg("f"), py::arg("tensors"), py::arg("cut"), py::arg("dim"), py::arg("count"), py::arg("weights"), NoGil());
-  m.def("tile_ranges", &parallel::tile_ranges, py::arg("length"), py::arg("count"));
+      py::arg("loss"), py::arg("x"), py::arg("labels"), py::arg("mask"), py::arg("tiles"), py::arg("reduction"),
+      NoGil());
 }
 
 }  // namespace

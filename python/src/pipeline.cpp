@@ -190,6 +190,7 @@ void bind_runner(py::module_& m) {
             building.fail(failure);
           },
           py::arg("error"));
+  m.def("check_chunks", &check_chunks, py::arg("chunks"), py::arg("stages"));
   m.def("check_pipeline", &check_served, py::arg("config"), py::arg("stages"));
   m.def("check_ties", &check_ties, py::arg("config"), py::arg("tied"));
   m.def("check_one_stage", &pipeline::check_one_stage, py::arg("call"), py::arg("stages"));

@@ -9,6 +9,7 @@
 
 #include "bindings.h"
 #include "tessera/base/caught_warnings.h"
+#include "tessera/engine/notices.h"
 #include "tessera/io/metrics.h"
 
 namespace tessera::python {
@@ -92,6 +93,8 @@ void bind_watch(py::module_& m) {
   m.def("csv_metrics", &io::csv_metrics, py::arg("folder"));
   m.def("tensorboard_metrics", &io::tensorboard_metrics, py::arg("folder"));
   m.def("json_metrics", &io::json_metrics, py::arg("path"));
+  m.def("missing_numbers", &io::missing_numbers, py::arg("error"));
+  m.attr("WITHOUT_AUTOCAST") = engine::kWithoutAutocast;
   m.def("metrics_folder", &io::metrics_folder, py::arg("output_path"), py::arg("job_name"), py::arg("standard"));
 
   py::class_<Forward>(m, "WatchedForward")
@@ -148,21 +151,21 @@ void bind_watch(py::module_& m) {
           [](Watch& watch, bool in_place) { watch.line().set_in_place(in_place); })
       .def(
           "show", [](Watch& watch, const std::string& text) { watch.line().show(text); }, py::arg("text"))
-      .def("end_line", [](Watch& watch) { watch.line().end(); });
-  m.def(
-      "call_rows",
-      [](const comm::CallRecord& record, engine::Engine& core, bool stragglers) {
-        std::vector<engine::CallRow> rows;
-        {
-          const py::gil_scoped_release no_gil;
-          rows = engine::call_rows(record, core, stragglers);
-        }
-        std::vector<py::dict> found;
-        for (const engine::CallRow& row : rows)
-          found.push_back(row_of(row));
-        return std::pair(std::move(found), engine::text_of(rows));
-      },
-      py::arg("record"), py::arg("core"), py::arg("stragglers"));
+      .def("end_line", [](Watch& watch) { watch.line().end(); })
+      .def(
+          "call_rows",
+          [](const Watch& watch, engine::Engine& core, bool stragglers) {
+            std::vector<engine::CallRow> rows;
+            {
+              const py::gil_scoped_release no_gil;
+              rows = watch.call_rows(core, stragglers);
+            }
+            std::vector<py::dict> found;
+            for (const engine::CallRow& row : rows)
+              found.push_back(row_of(row));
+            return std::pair(std::move(found), engine::text_of(rows));
+          },
+          py::arg("core"), py::arg("stragglers"));
 }
 
 }  // namespace tessera::python

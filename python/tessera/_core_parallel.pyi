@@ -10,24 +10,29 @@ import torch
 
 from tessera._core import Axis, Config, Group
 
+class TileReduction(Enum):
+    Mean = ...
+    Sum = ...
+
 def tiled(
     f: Callable[[list[torch.Tensor]], torch.Tensor],
     tensors: Sequence[torch.Tensor],
     cut: Sequence[bool],
-    dim: int,
     count: int,
+    names: Sequence[str],
     join: int,
-    weights: Callable[[], list[float]],
+    reduction: TileReduction | None,
+    valid: torch.Tensor | None,
 ) -> torch.Tensor: ...
-def tiled_with_gradients(
-    f: Callable[[list[torch.Tensor]], torch.Tensor],
-    tensors: Sequence[torch.Tensor],
-    cut: Sequence[bool],
-    dim: int,
-    count: int,
-    weights: Sequence[float],
+def tiled_mlp(layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, tiles: int) -> torch.Tensor: ...
+def tiled_loss(
+    loss: Callable[[list[torch.Tensor]], torch.Tensor],
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    mask: torch.Tensor | None,
+    tiles: int,
+    reduction: TileReduction,
 ) -> torch.Tensor: ...
-def tile_ranges(length: int, count: int) -> list[tuple[int, int]]: ...
 def part_sizes(total: int, parts: int, heads: int = ..., grain: int = ...) -> list[int]: ...
 def heads_for(name: str, total: int, kv_heads: int) -> int: ...
 
@@ -278,6 +283,9 @@ def stays_whole(x: torch.Tensor, ranks: int, path: str) -> bool: ...
 
 Matcher = Callable[[str], Callable[[str], bool]]
 
+def check_matrix(path: str, dims: int, rule: str) -> None: ...
+def check_bias(path: str, bias: torch.Tensor, outputs: int) -> None: ...
+def check_same_ranks(rank: int, size: int, group: Group) -> None: ...
 def make_plan(modules: Sequence[PlanModule], facts: ModelFacts, options: PlanOptions) -> ParallelPlan: ...
 def left_whole(rules: Sequence[PartitionRule], names: Sequence[str]) -> tuple[list[str], list[str]]: ...
 

@@ -93,8 +93,7 @@ def core_mesh(
     all processes of torch.distributed make them."""
     if isinstance(group, (_core.Mesh, DeviceMesh)):
         mesh = _from_device_mesh(group) if isinstance(group, DeviceMesh) else group
-        _check_axis(mesh, _core.Axis.Sp, sp, "sequence_parallel_size")
-        _check_axis(mesh, _core.Axis.Tp, tp, "tensor_parallel.autotp_size")
+        _core.check_sizes(mesh, sp, tp)
         return mesh, OwnGroups(along=_groups_of(group) if isinstance(group, DeviceMesh) else {})
     order, group = (group, None) if isinstance(group, RankOrder) else (None, group)
     whole = core_group(group)
@@ -117,13 +116,6 @@ def core_mesh(
         made.along[axes.name] = made[-1]
         mesh.set(axes, core_group(made[-1]))
     return mesh, made
-
-
-def _check_axis(mesh: _core.Mesh, axis: _core.Axis, ranks: int, key: str) -> None:
-    if ranks > 1 and mesh.size(axis) != ranks:
-        raise ConfigError(
-            f"[config] {key} is {ranks}, but the mesh has {mesh.size(axis)} ranks along '{_core.Axes(axis).name}'"
-        )
 
 
 def discard(groups: OwnGroups) -> None:

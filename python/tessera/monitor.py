@@ -273,7 +273,7 @@ class Monitor:
             if id(writer) in self._failing:
                 return
             self._failing.add(id(writer))
-            text = f"{error}; the run goes on, and these numbers are missing until they can be written again"
+            text = _core.missing_numbers(str(error))
             warn_user([text])
             self.warn(text, self._warnings[-1][1] if self._warnings else 0)
         else:

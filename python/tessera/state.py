@@ -14,7 +14,6 @@ import torch
 from tessera import _core
 from tessera.engine import Engine
 from tessera.engine.front import engine_behind
-from tessera.errors import ConfigError
 from tessera.optim.engines import OptimizerStates
 
 __all__ = [
@@ -65,8 +64,7 @@ def set_full_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> N
 
 def set_full_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
     """Sets what get_full_optimizer_state() gives; ConfigError for a parameter that is not optimized."""
-    number = _optimized(engine, _joined(engine, param))
-    _states(engine).set_full(number, key, value)
+    _states(engine).set_full(_joined(engine, param), key, value)
 
 
 def get_local_fp32_param(engine: Engine, param: torch.Tensor) -> torch.Tensor | None:
@@ -104,15 +102,11 @@ def set_local_grad(engine: Engine, param: torch.Tensor, value: torch.Tensor) -> 
 
 def set_local_optimizer_state(engine: Engine, param: torch.Tensor, key: str, value: torch.Tensor) -> None:
     """Sets this rank's part of a state; ConfigError for a parameter that is not optimized."""
-    number = _optimized(engine, _number(engine, param))
-    _states(engine).set_local(number, key, value)
+    _states(engine).set_local(_number(engine, param), key, value)
 
 
 def _number(engine: Engine, param: torch.Tensor) -> int:
-    number = engine.param_number(param)
-    if number is None:
-        raise ConfigError("[state] this tensor is not a parameter of the engine")
-    return number
+    return engine.core.number_of(param)
 
 
 def _joined(engine: Engine, param: torch.Tensor) -> int:
@@ -136,13 +130,7 @@ def _get_local(engine: Engine, param: torch.Tensor, what: _core.Quantity) -> tor
 
 
 def _set_local(engine: Engine, param: torch.Tensor, what: _core.Quantity, value: torch.Tensor) -> None:
-    engine.core.set_local(_optimized(engine, _number(engine, param)), what, value)
-
-
-def _optimized(engine: Engine, number: int) -> int:
-    if number not in engine.trained_numbers():
-        raise ConfigError("[state] there is nothing of this kind for the parameter: it is not optimized")
-    return number
+    engine.core.set_local(_number(engine, param), what, value)
 
 
 def _states(engine: Engine) -> OptimizerStates:

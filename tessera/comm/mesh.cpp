@@ -87,6 +87,15 @@ MeshShape mesh_shape(int world, int shards, int sp, int tp) {
   return {{batch / shards, shards, sp, tp}};
 }
 
+void check_sizes(const Mesh& mesh, int64_t sp, int64_t tp) {
+  const auto check = [&](Axis axis, int64_t ranks, const char* key) {
+    TESSERA_CHECK_VALUE(ranks <= 1 || mesh.size(axis) == ranks, "initialize", key, " is ", ranks, ", but the mesh has ",
+                        mesh.size(axis), " ranks along '", axis_name(axis), "'");
+  };
+  check(Axis::Sp, sp, "sequence_parallel_size");
+  check(Axis::Tp, tp, "tensor_parallel.autotp_size");
+}
+
 std::string asked_text(int shards, int sp, int tp) {
   return c10::str("zero_optimization.mics_shard_size ", shards > 0 ? shards : -1, ", sequence_parallel_size ", sp,
                   ", tensor_parallel.autotp_size ", tp);

@@ -99,4 +99,7 @@ class Mesh {
   GroupPtr single_;
 };
 
+// Value error, by the keys of a configuration, where `sp` or `tp` > 1 is not what a mesh that was given has along that axis.
+void check_sizes(const Mesh& mesh, int64_t sp, int64_t tp);
+
 }  // namespace tessera::comm

@@ -240,26 +240,15 @@ void check_adam(Reader& in) {
   in.ignored({"adam_w_mode", "torch_adam"});
 }
 
-void check_sgd(Reader& in, const optim::GroupOptions& group) {
-  if (group.nesterov && (group.momentum <= 0 || group.dampening != 0)) {
-    in.refuse("nesterov", "needs momentum > 0 and dampening 0");
-  }
-}
-
-void check_lamb(Reader& in, const optim::GroupOptions& group) {
+void check_lamb(Reader& in) {
   bool amsgrad = false;
   in.flag("amsgrad", amsgrad);
   if (amsgrad) in.refuse("amsgrad", "is not served; leave it out");
-  if (!(0 < group.min_coeff && group.min_coeff <= group.max_coeff)) {
-    in.refuse("min_coeff", "0 < min_coeff <= max_coeff must hold");
-  }
 }
 
 // What no single number says.
 void check_together(Reader& in, const optim::Type& type, const optim::GroupOptions& group) {
-  if (type.rule == optim::Rule::Adafactor && group.beta2_decay > 0) in.refuse("beta2_decay", "must be <= 0");
-  const bool turns = 0 < group.eta_minus && group.eta_minus < 1 && 1 < group.eta_plus;
-  if (type.name == std::string_view("Rprop") && !turns) in.refuse("etas", "0 < etas[0] < 1 < etas[1] must hold");
+  if (const auto wrong = optim::wrong_together(type, group)) in.refuse(wrong->field, wrong->text);
 }
 
 // Muon's `lr`, betas and eps are for both kinds of parameters; muon_lr and adam_lr go before `lr`.
@@ -348,8 +337,7 @@ std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer
   }
   options->rule == optim::Rule::Muon ? read_muon(in, type, *options) : read_fields(in, type, group);
   if (is_adam) check_adam(in);
-  if (options->rule == optim::Rule::Sgd) check_sgd(in, group);
-  if (options->rule == optim::Rule::Lamb) check_lamb(in, group);
+  if (options->rule == optim::Rule::Lamb) check_lamb(in);
   check_together(in, type, group);
   in.ignored({"foreach", "fused", "capturable", "set_grad_none", "max_grad_norm", "fp32_optimizer_states"});
   in.finish();

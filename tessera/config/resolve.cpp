@@ -175,6 +175,20 @@ void refuse_slices(const Config& config, const std::string& name, bool is_cut) {
                       is_cut ? " without tensor parallelism" : "");
 }
 
+void refuse_class(const std::string& name) {
+  TESSERA_CHECK_BUILT(name != "LBFGS", "initialize",
+                      "torch's LBFGS needs a closure, which engine.step() does not take");
+  TESSERA_CHECK_BUILT(name != "SparseAdam", "initialize",
+                      "torch's SparseAdam takes sparse gradients only, and an engine's are dense, those of sparse "
+                      "embeddings too; use Adam or AdamW");
+}
+
+void refuse_rounding(const std::string& name) {
+  TESSERA_CHECK_VALUE(false, "initialize", "stochastic_rounding of ", name,
+                      " is for programs without an engine; an engine rounds as tessera.rounding of its configuration "
+                      "says");
+}
+
 std::optional<optim::ScheduleOptions> native_schedule(const Config& config) {
   Report report;
   auto options = read_schedule(config.scheduler, report);

@@ -57,6 +57,12 @@ void check_without_optimizer(const Config& config);
 // says that tensor parallelism does; none where zero_allow_untested_optimizer is true. `name`: its class.
 void refuse_slices(const Config& config, const std::string& name, bool is_cut);
 
+// Not-implemented error for the classes of torch's optimizers that no engine can run: LBFGS and SparseAdam.
+void refuse_class(const std::string& name);
+
+// Value error for an optimizer, of the class `name`, that is to round at random: an engine rounds as its configuration says.
+void refuse_rounding(const std::string& name);
+
 // What a type is that C++ does not run, for messages: " (CyclicLR does in Python only)", " ('Adamm' is none: did you mean "Adam"?)".
 std::string where_optimizer_runs(const std::string& type);
 std::string where_schedule_runs(const std::string& type);

@@ -396,10 +396,13 @@ void Checkpointer::stage(std::vector<Item>& items) {
 
 std::string Checkpointer::save(const std::string& dir, const SaveOptions& options, ClientPart client) {
   const OneThread::Call call = engine_.enter("save_checkpoint");
-  TESSERA_CHECK_VALUE(!dir.empty(), "checkpoint", "save_dir is empty; name a folder");
-  const int keep_last = options.keep_last.value_or(0);
-  TESSERA_CHECK_VALUE(keep_last >= 0, "checkpoint", "keep_last is a number of checkpoints, or 0 for all, not ",
-                      keep_last);
+  on_all([&] {
+    TESSERA_CHECK_VALUE(!dir.empty(), "engine.save_checkpoint", "save_dir is empty; name a folder");
+    TESSERA_CHECK_VALUE(options.keep_last.value_or(0) >= 0, "engine.save_checkpoint",
+                        "keep_last is a number of checkpoints, or 0 for all, not ", *options.keep_last);
+    TESSERA_CHECK_VALUE(!options.deepspeed || !options.asynchronous.value_or(false), "engine.save_checkpoint",
+                        "checkpoint.format \"deepspeed\" cannot be written asynchronously");
+  });
   if (options.deepspeed) return save_as_deepspeed(dir, options, std::move(client));
   engine_.finish_update();
   wait();

@@ -75,6 +75,7 @@ void ClientStates::check(const std::string& key, const at::Tensor& value) const 
 }
 
 void ClientStates::set_full(int param, const std::string& key, const at::Tensor& full) const {
+  core_.layout().check_trained(param, "set_full");
   check(key, full);
   const State state = kept_.state(param);
   const Kind kind = agreed(param, state, key);
@@ -98,6 +99,7 @@ at::Tensor ClientStates::get_local(int param, const std::string& key) const {
 }
 
 void ClientStates::set_local(int param, const std::string& key, const at::Tensor& part) const {
+  core_.layout().check_trained(param, "set_local");
   const State state = kept_.state(param);
   const Kind kind = kind_of(param, state, key);
   refuse(kind, key, state);

@@ -52,8 +52,6 @@ io::Lock take(const std::string& path) {
 }  // namespace
 
 std::string Checkpointer::save_as_deepspeed(const std::string& dir, const SaveOptions& given, ClientPart client) {
-  TESSERA_CHECK_VALUE(!given.asynchronous.value_or(false), "engine.save_checkpoint",
-                      "checkpoint.format \"deepspeed\" cannot be written asynchronously");
   const checkpoint::DeepSpeedLayout layout = *given.deepspeed;
   const fs::path folder = fs::path(dir) / kBeside;
   const std::string beside = (folder / exchange(checkpoint::new_id(), "")[0]).string();

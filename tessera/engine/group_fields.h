@@ -32,4 +32,7 @@ void each_field(G& group, const F& f) {
   f("maximize", group.maximize);
 }
 
+// Why a saved value of this name ("betas" or "beta1" and "beta2") is none that a group was built with; empty where it may be one.
+std::string wrong_field(const std::string& name, double value);
+
 }  // namespace tessera::engine

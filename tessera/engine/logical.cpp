@@ -2,6 +2,7 @@
 
 #include <ATen/ops/scalar_tensor.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "tessera/base/error.h"
@@ -15,6 +16,13 @@ std::string kind_of(Engine& engine, Quantity quantity) {
   if (quantity == Quantity::Master) return kMaster;
   const auto names = optim::state_names(engine.options().rule, engine.groups());
   return names.name[quantity == Quantity::State0 ? 0 : 1];
+}
+
+int number_of(const Engine& engine, const at::Tensor& param) {
+  const auto& params = engine.params();
+  const auto found = std::ranges::find_if(params, [&](const ParamSpec& spec) { return spec.tensor.is_same(param); });
+  TESSERA_CHECK_VALUE(found != params.end(), "state", "this tensor is not a parameter of the engine");
+  return static_cast<int>(found - params.begin());
 }
 
 std::vector<int64_t> whole_shape(const ParamSpec& spec, const shard::Form& form) {

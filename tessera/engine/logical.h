@@ -19,6 +19,9 @@ inline constexpr const char* kRankBuffer = "rank_buffer";
 // "weight", "master" or the state's name in torch.
 std::string kind_of(Engine& engine, Quantity quantity);
 
+// The parameter's number. Value error for a tensor that is none of the engine's.
+int number_of(const Engine& engine, const at::Tensor& param);
+
 std::vector<int64_t> whole_shape(const ParamSpec& spec, const shard::Form& form);
 std::vector<checkpoint::Slice> slice_of(const shard::CutPtr& cut);
 

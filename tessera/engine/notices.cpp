@@ -38,6 +38,17 @@ std::string quoted(const std::vector<std::string>& names) {
 
 }  // namespace
 
+std::string nothing_trained(const std::vector<zero::ParamSpec>& params) {
+  if (std::ranges::any_of(params, [](const zero::ParamSpec& spec) { return spec.group >= 0; })) return "";
+  const bool frozen =
+      std::ranges::none_of(params, [](const zero::ParamSpec& spec) { return spec.tensor.requires_grad(); });
+  return c10::str("[initialize] nothing is trained: ",
+                  params.empty() ? "the model has no parameters"
+                  : frozen       ? "all parameters of the model are frozen"
+                                 : "none of the parameters that the optimizer is to have requires a gradient",
+                  ": until something is, this engine only evaluates");
+}
+
 std::vector<std::string> never_used(const std::vector<std::string>& names, const std::vector<int>& used, int steps) {
   std::set<std::string> may_be;
   for (size_t i = 0; i < names.size(); ++i)

@@ -35,6 +35,14 @@ class Notices {
   std::vector<std::string> texts_;
 };
 
+// A warning that an engine which should train has no parameter to do it with, and why; empty where it has one.
+std::string nothing_trained(const std::vector<zero::ParamSpec>& params);
+
+// A warning, of a forward inside an autocast region around an engine that does not enable it.
+inline constexpr const char* kWithoutAutocast =
+    "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast region "
+    "around it is switched off inside";
+
 // Returns those of the named parameters that no step used; `used` says in how many of `steps` steps each was. Members of a list
 // (experts, layers; also numbered names as expert_3) are left out where their disuse may be meant: for one step, if another
 // member was used; for several, if another member was used in only some of them.

@@ -45,9 +45,8 @@ Json read_group(const Node& node) {
     const Node value = node.at(name);
     if constexpr (std::is_same_v<T, bool>)
       value.flag();
-    else
-      value.check((value.real() >= 0 && value.real() < 1) || !std::string_view(name).starts_with("beta"),
-                  "is not from 0 to below 1");
+    else if (const std::string wrong = wrong_field(name, value.real()); !wrong.empty())
+      value.fail(wrong);
   });
   return node.json;
 }
@@ -68,6 +67,13 @@ SavedRunAccumulation read_accumulation(const Node& node) {
 }
 
 }  // namespace
+
+std::string wrong_field(const std::string& name, double value) {
+  if (name == "betas" || name == "beta1" || name == "beta2")
+    return value >= 0 && value < 1 ? "" : "is not from 0 to below 1";
+  const bool bounded = name == "eps" || name == "momentum" || name == "weight_decay";
+  return bounded && value < 0 ? "is below 0" : "";
+}
 
 std::string optimizer_of(Engine& engine) {
   const Options& options = engine.options();

@@ -504,9 +504,12 @@ std::string table_of(const Engine::Memory& memory) {
   return memory_table(memory, nullptr);
 }
 
-std::vector<CallRow> call_rows(const comm::CallRecord& record, Engine& engine, bool stragglers) {
+std::vector<CallRow> Watch::call_rows(Engine& engine, bool stragglers) const {
+  if (stragglers) engine.check_one_thread("comm_summary");
+  TESSERA_CHECK(calls_ != nullptr, "engine.comm_summary",
+                "collectives are not timed: set comms_logger.enabled to true");
   std::vector<CallRow> rows;
-  for (const comm::CallTimes& total : record.totals()) {
+  for (const comm::CallTimes& total : calls_->totals()) {
     rows.push_back({total});
     // The rank that came last waited least.
     if (stragglers) rows.back().straggler_seconds = total.seconds + engine.states().agree_max(-total.seconds);

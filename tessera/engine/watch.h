@@ -32,6 +32,12 @@ struct MemoryUse : Engine::Memory {
 std::ostream& operator<<(std::ostream& stream, const MemoryUse& memory);
 std::string table_of(const Engine::Memory& memory);  // without the formula
 
+// Collectives of one kind and size, as comms_logger notes them.
+struct CallRow {
+  comm::CallTimes total;
+  std::optional<double> straggler_seconds = {};  // how long this rank waited for the last one to come
+};
+
 class Watch {
  public:
   // Reads wall_clock_breakdown, comms_logger and fp16. Value error for operations that comms_logger cannot time. Local.
@@ -100,6 +106,8 @@ class Watch {
     Watch& watch_;
     std::optional<FlopCounter> counter_;
   };
+  // Rows of the collectives so far. Usage error without comms_logger.enabled. Collective with `stragglers`, else local.
+  std::vector<CallRow> call_rows(Engine& engine, bool stragglers) const;
   // Seconds of the last optimizer step by phase: gather and reduce lie inside others. Empty without wall_clock_breakdown, and
   // before the first step.
   using Seconds = std::array<double, kPhases.size()>;
@@ -162,13 +170,6 @@ std::vector<std::unique_ptr<io::MetricWriter>> metric_writers(const config::Conf
 // Betas of a param group as "(0.9, 0.999)", else its momentum as "0.9".
 std::string momentum_text(const std::vector<double>& values);
 
-// Collectives of one kind and size, as comms_logger notes them.
-struct CallRow {
-  comm::CallTimes total;
-  std::optional<double> straggler_seconds = {};  // how long this rank waited for the last one to come
-};
-// Rows of the record. Collective with `stragglers`, else local.
-std::vector<CallRow> call_rows(const comm::CallRecord& record, Engine& engine, bool stragglers);
 std::string text_of(const std::vector<CallRow>& rows);
 
 }  // namespace tessera::engine

@@ -276,6 +276,10 @@ class JsonLines final : public MetricWriter {
 
 }  // namespace
 
+std::string missing_numbers(const std::string& error) {
+  return error + "; the run goes on, and these numbers are missing until they can be written again";
+}
+
 void MetricWriter::warn(const std::string& /*text*/, int64_t /*step*/) {}
 
 std::unique_ptr<MetricWriter> csv_metrics(const std::string& folder) {

@@ -27,6 +27,9 @@ class MetricWriter {
   virtual void warn(const std::string& text, int64_t step);
 };
 
+// A warning that a writer has failed so: a run does not end for its numbers.
+std::string missing_numbers(const std::string& error);
+
 // ---- writers of files. A leading "~" of a path is the user's folder. Where another writer, of this program or another, has a path,
 // csv_metrics() and json_metrics() warn: the numbers of both stand there. A line that a killed program has left half ends there.
 

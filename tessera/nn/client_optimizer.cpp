@@ -109,34 +109,43 @@ void add_numbers(const std::string& blob, const std::string& what,
 
 }  // namespace
 
-ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
-                                 std::vector<engine::ParamSpec>& specs)
-    : optimizer_(std::move(optimizer)) {
-  TESSERA_CHECK_BUILT(dynamic_cast<torch::optim::LBFGS*>(optimizer_.get()) == nullptr, "initialize", kNeedsClosure);
+std::vector<std::vector<at::Tensor>> mark_groups(torch::optim::Optimizer& optimizer,
+                                                 std::vector<engine::ParamSpec>& specs) {
+  if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) config::refuse_class("LBFGS");
   const auto stepped = [](const auto& state) {
     const auto* const begun = dynamic_cast<const torch::optim::AdagradParamState*>(state.second.get());
     return begun == nullptr || begun->step() > 0;
   };
-  TESSERA_CHECK_VALUE(std::ranges::none_of(optimizer_->state(), stepped), "initialize", class_of(*optimizer_),
+  TESSERA_CHECK_VALUE(std::ranges::none_of(optimizer.state(), stepped), "initialize", class_of(optimizer),
                       " has states already; give an engine a new one, and load_checkpoint() its states");
   std::unordered_map<const void*, engine::ParamSpec*> known;
   for (engine::ParamSpec& spec : specs) {
     known.emplace(spec.tensor.unsafeGetTensorImpl(), &spec);
     spec.group = spec.joins = -1;
   }
-  for (size_t number = 0; number < optimizer_->param_groups().size(); ++number) {
-    originals_.push_back(optimizer_->param_groups()[number].params());
-    for (const at::Tensor& param : originals_.back()) {
+  std::vector<std::vector<at::Tensor>> groups;
+  for (size_t number = 0; number < optimizer.param_groups().size(); ++number) {
+    groups.push_back(optimizer.param_groups()[number].params());
+    for (const at::Tensor& param : groups.back()) {
       const auto found = known.find(param.unsafeGetTensorImpl());
       TESSERA_CHECK_VALUE(
           found != known.end(), "initialize", "the optimizer's param group ", number, " has a tensor of shape ",
           param.sizes(),
           " that is no parameter of the module: build it over the parameters of the module that is given");
-      TESSERA_CHECK_VALUE(found->second->group < 0, "initialize", "the optimizer has '", found->second->name,
+      TESSERA_CHECK_VALUE(found->second->joins < 0, "initialize", "the optimizer has '", found->second->name,
                           "' twice");
+      found->second->joins = static_cast<int>(number);
       if (param.requires_grad()) found->second->group = static_cast<int>(number);
     }
   }
+  return groups;
+}
+
+ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
+                                 std::vector<engine::ParamSpec>& specs)
+    : optimizer_(std::move(optimizer)), originals_(mark_groups(*optimizer_, specs)) {
+  for (engine::ParamSpec& spec : specs)
+    spec.joins = -1;  // it does not take what is thawed later
 }
 
 ClientOptimizer::ClientOptimizer(const optim::Type& type, const std::vector<optim::GroupOptions>& groups,

@@ -24,12 +24,14 @@
 
 namespace tessera::nn {
 
-inline constexpr const char* kNeedsClosure = "torch::optim::LBFGS needs a closure, which engine.step() does not take";
+// Marks in `specs` the groups of the optimizer's parameters, and returns these by group. Value error: one is not in `specs`, or in two
+// groups. Not-implemented error for LBFGS. Local.
+std::vector<std::vector<at::Tensor>> mark_groups(torch::optim::Optimizer& optimizer,
+                                                 std::vector<engine::ParamSpec>& specs);
 
 class ClientOptimizer final : public engine::KeptStates {
  public:
-  // Marks in `specs` the groups of its parameters. Value error: no tensor of it is in `specs`, one is not, a parameter is in two
-  // groups, it has states already. Not-implemented error for LBFGS, which needs a closure. Local.
+  // mark_groups(). Local.
   ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer, std::vector<engine::ParamSpec>& specs);
   // An optimizer of the configuration, Lamb, Muon or torch's; `specs` have its groups. Value error for options out of their
   // bounds, and for a vector in a group of matrices. Local.

@@ -226,8 +226,7 @@ class Cutter {
     for (const Decision& d : plan_.decisions) {
       if (d.partition == Partition::Skip) continue;
       const at::Tensor weight = own_param(*parts_.at(d.path), "weight");
-      TESSERA_CHECK_VALUE(weight.dim() == 2, "tensor_parallel", d.path, ": a weight of ", weight.dim(),
-                          " dims cannot be cut (", d.rule, ")");
+      parallel::check_matrix(d.path, weight.dim(), d.rule);
       const auto* embedding = parts_.at(d.path)->as<EmbeddingImpl>();
       const bool plain =
           embedding == nullptr ||
@@ -403,8 +402,7 @@ class Cutter {
     if (!bias.defined()) return;
     if (layer->sequence != nullptr && !column) summed_->sum_gradient(bias);  // it is added to a part
     if (!column) return;
-    TESSERA_CHECK_VALUE(bias.dim() == 1 && bias.numel() == d.total, "tensor_parallel", d.path, ": its bias of ",
-                        bias.sizes(), " does not fit the ", d.total, " outputs of its weight");
+    parallel::check_bias(d.path, bias.sizes(), d.total);
     Noted& noted = note_for(bias);
     noted.ranges = layer->ranges;
     noted.note->bias = layer;
@@ -453,9 +451,7 @@ std::optional<parallel::Plan> cut_model(torch::nn::Module& module, const Config&
     const CutLayer& layer = *param->layer();
     const comm::GroupPtr& before = layer.region.group;
     cuts_sequence = cuts_sequence || layer.sequence != nullptr;
-    TESSERA_CHECK_VALUE(before->rank() == group->rank() && before->size() == group->size(), "tensor_parallel",
-                        "the model is cut already, as rank ", before->rank(), " of ", before->size(), "; here is rank ",
-                        group->rank(), " of ", group->size(), ": use the mesh that it was cut for, or build it anew");
+    parallel::check_same_ranks(before->rank(), before->size(), *group);
     is_cut = true;
   }
   TESSERA_CHECK_VALUE(!is_cut || cuts_sequence || !config.tessera.sequence_parallel_norms, "config",

@@ -141,6 +141,7 @@ class KernelOptimizer final : public Optimizer {
                   const std::vector<std::vector<at::Tensor>>& params);
 
   at::Tensor step(LossClosure closure = nullptr) override;
+  MadeOptimizer made();
   void save(OutputArchive& archive) const override { torch::optim::serialize<State, KernelOptions>(archive, *this); }
   void load(InputArchive& archive) override;
 
@@ -197,16 +198,19 @@ void KernelOptimizer::check_group(size_t number, const KernelOptions& options) c
     refuse("", vectors, " parameters have fewer than two dimensions: put them into a group with use_muon false");
 }
 
+MadeOptimizer KernelOptimizer::made() {
+  MadeOptimizer made{kind_.type, {}};
+  for (size_t number = 0; number < param_groups_.size(); ++number) {
+    const KernelOptions& present = options(number);
+    check_group(number, present);
+    made.groups.push_back(present.group);
+    made.stochastic_rounding |= present.stochastic_rounding;
+  }
+  return made;
+}
+
 void KernelOptimizer::check_param(const at::Tensor& param, size_t group, size_t index) const {
-  const at::ScalarType dtype = param.scalar_type();
-  std::string says;
-  if (kind_.has_kernel() && kind_.on_cpu_only && !param.is_cpu())
-    says = c10::str("is on ", param.device(),
-                    ": outside an engine parameters on the CPU are updated, others by torch::optim");
-  else if (kind_.has_kernel() && dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf)
-    says = c10::str("is ", dtype, "; served are Float, BFloat16 and Half");
-  else if (param.grad().layout() != at::kStrided)
-    says = "has a sparse gradient, which is not served: build its module with sparse(false)";
+  const std::string says = optim::wrong_param(kind_.type->rule, kind_.on_cpu_only, param);
   if (!says.empty()) refuse("", "parameter ", index, " of group ", group, " ", says);
 }
 
@@ -409,6 +413,11 @@ optim::GroupOptions& group_options(OptimizerParamGroup& group) {
       found != nullptr, "group_options",
       "the options are not of an optimizer of nn::make_optimizer(), or of one that is torch::optim's own class");
   return found->group;
+}
+
+std::optional<MadeOptimizer> made_optimizer(Optimizer& optimizer) {
+  auto* const found = dynamic_cast<KernelOptimizer*>(&optimizer);
+  return found == nullptr ? std::nullopt : std::optional(found->made());
 }
 
 std::shared_ptr<Optimizer> make_optimizer(const std::string& type,

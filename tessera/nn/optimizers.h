@@ -19,11 +19,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "tessera/nn/recipe.h"
 #include "tessera/optim/optimizer.h"
+#include "tessera/optim/types.h"
 
 namespace tessera::nn {
 
@@ -46,6 +48,15 @@ struct OptimizerArguments {
 std::shared_ptr<torch::optim::Optimizer> make_optimizer(const std::string& type,
                                                         const torch::OrderedDict<std::string, at::Tensor>& params,
                                                         const OptimizerArguments& arguments = {});
+
+// What an engine takes of such an optimizer, to run the rule itself; nothing of other classes, torch::optim's among them. Value error
+// for hyper-parameters out of their bounds, as step() has it. For front ends.
+struct MadeOptimizer {
+  const optim::Type* type;
+  std::vector<optim::GroupOptions> groups;
+  bool stochastic_rounding = false;  // of any group
+};
+std::optional<MadeOptimizer> made_optimizer(torch::optim::Optimizer& optimizer);
 
 // The hyper-parameters of a param group of such an optimizer, which may be changed between steps. A group comes to
 // add_param_group() without options: it gets those that all began with. Value error for options of another class.

@@ -41,8 +41,7 @@ void check(const Config& config, const comm::Parts& parts, int chunks) {
     TESSERA_CHECK_VALUE(shape.size(comm::kAxes) == size, "pipeline", "stages have ", size, " and ",
                         shape.size(comm::kAxes), " ranks; they must have equally many");
   pipeline::check_served(config, static_cast<int>(parts.shapes.size()));
-  TESSERA_CHECK_VALUE(chunks >= 1 && (chunks == 1 || parts.shapes.size() > 1), "pipeline", "chunks ", chunks, " with ",
-                      parts.shapes.size(), " stages; it needs 2 stages");
+  pipeline::check_chunks(chunks, static_cast<int>(parts.shapes.size()));
 }
 
 // Where the ranks of a stage wait for each other, the batch of an engine that failed has ended their groups. Collective.

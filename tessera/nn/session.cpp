@@ -14,6 +14,7 @@
 #include "tessera/engine/inputs.h"
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/cut_model.h"
+#include "tessera/nn/optimizers.h"
 #include "tessera/nn/parallel.h"
 #include "tessera/nn/sequence_layers.h"
 #include "tessera/parallel/sequence_regions.h"
@@ -22,21 +23,9 @@ namespace tessera::nn {
 
 namespace {
 
-// What only a mesh can give is never left out silently.
-void check_axes(const Config& config, const comm::Mesh& mesh) {
-  const auto check = [&](comm::Axis axis, int64_t ranks, const char* key) {
-    TESSERA_CHECK_VALUE(ranks <= 1 || mesh.size(axis) == ranks, "initialize", key, " is ", ranks, ", but the mesh has ",
-                        mesh.size(axis), " ranks along '", comm::axis_name(axis), "'");
-  };
-  check(comm::Axis::Sp, config.sequence_parallel_size, "sequence_parallel_size");
-  check(comm::Axis::Tp, config.tensor_parallel.autotp_size, "tensor_parallel.autotp_size");
-}
-
 optim::OptimizerOptions configured_optimizer(const Config& config) {
   const std::string& type = config.optimizer.type;
-  TESSERA_CHECK_BUILT(type != "LBFGS", "initialize", kNeedsClosure);
-  TESSERA_CHECK_BUILT(type != "SparseAdam", "initialize",
-                      "SparseAdam takes sparse gradients only, and an engine's are dense; use Adam or AdamW");
+  config::refuse_class(type);
   auto found = config::native_optimizer(config);
   if (!found) found = config::torch_optimizer(config);
   TESSERA_CHECK_VALUE(found, "initialize", "the configuration names no optimizer that runs in C++",
@@ -70,7 +59,8 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     : module_(std::move(module)), watch_(config), logs_(part != Part::Other && mesh.rank(comm::kAxes) == 0) {
   TESSERA_CHECK_VALUE(module_ != nullptr, "initialize", "the module is null");
   config.validate();
-  check_axes(config, mesh);
+  // What only a mesh can give is never left out silently.
+  comm::check_sizes(mesh, config.sequence_parallel_size, config.tensor_parallel.autotp_size);
   warn(config::check_cpp_serves(config));
   if (watch_.calls() != nullptr) mesh = comm::timed_mesh(mesh, watch_.calls());
   gathers_for_export_ =
@@ -94,7 +84,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     if (const CutParamPtr note = cut_note(param); note != nullptr) cuts_.emplace_back(param, note);
   if (config.tessera.sequence_parallel_norms && cuts_.empty()) warn({parallel::kNoRegions});
   auto specs = param_specs(*module_, units);
-  prepare_optimizer(config, recipe, part == Part::Whole, specs);
+  prepare_optimizer(config, recipe, part == Part::Whole, specs, options);
   if (evaluates_) options.rule = optim::Rule::External;
   if (client_ != nullptr) {
     options.rule = optim::Rule::External;
@@ -124,6 +114,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
   cast_buffers(*module_, config.data_types.buffer_dtype, is_16bit ? kept : std::vector<std::string>());
   apply_schedule();
+  give_options();
   watch_.attach(live(), logs_);
   if (!logs_) return;
   for (const std::string& line : watch_.first_lines(live()))
@@ -134,7 +125,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
 
 // Settles the param groups, and who updates them by which rates.
 void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool whole,
-                                std::vector<engine::ParamSpec>& specs) {
+                                std::vector<engine::ParamSpec>& specs, engine::Options& options) {
   own_schedule_ = recipe.schedule;
   if (own_schedule_ == nullptr) schedule_ = config::native_schedule(config);
   TESSERA_CHECK_VALUE(schedule_ || own_schedule_ || config.scheduler.type.empty(), "initialize",
@@ -144,8 +135,7 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
   if (recipe.optimizer != nullptr) {
     TESSERA_CHECK_VALUE(recipe.groups.empty(), "initialize",
                         "an optimizer of one's own has its groups already: leave Recipe::groups empty");
-    client_ = std::make_unique<ClientOptimizer>(recipe.optimizer, specs);
-    groups_ = client_->groups();
+    take_optimizer(recipe.optimizer, specs, options);
   } else if (config.optimizer.type.empty()) {
     config::check_without_optimizer(config);
     TESSERA_CHECK_VALUE(recipe.groups.empty(), "initialize",
@@ -164,6 +154,34 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
     base_lrs_.push_back(group.lr);
   if (evaluates_) schedule_.reset(), own_schedule_ = nullptr;
   if (schedule_) optim::check(*schedule_, groups_.size());
+}
+
+// An optimizer of make_optimizer() says which rule runs on what; any other one updates by itself.
+void Session::take_optimizer(const std::shared_ptr<torch::optim::Optimizer>& optimizer,
+                             std::vector<engine::ParamSpec>& specs, engine::Options& options) {
+  const auto made = made_optimizer(*optimizer);
+  if (!made) {
+    client_ = std::make_unique<ClientOptimizer>(optimizer, specs);
+    groups_ = client_->groups();
+    return;
+  }
+  if (made->stochastic_rounding) config::refuse_rounding(made->type->name);
+  mark_groups(*optimizer, specs);
+  made_ = optimizer;
+  groups_ = made->groups;
+  options.rule = made->type->rule;
+  if (!optim::has_kernel(options.rule)) client_ = std::make_unique<ClientOptimizer>(*made->type, groups_, specs);
+}
+
+void Session::take_options() {
+  if (made_ == nullptr) return;
+  const std::vector<optim::GroupOptions> groups = made_optimizer(*made_)->groups;
+  std::copy_n(groups.begin(), std::min(groups.size(), live().groups().size()), live().groups().begin());
+}
+
+void Session::give_options() {
+  for (size_t i = 0; made_ != nullptr && i < made_->param_groups().size(); ++i)
+    group_options(made_->param_groups()[i]) = live().groups().at(i);
 }
 
 engine::Engine& Session::trained_by(const char* call) const {
@@ -200,6 +218,10 @@ int Session::add_param_group(const std::vector<at::Tensor>& params, const optim:
   }
   live().check_addition({options}, added, known);
   live().add_group(options);
+  if (made_ != nullptr) {
+    made_->add_param_group(torch::optim::OptimizerParamGroup(params));
+    group_options(made_->param_groups().back()) = options;
+  }
   for (const engine::ParamSpec& spec : added)
     live().add_param(spec);
   for (const int id : known)
@@ -242,6 +264,7 @@ bool Session::step(std::optional<double> global_norm) {
   live().held_error().rethrow();
   const bool boundary = !live().options().managed_accumulation || live().is_gradient_accumulation_boundary();
   std::function<void()> update;
+  take_options();
   if (client_ != nullptr) {
     client_->publish(*core_);
     update = [this] { client_->run(*core_); };
@@ -251,6 +274,7 @@ bool Session::step(std::optional<double> global_norm) {
   if (applied) {
     ++schedule_steps_;
     apply_schedule();
+    give_options();
   }
   if (live().global_steps() != steps) report_step();
   return applied;
@@ -340,7 +364,9 @@ void Session::look_before_update() {
   for (auto& [param, note] : cuts_)
     keep_cut(param, note);
   live().held_error().rethrow();
-  if (live().options().zero.update_in_backward && c10::GradMode::is_enabled()) live().set_fault(fault());
+  if (!live().options().zero.update_in_backward || !c10::GradMode::is_enabled()) return;
+  take_options();
+  live().set_fault(fault());
 }
 
 std::string Session::fault() {

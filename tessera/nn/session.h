@@ -379,8 +379,14 @@ class Session {
   }
   // live(), which has an optimizer; usage error of that name else.
   engine::Engine& trained_by(const char* call) const;
-  void prepare_optimizer(const Config& config, const Recipe& recipe, bool whole, std::vector<engine::ParamSpec>& specs);
+  void prepare_optimizer(const Config& config, const Recipe& recipe, bool whole, std::vector<engine::ParamSpec>& specs,
+                         engine::Options& options);
+  void take_optimizer(const std::shared_ptr<torch::optim::Optimizer>& optimizer, std::vector<engine::ParamSpec>& specs,
+                      engine::Options& options);
   void put_rates(const std::vector<double>& rates);
+  // The hyper-parameters of made_ become those of the core, or the other way round.
+  void take_options();
+  void give_options();
   void apply_schedule();
   engine::ClientPart client_part(const ClientValues& client) const;
   void check_contents(const char* call);
@@ -419,8 +425,10 @@ class Session {
   std::vector<std::string> leaves_;               // paths of modules that run as one
   std::shared_ptr<GatheredSequences> sequences_;  // null where nothing is partitioned
   std::unique_ptr<ClientOptimizer> client_;       // in place of the core's
-  bool evaluates_ = false;                        // there is no optimizer
-  std::vector<optim::GroupOptions> groups_;       // at the start
+  std::shared_ptr<torch::optim::Optimizer>
+      made_;                                 // the program's, of make_optimizer(), whose rule the core or client_ runs
+  bool evaluates_ = false;                   // there is no optimizer
+  std::vector<optim::GroupOptions> groups_;  // at the start
   std::optional<optim::ScheduleOptions> schedule_;
   std::shared_ptr<Schedule> own_schedule_;  // in the place of the configuration's
   std::vector<double> base_lrs_;

@@ -92,11 +92,10 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
     chosen.deepspeed = {save_options_.deepspeed->stage, live().mesh().size(comm::kBatchAxes)};
   engine::ClientPart part;
   live().checkpoints().on_all([&] {
-    std::vector<std::string> own;
+    std::vector<std::string> keys;
     for (const auto& [name, value] : client)
-      if (chosen.deepspeed && checkpoint::deepspeed::is_own_key(name)) own.push_back(name);
-    TESSERA_CHECK_VALUE(own.empty(), "engine.save_checkpoint",
-                        "the program's values have keys that are DeepSpeed's own: ", c10::Join(", ", own));
+      keys.push_back(name);
+    if (chosen.deepspeed) checkpoint::deepspeed::check_client_keys(keys);
     part = client_part(client);
   });
   return noting([&] { return live().checkpoints().save(dir, chosen, std::move(part)); });
@@ -189,6 +188,7 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   if (schedule) live().checkpoints().on_all([&] { own_schedule_->load_state(*schedule); });
   if (client_ != nullptr) put_rates(lr());
   apply_schedule();
+  give_options();
   saved.put_random(device(), generators_);
   return loaded;
 }

@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "tessera/base/error.h"
+#include "tessera/engine/notices.h"
 #include "tessera/nn/session.h"
 
 namespace tessera::nn {
@@ -28,16 +29,12 @@ void Session::give(io::MetricWriter& writer, const F& f) {
     f();
     failing_.erase(&writer);
   } catch (const IoError& error) {
-    if (failing_.insert(&writer).second)
-      warn({c10::str(error.what_without_backtrace(),
-                     "; the run goes on, and these numbers are missing until they can be written again")});
+    if (failing_.insert(&writer).second) warn({io::missing_numbers(error.what_without_backtrace())});
   }
 }
 
 void Session::warn_of_region() {
-  warn(
-      {"[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast "
-       "region around it is switched off inside"});
+  warn({engine::kWithoutAutocast});
 }
 
 bool Session::is_cut() const {
@@ -56,11 +53,8 @@ void Session::warn_of_cuts() {
 }
 
 void Session::warn_of_frozen() {
-  const auto trains = [](const engine::ParamSpec& spec) { return spec.group >= 0; };
-  if (evaluates_ || std::ranges::any_of(live().params(), trains)) return;
-  warn({c10::str("[initialize] nothing is trained: ",
-                 live().params().empty() ? "the model has no parameters" : "all parameters of the model are frozen",
-                 ": until something is, this engine only evaluates")});
+  const std::string warning = evaluates_ ? "" : engine::nothing_trained(live().params());
+  if (!warning.empty()) warn({warning});
 }
 
 void Session::warn_of_step() {
@@ -113,10 +107,7 @@ void Session::write_metrics(const std::vector<io::Metric>& metrics) {
 }
 
 std::vector<engine::CallRow> Session::comm_summary(bool stragglers) const {
-  if (engine::Engine& core = live(); stragglers) core.check_one_thread("comm_summary");
-  TESSERA_CHECK(watch_.calls() != nullptr, "engine.comm_summary",
-                "collectives are not timed: set comms_logger.enabled to true");
-  return engine::call_rows(*watch_.calls(), live(), stragglers);
+  return watch_.call_rows(live(), stragglers);
 }
 
 Session::Forward::Forward(Session& session) : session_(session) {

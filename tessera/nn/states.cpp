@@ -21,20 +21,13 @@ int ReadStates::number(const ParamKey& key) const {
                         near.empty() ? "" : ": did you mean '" + near + "'?");
     param = *found;
   }
-  for (size_t i = 0; i < core_.params().size(); ++i)
-    if (core_.params()[i].tensor.is_same(param)) return static_cast<int>(i);
-  TESSERA_FAIL(c10::ValueError, "[state] this tensor is not a parameter of the engine");
+  return engine::number_of(core_, param);
 }
 
 int ReadStates::joined(const ParamKey& key) const {
   const int id = number(key);
   if (!trained(id) && core_.params()[id].joins >= 0) core_.join();
   return id;
-}
-
-int ReadStates::optimized(int number) const {
-  TESSERA_CHECK_VALUE(trained(number), "state", "there is nothing of this kind for the parameter: it is not optimized");
-  return number;
 }
 
 at::Tensor ReadStates::full_param(const ParamKey& param) const {
@@ -55,16 +48,16 @@ at::Tensor ReadStates::full_state(const ParamKey& param, const std::string& key)
 }
 
 void States::set_full_param(const ParamKey& param, const at::Tensor& value) const {
-  core_.states().set_full(optimized(joined(param)), Quantity::Master, value);
+  core_.states().set_full(joined(param), Quantity::Master, value);
   core_.refresh_params();
 }
 
 void States::set_full_grad(const ParamKey& param, const at::Tensor& value) const {
-  core_.states().set_full(optimized(joined(param)), Quantity::Gradient, value);
+  core_.states().set_full(joined(param), Quantity::Gradient, value);
 }
 
 void States::set_full_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const {
-  const int id = optimized(joined(param));
+  const int id = joined(param);
   client_ != nullptr ? ClientStates(core_, *client_).set_full(id, key, value)
                      : OptimizerStates(core_).set_full(id, key, value);
 }
@@ -95,16 +88,16 @@ at::Tensor ReadStates::local_state(const ParamKey& param, const std::string& key
 }
 
 void States::set_local_param(const ParamKey& param, const at::Tensor& value) const {
-  core_.states().set_local(optimized(joined(param)), Quantity::Master, value);
+  core_.states().set_local(joined(param), Quantity::Master, value);
   core_.refresh_params();
 }
 
 void States::set_local_grad(const ParamKey& param, const at::Tensor& value) const {
-  core_.states().set_local(optimized(number(param)), Quantity::Gradient, value);
+  core_.states().set_local(number(param), Quantity::Gradient, value);
 }
 
 void States::set_local_state(const ParamKey& param, const std::string& key, const at::Tensor& value) const {
-  const int id = optimized(number(param));
+  const int id = number(param);
   client_ != nullptr ? ClientStates(core_, *client_).set_local(id, key, value)
                      : OptimizerStates(core_).set_local(id, key, value);
 }

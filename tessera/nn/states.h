@@ -48,7 +48,6 @@ class ReadStates {
  protected:
   int joined(const ParamKey& param) const;
   bool trained(int number) const { return core_.params()[number].group >= 0; }
-  int optimized(int number) const;
   at::Tensor local(const ParamKey& param, engine::Quantity what) const;
 
   engine::Engine& core_;

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "tessera/base/error.h"
+#include "tessera/optim/types.h"
 
 namespace tessera::optim {
 namespace {
@@ -97,6 +98,18 @@ class Flats {
 };
 
 }  // namespace
+
+std::string wrong_param(Rule rule, bool on_cpu_only, const at::Tensor& param) {
+  const at::ScalarType dtype = param.scalar_type();
+  if (has_kernel(rule) && on_cpu_only && !param.is_cpu())
+    return c10::str("is on ", param.device(),
+                    ": outside an engine parameters on the CPU are updated, others by torch's optimizers");
+  if (has_kernel(rule) && dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf)
+    return c10::str("is ", dtype, "; served are Float, BFloat16 and Half");
+  if (param.grad().layout() != at::kStrided)
+    return "has a sparse gradient, which is not served: build its module without sparse gradients";
+  return "";
+}
 
 void update_tensors(Rule rule, const GroupOptions& group, const std::vector<TensorUpdate>& tensors,
                     kernels::Rounding rounding, uint64_t seed) {

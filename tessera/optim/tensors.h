@@ -4,11 +4,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <string>
 #include <vector>
 
 #include "tessera/optim/optimizer.h"
 
 namespace tessera::optim {
+
+// Why a program's optimizer cannot update a parameter that has a gradient: a kernel's rule one of another dtype, or with `on_cpu_only`
+// on a device; any one with a sparse gradient. Empty where it can.
+std::string wrong_param(Rule rule, bool on_cpu_only, const at::Tensor& param);
 
 // A parameter that is its own master: read as fp32, updated in one pass, rounded to its dtype. All tensors have one shape and
 // device and are strided.

@@ -232,6 +232,21 @@ OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode) {
   return options;
 }
 
+std::optional<Together> wrong_together(const Type& type, const GroupOptions& group) {
+  if (type.rule == Rule::Sgd && group.nesterov && (group.momentum <= 0 || group.dampening != 0))
+    return Together{"nesterov",
+                    c10::str("needs momentum > 0 and dampening 0, got ", group.momentum, " and ", group.dampening)};
+  if (type.rule == Rule::Lamb && !(0 < group.min_coeff && group.min_coeff <= group.max_coeff))
+    return Together{"min_coeff", c10::str("must be above 0 and no more than max_coeff, got ", group.min_coeff, " and ",
+                                          group.max_coeff)};
+  if (type.rule == Rule::Adafactor && group.beta2_decay > 0)
+    return Together{"beta2_decay", c10::str("must be <= 0, got ", group.beta2_decay)};
+  if (type.name == std::string_view("Rprop") && !(0 < group.eta_minus && group.eta_minus < 1 && 1 < group.eta_plus))
+    return Together{"etas",
+                    c10::str("must have 0 < etas[0] < 1 < etas[1], got ", group.eta_minus, " and ", group.eta_plus)};
+  return {};
+}
+
 std::string wrong_in(const Type& type, const GroupOptions& group) {
   std::ostringstream wrong;
   const auto add = [&]() -> std::ostream& { return wrong << (wrong.tellp() > 0 ? "; " : ""); };
@@ -250,12 +265,7 @@ std::string wrong_in(const Type& type, const GroupOptions& group) {
       wrong << ", got " << value;
     });
   }
-  if (type.rule == Rule::Lamb && !(0 < group.min_coeff && group.min_coeff <= group.max_coeff))
-    add() << "0 < min_coeff <= max_coeff must hold, got " << group.min_coeff << " and " << group.max_coeff;
-  if (type.rule == Rule::Adafactor && group.beta2_decay > 0)
-    add() << "beta2_decay must be <= 0, got " << group.beta2_decay;
-  if (type.name == std::string_view("Rprop") && !(0 < group.eta_minus && group.eta_minus < 1 && 1 < group.eta_plus))
-    add() << "0 < etas[0] < 1 < etas[1] must hold, got " << group.eta_minus << " and " << group.eta_plus;
+  if (const auto together = wrong_together(type, group)) add() << together->field << " " << together->text;
   return wrong.str();
 }
 

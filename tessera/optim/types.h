@@ -73,8 +73,14 @@ bool is_native_type(const std::string& type);
 // `adam_w_mode` is false (DeepSpeed's rule).
 OptimizerOptions options_of_type(const std::string& type, bool adam_w_mode = true);
 
-// What is out of its bounds, or no finite number: "lr must be >= 0, got -1; ..."; empty where nothing is.
+// What is out of its bounds, no finite number, or wrong_together(): "lr must be >= 0, got -1; ..."; empty where nothing is.
 std::string wrong_in(const Type& type, const GroupOptions& group);
+// A rule that says what fields must be together, and is not kept; its field for a report.
+struct Together {
+  const char* field;
+  std::string text;
+};
+std::optional<Together> wrong_together(const Type& type, const GroupOptions& group);
 // Value error that says it, with the type's name as its origin, or `origin`, and the number of the param group if it is given.
 void check(const Type& type, const GroupOptions& group, const std::string& origin = "",
            std::optional<size_t> number = {});

@@ -56,6 +56,7 @@ struct WholeUpdate {
 // Lamb (You et al., arXiv:1904.00962, algorithm 2): Adam's direction plus weight_decay * w, scaled for every parameter by
 // |w| / |direction|, which is kept within min_coeff and max_coeff; 1 where either norm is 0. Bias correction is applied to the rate
 // and not to the moments. `eps_inside_sqrt`: the direction is mean / sqrt(square + eps), else mean / (sqrt(square) + eps).
+// All is computed in the parameter's dtype: in fp16 an eps below 2^-25 is 0, and a gradient of zeros gives NaN, as with torch's Adam.
 // Muon (Jordan et al.): Nesterov momentum, made a nearly orthogonal matrix by `ns_steps` steps of a Newton-Schulz iteration in
 // bf16, times sqrt(max(1, rows / columns)); decoupled weight decay. Parameters of more than two dimensions count as matrices of
 // their first one. Groups without use_muon are updated as by AdamW. Every rank computes the whole of one matrix after the other.

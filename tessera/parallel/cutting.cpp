@@ -7,6 +7,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "tessera/base/error.h"
+#include "tessera/comm/group.h"
 
 namespace tessera::parallel {
 
@@ -54,6 +55,21 @@ std::string key_of(const std::string& path, const std::string& param) {
   return path + "." + param;
 }
 }  // namespace
+
+void check_matrix(const std::string& path, int64_t dims, const std::string& rule) {
+  TESSERA_CHECK_VALUE(dims == 2, "tensor_parallel", path, ": a weight of ", dims, " dims cannot be cut (", rule, ")");
+}
+
+void check_bias(const std::string& path, at::IntArrayRef sizes, int64_t outputs) {
+  TESSERA_CHECK_VALUE(sizes.size() == 1 && sizes[0] == outputs, "tensor_parallel", path, ": its bias of ", sizes,
+                      " does not fit the ", outputs, " outputs of its weight");
+}
+
+void check_same_ranks(int rank, int size, const comm::Group& group) {
+  TESSERA_CHECK_VALUE(rank == group.rank() && size == group.size(), "tensor_parallel",
+                      "the model is cut already, as rank ", rank, " of ", size, "; here is rank ", group.rank(), " of ",
+                      group.size(), ": use the mesh that it was cut for, or build it anew");
+}
 
 PlanBuilder::PlanBuilder(const std::vector<Module>& modules, const ModelFacts& facts, const PlanOptions& options)
     : modules_(modules), facts_(facts), options_(options) {

@@ -9,6 +9,10 @@
 
 #include "tessera/parallel/plan.h"
 
+namespace tessera::comm {
+class Group;
+}
+
 namespace tessera::parallel {
 
 std::string lower(std::string text);
@@ -17,6 +21,12 @@ std::string parent_of(const std::string& path);  // "" of a root
 bool is_inside(const std::string& path, const std::string& ancestor);
 // Finds components like "attn", "self_attention": the outermost path of them around `path`; "" where there is none.
 std::string attention_around(const std::string& path);
+
+// Value error for a weight that is no matrix, for a bias that does not fit the outputs of its weight, and for a model that was cut as
+// another rank than this one of `group`.
+void check_matrix(const std::string& path, int64_t dims, const std::string& rule);
+void check_bias(const std::string& path, at::IntArrayRef sizes, int64_t outputs);
+void check_same_ranks(int rank, int size, const comm::Group& group);
 
 // The modules with their places, and the plan in the making.
 class PlanBuilder {

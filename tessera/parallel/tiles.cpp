@@ -7,9 +7,11 @@
 #include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <unordered_set>
 
@@ -144,11 +146,24 @@ struct TileGraph {
   at::Tensor output;
 };
 
+int64_t length_to_cut(const Tiled& tiles) {
+  const auto name = [&](size_t k) { return tiles.names.empty() ? "tensor " + std::to_string(k) : tiles.names[k]; };
+  const size_t first = std::ranges::find(tiles.cut, true) - tiles.cut.begin();
+  TESSERA_CHECK_VALUE(first < tiles.cut.size(), "tiled", "there is no tensor to cut");
+  const at::IntArrayRef sizes = tiles.tensors[first].sizes();
+  for (size_t k = first; k < tiles.tensors.size(); ++k) {
+    const at::IntArrayRef other = tiles.tensors[k].sizes();
+    const bool fits = other.size() > static_cast<size_t>(tiles.dim) && other[tiles.dim] == sizes[tiles.dim];
+    TESSERA_CHECK_VALUE(!tiles.cut[k] || fits, "tiled", name(k), " has the sizes ", other, ", ", name(first), " ",
+                        sizes, ": dim ", tiles.dim, " of all that is cut must be the sequence");
+  }
+  return sizes[tiles.dim];
+}
+
 struct TilePlan {
   explicit TilePlan(const Tiled& given) : TilePlan(given, TileAround(given.tensors)) {}
   TilePlan(const Tiled& given, TileAround before) : tiles(given), around(std::move(before)) {
-    const auto first = std::find(tiles.cut.begin(), tiles.cut.end(), true) - tiles.cut.begin();
-    ranges = tile_ranges(tiles.tensors[first].size(tiles.dim), tiles.count);
+    ranges = tile_ranges(length_to_cut(tiles), tiles.count);
     for (size_t k = 0; k < tiles.tensors.size(); ++k)
       if (tiles.tensors[k].requires_grad()) wanted.push_back(k);
   }
@@ -451,7 +466,7 @@ at::Tensor tiled(const Tiled& tiles, int64_t join, const std::function<std::vect
     first = records ? plan->first().output.detach() : plan->plain(0);
   }
   TESSERA_CHECK_VALUE(first.dim() > 0 || weights, "tiled",
-                      "the function returns a scalar, of which no weights are given");
+                      "the function returns a scalar: say how those of the tiles are reduced");
   const TileWeights factors = first.dim() == 0 ? TileWeights(weights()) : std::nullopt;
   if (!records) {
     const TileRegion region(plan->around);
@@ -459,6 +474,11 @@ at::Tensor tiled(const Tiled& tiles, int64_t join, const std::function<std::vect
   }
   const TileTensors inputs = plan->tensors_and_params();
   return Recomputed::apply(at::TensorList(inputs), plan, first, join, factors);
+}
+
+at::Tensor tiled(const Tiled& tiles, int64_t join, TileReduction reduction, const at::Tensor& valid) {
+  return tiled(tiles, join,
+               [&] { return tile_factors(tile_ranges(length_to_cut(tiles), tiles.count), reduction, valid); });
 }
 
 at::Tensor tiled_with_gradients(const Tiled& tiles, const std::vector<double>& weights) {
@@ -495,22 +515,25 @@ at::Tensor tiled_loss(const TileLoss& loss, const at::Tensor& x, const at::Tenso
                       TileReduction reduction, const at::Tensor& mask) {
   TileTensors given{x, y};
   if (mask.defined()) given.push_back(mask);
-  for (const at::Tensor& t : given)
-    TESSERA_CHECK_VALUE(x.dim() >= 2 && t.dim() >= 2 && t.sizes().slice(0, 2) == x.sizes().slice(0, 2), "tiled_loss",
-                        "a tensor has the sizes ", t.sizes(), ", x ", x.sizes(), ": all begin with [batch, sequence]");
+  constexpr std::array names{"x", "labels", "mask"};
+  for (size_t k = 0; k < given.size(); ++k) {
+    const at::IntArrayRef sizes = given[k].sizes();
+    const bool fits = x.dim() >= 2 && sizes.size() >= 2 && sizes.slice(0, 2) == x.sizes().slice(0, 2);
+    TESSERA_CHECK_VALUE(fits, "tiled_loss", names[k], " has the sizes ", sizes, ", x ", x.sizes(),
+                        ": all begin with [batch, sequence]");
+  }
   const TileFunction f = [loss](const TileTensors& pieces) {
     return loss(pieces[0], pieces[1], pieces.size() > 2 ? pieces[2] : at::Tensor());
   };
-  const Tiled all{.f = f, .tensors = given, .cut = std::vector<bool>(given.size(), true), .dim = 1, .count = tiles};
+  const Tiled all{.f = f, .tensors = given, .cut = std::vector<bool>(given.size(), true), .count = tiles};
   at::Tensor valid;
   if (!y.is_floating_point()) valid = y.dim() > 2 ? (y != kIgnoredLabel).flatten(2).any(2) : y != kIgnoredLabel;
   if (mask.defined()) valid = valid.defined() ? valid & (mask != 0) : mask != 0;
-  const auto weights = [&] { return tile_factors(tile_ranges(x.size(1), tiles), reduction, valid); };
   const TileAround around(given);
   const bool fp16 = x.scalar_type() == at::kHalf ||
                     std::ranges::any_of(around.autocast, [](const auto& each) { return each.second == at::kHalf; });
-  if (fp16 || !at::GradMode::is_enabled()) return tiled(all, 0, weights);
-  return tiled_with_gradients(all, weights());
+  if (fp16 || !at::GradMode::is_enabled()) return tiled(all, 0, reduction, valid);
+  return tiled_with_gradients(all, tile_factors(tile_ranges(x.size(1), tiles), reduction, valid));
 }
 
 }  // namespace tessera::parallel

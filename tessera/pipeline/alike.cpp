@@ -64,6 +64,12 @@ void check_served(const Config& config, int stages) {
                       "managed_gradient_accumulation must be true: train_batch() counts its micro-batches");
 }
 
+void check_chunks(int chunks, int stages) {
+  TESSERA_CHECK_VALUE(chunks >= 1 && (chunks == 1 || stages > 1), "pipeline",
+                      "a stage has 1 chunk or more, and several only beside another stage; got ", chunks,
+                      " chunks with ", stages, " stages");
+}
+
 void check_ties(const Config& config, bool tied) {
   const bool low = config.bf16.bf16_master_weights_and_grads || config.bf16.bf16_optimizer_states;
   TESSERA_CHECK_BUILT(

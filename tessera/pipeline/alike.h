@@ -14,6 +14,8 @@ namespace tessera::pipeline {
 
 // Not-implemented error for stage 3 in several stages; value error without managed_gradient_accumulation. Local.
 void check_served(const Config& config, int stages);
+// Value error for chunks of a stage that are none, or several of the only stage. Local.
+void check_chunks(int chunks, int stages);
 // Not-implemented error where this stage has `tied` weights and updates would round at random. Local.
 void check_ties(const Config& config, bool tied);
 // Not-implemented error for a call that writes the whole model's weights into files of others, where no stage has them. Local.

@@ -260,6 +260,10 @@ void StateAccess::end_writes() {
   units_.shared().written("values that are loaded");
 }
 
+void StateAccess::check_trained(ParamId param, const char* call) const {
+  static_cast<void>(units_.trained(param, call));
+}
+
 std::pair<int64_t, int64_t> StateAccess::local_range(ParamId param) const {
   const shard::Range range = units_.local_range(units_.trained(param, "local_range"));
   return {range.begin, range.end};

@@ -77,6 +77,7 @@ class StateAccess {
   void complete_gradient(ParamId param);
   // This rank's part of the parameter's flattened elements, [begin, end).
   std::pair<int64_t, int64_t> local_range(ParamId param) const;
+  void check_trained(ParamId param, const char* call) const;  // value error for one that is not optimized
 
   // get_full() for values that the client keeps, such as the states of an optimizer that runs itself. `part`: one value for
   // each element of local_range(), shaped as local_view() is. fp32, shape as of get_full(); collective.

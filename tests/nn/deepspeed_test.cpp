@@ -164,6 +164,24 @@ TEST(DeepSpeed, OptimizersOfTorchGoOn) {
   EXPECT_FALSE(optimizer->state().empty());
 }
 
+// What a rank asks for alone: the others do not wait for it, and all go on.
+TEST(DeepSpeed, WhatOneRankCannotSaveIsAnErrorOnAll) {
+  for (const char* format : {"tessera", "deepspeed"}) {
+    const io::TempFolder folder;
+    testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
+      auto net = net_of(1);
+      auto engine = initialize(net, config_of(1, format), comm::Mesh(group));
+      const auto error = [&](const std::string& dir, const engine::SaveOptions& options) {
+        return testing::error_of<c10::ValueError>([&] { engine.save_checkpoint(dir, options); });
+      };
+      EXPECT_HAS(error(rank == 1 ? "" : folder.path(), {}),
+                 "[engine.save_checkpoint] save_dir is empty; name a folder");
+      EXPECT_HAS(error(folder.path(), {.keep_last = rank == 0 ? -1 : 1}), "keep_last is a number of checkpoints");
+      train(engine, 1);
+    });
+  }
+}
+
 TEST(DeepSpeed, WhatCannotBeIsRefused) {
   const io::TempFolder folder;
   const auto refused = [&](const auto& call) { return testing::error_of<c10::Error>(call); };
@@ -171,7 +189,7 @@ TEST(DeepSpeed, WhatCannotBeIsRefused) {
   auto engine = initialize(net, config_of(1, "deepspeed"));
   const ClientValues own{{"global_steps", int64_t{1}}, {"mine", int64_t{1}}, {"module", int64_t{1}}};
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), {}, own); }),
-             "the program's values have keys that are DeepSpeed's own: global_steps, module");
+             "the program's values (client_state) have keys that are DeepSpeed's own: global_steps, module");
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), engine::SaveOptions{.asynchronous = true}); }),
              "asynchronously");
   EXPECT_HAS(refused([&] { engine.save_checkpoint(folder.path(), engine::SaveOptions{.tag = "../x"}); }), "tag");

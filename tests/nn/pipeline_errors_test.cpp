@@ -120,7 +120,7 @@ TEST(Pipeline, WhatOneStageCannotBuildIsAnErrorOnAll) {
   const std::vector<Row> rows{
       {"[pipeline] managed_gradient_accumulation must be true", {}, R"("managed_gradient_accumulation": false,)"},
       {"[pipeline] zero_optimization.stage 3 is not served", [](Case& c, Layers&) { c.zero = 3; }},
-      {"[pipeline] chunks 0 with 2 stages", [](Case& c, Layers&) { c.chunks = 0; }},
+      {"several only beside another stage; got 0 chunks with 2 stages", [](Case& c, Layers&) { c.chunks = 0; }},
       {"[layer] no memory",
        [](Case&, Layers& list) {
          for (int number = 0; number < list.size(); ++number)
@@ -274,7 +274,8 @@ TEST(Pipeline, NamesWhatItCannotDo) {
   });
   expect({.chunks = 2, .micro_batches = 3}, "must be a multiple of 2", [](int, Case&, Layers&) {});
   expect({.schedule = "interleaved"}, "num_chunks", [](int, Case&, Layers&) {});
-  expect({.stages = 1, .chunks = 2}, "it needs 2 stages", [](int, Case&, Layers&) {});
+  expect({.stages = 1, .chunks = 2}, "several only beside another stage; got 2 chunks with 1 stages",
+         [](int, Case&, Layers&) {});
   // Copies of a tied layer with another number, other shapes or dtypes of parameters.
   using Make = std::function<torch::nn::Linear()>;
   const std::vector<std::pair<Make, std::string>> others{

@@ -10,6 +10,7 @@
 
 #include "tessera/nn/engine.h"
 #include "tessera/nn/hooked.h"
+#include "tessera/nn/optimizers.h"
 #include "tessera/nn/whole_optimizer.h"
 #include "tests/io/temp_folder.h"
 #include "tests/support/errors.h"
@@ -75,6 +76,14 @@ std::shared_ptr<Optimizer> of_whole(torch::nn::Module& module, const char* type)
   return std::make_shared<WholeOptimizer>(options.rule, groups, params);
 }
 
+// Those of make_optimizer().
+std::shared_ptr<Optimizer> of_tessera(torch::nn::Module& module, const char* type) {
+  const auto set = [](optim::GroupOptions& options) { options.lr = 0.01, options.weight_decay = 0.1; };
+  const auto of_vectors = [](optim::GroupOptions& options) { options.lr = 0.02, options.weight_decay = 0; };
+  return make_optimizer(type, module.named_parameters(),
+                        {.set = set, .groups = {{.takes = is_vector, .set = of_vectors}}});
+}
+
 struct Case {
   const char* name;
   std::function<std::shared_ptr<Optimizer>(torch::nn::Module&)> plain;
@@ -99,6 +108,10 @@ std::vector<Case> cases() {
        optimizer_of("RMSprop", R"(, "momentum": 0.5, "centered": true, "alpha": 0.9)")},
       {"Lamb", [](auto& m) { return of_whole(m, "Lamb"); }, optimizer_of("Lamb")},
       {"Muon", [](auto& m) { return of_whole(m, "Muon"); }, optimizer_of("muon")},
+      {"Tessera's Adam", [](auto& m) { return of_tessera(m, "Adam"); }},
+      {"Tessera's Lion", [](auto& m) { return of_tessera(m, "Lion"); }},
+      {"Tessera's NAdam", [](auto& m) { return of_tessera(m, "NAdam"); }},
+      {"Tessera's Lamb", [](auto& m) { return of_tessera(m, "Lamb"); }},
       {"AdamW", adamw},
       {"SGD", [](auto& m) { return of_torch<SGD>(m, SGDOptions(0.01).momentum(0.9).weight_decay(0.1)); }},
       {"RMSprop", [](auto& m) { return of_torch<RMSprop>(m, RMSpropOptions(0.01).weight_decay(0.1)); }},
@@ -381,14 +394,15 @@ struct Wrong {
 // As the configuration would be; wherever it comes from, all ranks have the error, and nothing has changed.
 TEST(Recipe, HyperParametersOfGroupsHaveTheBoundsOfTheConfiguration) {
   const double nan = std::nan("");
-  const std::vector<Wrong> wrongs{{[](auto& g) { g.lr = -1; }, "lr must be >= 0, got -1"},
-                                  {[=](auto& g) { g.lr = nan; }, "lr must be >= 0, got nan"},
-                                  {[](auto& g) { g.lr = INFINITY; }, "lr must be a finite number, got inf"},
-                                  {[](auto& g) { g.beta2 = 1; }, "beta 1 must be in [0, 1), got 1"},
-                                  {[=](auto& g) { g.weight_decay = nan; }, "weight_decay must be >= 0, got nan"},
-                                  {[](auto& g) { g.momentum = -1; }, "momentum must be >= 0, got -1", "SGD"},
-                                  {[](auto& g) { g.min_coeff = 20; }, "0 < min_coeff <= max_coeff must hold", "Lamb"},
-                                  {[](auto& g) { g.momentum = 1; }, "momentum must be in [0, 1), got 1", "Muon"}};
+  const std::vector<Wrong> wrongs{
+      {[](auto& g) { g.lr = -1; }, "lr must be >= 0, got -1"},
+      {[=](auto& g) { g.lr = nan; }, "lr must be >= 0, got nan"},
+      {[](auto& g) { g.lr = INFINITY; }, "lr must be a finite number, got inf"},
+      {[](auto& g) { g.beta2 = 1; }, "beta 1 must be in [0, 1), got 1"},
+      {[=](auto& g) { g.weight_decay = nan; }, "weight_decay must be >= 0, got nan"},
+      {[](auto& g) { g.momentum = -1; }, "momentum must be >= 0, got -1", "SGD"},
+      {[](auto& g) { g.min_coeff = 20; }, "min_coeff must be above 0 and no more than max_coeff", "Lamb"},
+      {[](auto& g) { g.momentum = 1; }, "momentum must be in [0, 1), got 1", "Muon"}};
   for (const Wrong& wrong : wrongs)
     for (const int stage : {0, 1, 2, 3})
       for (const int ranks : {1, 2})
@@ -446,50 +460,6 @@ TEST(Recipe, MuonIsForMatricesInside) {
             std::pair(std::vector<int>({0, 0, 2, 2, 1, 2}), std::string("vmv")));
   EXPECT_HAS(testing::error_of<c10::ValueError>([&] { groups_of({{.takes = first, .use_muon = true}}); }),
              "Muon updates matrices, and '0.bias' has 1 dimensions");
-}
-
-// Its step() would need what an engine has not: a closure, whole parameters, states.
-class Norms : public Optimizer {
- public:
-  using Optimizer::Optimizer;
-  at::Tensor step(LossClosure) override { return {}; }
-};
-
-TEST(Recipe, OptimizersThatCannotBeRunAreRefused) {
-  const auto error = [](int stage, const auto& make, const std::string& more = "") {
-    auto model = net();
-    const std::shared_ptr<Optimizer> optimizer = make(*model);
-    return testing::error_of([&] {
-      initialize(model, config_of_stage(stage, more), comm::Mesh(), Recipe{.optimizer = optimizer}).destroy();
-      EXPECT_EQ(optimizer->param_groups()[0].params().size(), 6U);  // they are back
-    });
-  };
-  const auto norms = [](auto& model) {
-    return std::make_shared<Norms>(model.parameters(), std::make_unique<torch::optim::SGDOptions>(0.1));
-  };
-  EXPECT_EQ(error(0, norms), "");
-  EXPECT_HAS(error(1, norms), "is not known to work on slices of parameters, as stage 1 gives them");
-  EXPECT_EQ(error(1, norms, R"(, "zero_allow_untested_optimizer": true)"), "");
-  testing::run_axes({{comm::Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
-    const auto model = torch::nn::Sequential(torch::nn::Linear(4, 4));
-    const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2,
-        "partition_config": {"use_default_specs": false, "layer_specs": [{"patterns": ["0"], "partition_type": "column"}]}}})");
-    EXPECT_HAS(testing::error_of([&] { initialize(model, config, mesh, Recipe{.optimizer = norms(*model)}); }),
-               "as tensor_parallel.autotp_size gives them; set \"zero_allow_untested_optimizer\": true if it updates "
-               "element by element, or use stage 0 without tensor parallelism");
-  });
-  EXPECT_HAS(error(0, [](auto& m) { return std::make_shared<torch::optim::LBFGS>(m.parameters()); }),
-             "needs a closure");
-  EXPECT_HAS(error(0, [](auto&) { return std::make_shared<torch::optim::SGD>(net()->parameters(), 0.1); }),
-             "that is no parameter of the module");
-  EXPECT_HAS(error(0,
-                   [](auto& model) {
-                     auto adam = std::make_shared<torch::optim::Adam>(model.parameters());
-                     model.parameters()[0].mutable_grad() = at::ones({7, 5});
-                     adam->step();
-                     return adam;
-                   }),
-             "has states already");
 }
 
 TEST(Recipe, EmptyFunctionsAreNone) {

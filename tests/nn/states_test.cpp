@@ -90,7 +90,11 @@ TEST(States, ByParameterAndByAnyName) {
 
           EXPECT_FALSE(states.full_param("1.weight").defined()) << "frozen";
           EXPECT_FALSE(states.local_state("1.weight", "exp_avg").defined());
-          EXPECT_HAS(text([&] { states.set_full_param("1.weight", at::zeros({3, 5})); }), "it is not optimized");
+          EXPECT_HAS(text([&] { states.set_full_param("1.weight", at::zeros({3, 5})); }),
+                     "parameter '1.weight' is not optimized");
+          EXPECT_HAS(text([&] { states.set_full_state("1.weight", "exp_avg", at::zeros({3, 5})); }),
+                     "parameter '1.weight' is not optimized");
+          EXPECT_HAS(text([&] { states.set_local_grad("1.weight", at::zeros({15})); }), "is not optimized");
           EXPECT_HAS(text([&] { states.full_param("2.weight"); }), "the module has no parameter '2.weight'");
           EXPECT_HAS(text([&] { states.full_param(at::ones({1})); }), "is not a parameter of the engine");
           EXPECT_HAS(text([&] { states.full_state(weight, "sum"); }),

@@ -61,7 +61,11 @@ TEST(OptimizerOptions, OutOfBounds) {
   EXPECT_HAS(error("Adam", [](auto& g) { g.beta2 = std::nan(""); }), "beta 1 must be in [0, 1), got nan");
   EXPECT_EQ(testing::error_of<c10::ValueError>([] { check(*find_type("Adam"), {.lr = -1}, "FusedAdam", 2); }),
             "[FusedAdam] param group 2: lr must be >= 0, got -1");
-  EXPECT_HAS(error("Lamb", [](auto& g) { g.min_coeff = 20; }), "0 < min_coeff <= max_coeff must hold, got 20 and 10");
+  EXPECT_HAS(error("SGD", [](auto& g) { g.nesterov = true; }),
+             "nesterov needs momentum > 0 and dampening 0, got 0 and 0");
+  EXPECT_HAS(error("Adafactor", [](auto& g) { g.beta2_decay = 0.5; }), "[Adafactor] beta2_decay must be <= 0, got 0.5");
+  EXPECT_HAS(error("Lamb", [](auto& g) { g.min_coeff = 20; }),
+             "min_coeff must be above 0 and no more than max_coeff, got 20 and 10");
 }
 
 }  // namespace

@@ -150,7 +150,22 @@ TEST(Tiles, WhatCannotBeCutIsRefused) {
       "computed outside of it and requires gradients (by MulBackward");
   const auto loss = [&](const auto& a, const auto& b, const auto& c) { return net.loss(a, b, c); };
   EXPECT_HAS(error_of<c10::ValueError>([&] { tiled_loss(loss, x, y.narrow(1, 0, 3), 2); }),
-             "all begin with [batch, sequence]");
+             "[tiled_loss] labels has the sizes [2, 3], x [2, 13, 8]: all begin with [batch, sequence]");
+  const auto all = [](const at::Tensor& a, const at::Tensor& b, std::vector<std::string> names = {}) {
+    const Tiled tiles{.f = [](const auto& pieces) { return pieces[0].sum(); },
+                      .tensors = {a, b},
+                      .cut = {true, true},
+                      .count = 2,
+                      .names = std::move(names)};
+    return error_of<c10::ValueError>([&] { tiled(tiles, 1); });
+  };
+  const at::Tensor four = at::ones({1, 4, 2});
+  EXPECT_HAS(all(four, at::ones({1, 5}), {"x", "y"}),
+             "[tiled] y has the sizes [1, 5], x [1, 4, 2]: dim 1 of all that is cut must be the sequence");
+  EXPECT_HAS(all(four, at::ones(4)), "tensor 1 has the sizes [4], tensor 0 [1, 4, 2]: dim 1 of all");
+  EXPECT_HAS(all(four, four), "[tiled] the function returns a scalar: say how");
+  EXPECT_HAS(error_of<c10::ValueError>([&] { tiled({.f = {}, .tensors = {four}, .cut = {false}}, 1); }),
+             "[tiled] there is no tensor to cut");
   EXPECT_HAS(
       error_of<c10::ValueError>([&] { tiled_loss([](const auto& a, auto&, auto&) { return a.sum(2); }, x, y, 2); }),
       "the function must return a scalar");

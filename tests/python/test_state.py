@@ -141,7 +141,13 @@ def test_frozen_and_foreign_parameters() -> None:
     assert state.get_full_fp32_param(engine, model.head.bias) is None
     assert state.get_full_grad(engine, model.head.bias) is None
     assert state.get_full_optimizer_state(engine, model.head.bias, "exp_avg") is None
-    with pytest.raises(ValueError, match="not a parameter"):
+    zeros = torch.zeros_like(model.head.bias)
+    for write in (state.set_full_fp32_param, state.set_local_grad):
+        with pytest.raises(ValueError, match=r"parameter 'head\.bias' is not optimized"):
+            write(engine, model.head.bias, zeros)
+    with pytest.raises(ValueError, match=r"parameter 'head\.bias' is not optimized"):
+        state.set_full_optimizer_state(engine, model.head.bias, "exp_avg", zeros)
+    with pytest.raises(ValueError, match="not a parameter of the engine"):
         state.get_full_grad(engine, torch.ones(1))
     engine.destroy()
 

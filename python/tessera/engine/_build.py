@@ -31,15 +31,6 @@ from tessera.zero.leaf import LEAF_MARK, apply_config, is_leaf_module, leaf_path
 Base = torch.optim.Optimizer | None
 
 
-def check_optimizer(settings: _core.Config, configured: bool, nothing: str) -> list[str]:
-    """ConfigError where the stage needs an optimizer; warnings. `configured`: the caller or the configuration has one;
-    `nothing`: what to say where it trains nothing."""
-    if not configured:
-        _core.check_without_optimizer(settings)
-        return []
-    return [f"[initialize] {nothing}: until something is, this engine only evaluates"] if nothing else []
-
-
 def options_of(settings: _core.Config, base: Base, rule: NativeRule | None, ranks: Ranks) -> _core.EngineOptions:
     options = _core.engine_options(settings, ranks.dp_world_size)
     options.rule = rule.rule if rule is not None else _core.Rule.External

@@ -58,7 +58,6 @@ from tessera.optim.engines import (
     keep_optimizer,
     mark_stepped,
     native_rule,
-    nothing_trained,
 )
 from tessera.parallel.engines import TensorParallel
 from tessera.sequence import SequenceParallelGroups
@@ -172,7 +171,9 @@ class Engine(nn.Module):
             base = self._build_optimizer(model_parameters)
             own = not isinstance(optimizer, torch.optim.Optimizer)
             joins = groups_of_frozen(model, base, model_parameters, own)
-            self._check_optimizer(base, given_sizes(model, self.client_optimizer, model_parameters))
+            self._program.optimizer_made(base, given_sizes(model, self.client_optimizer, model_parameters))
+            if not self._is_to_train():
+                _core.check_without_optimizer(self._settings)
             # All that the caller's arguments can make fail comes before the core, which changes the parameters.
             self.lr_scheduler = build_schedule(self._settings, optimizer, base, lr_scheduler)
             self.training_dataloader = (
@@ -221,11 +222,9 @@ class Engine(nn.Module):
         base = build_optimizer(self._settings, self.module, self.client_optimizer, model_parameters, **more)
         return None if base is None else self._front.built(self._settings, self.client_optimizer, base)
 
-    def _check_optimizer(self, base: torch.optim.Optimizer | None, given: list[int]) -> None:
-        self._program.optimizer_made(base, given)
-        configured = self.client_optimizer is not None or bool(self._settings.optimizer.type)
-        nothing = nothing_trained(base, self.module) if configured and not self._program.of_several else ""
-        self._warn(_build.check_optimizer(self._settings, configured, nothing))
+    def _is_to_train(self) -> bool:
+        """The caller or the configuration has an optimizer."""
+        return self.client_optimizer is not None or bool(self._settings.optimizer.type)
 
     def _build_core(self, base: torch.optim.Optimizer | None, policy: UnitPolicy, joins: dict[int, int]) -> None:
         settings, module, loans = self._settings, self.module, self._loans
@@ -238,6 +237,8 @@ class Engine(nn.Module):
         units, lines = _build.units_of(module, settings, policy, loans)
         self._warn(lines)
         specs = _build.specs_of(module, base, units, options.autocast.enabled, self._parallel, joins)
+        if self._is_to_train() and not self._program.of_several:
+            self._warn(_core.nothing_trained(specs.params))
         self.core = _core.Engine(options, self._ranks.mesh, specs.params, _build.group_options(base, rule))
         self._updates = _build.updates_of(self.core, specs, settings, self._ranks)
         buffers = (b for b in module.buffers() if b.layout == torch.strided and not b.is_meta)

@@ -98,12 +98,7 @@ class Forward:
             switched_off = core.pre_forward()
             try:
                 if switched_off and self._warn is not None:
-                    self._warn(
-                        [
-                            "[engine] forward runs without autocast: its configuration does not enable torch_autocast, "
-                            "so the torch.autocast region around it is switched off inside"
-                        ]
-                    )
+                    self._warn([_core.WITHOUT_AUTOCAST])
                 outputs = module(*args, **kwargs)
                 core.post_forward(tensors_in(outputs))
                 parallel.after_forward(self._device)

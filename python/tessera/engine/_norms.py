@@ -10,7 +10,7 @@ from tessera import _core
 from tessera.engine._joining import Joining
 from tessera.engine._look import Look, fault_text, own_error_first
 from tessera.engine._updates import Updates
-from tessera.errors import ConfigError, UsageError
+from tessera.errors import UsageError
 
 
 class Norms:
@@ -64,8 +64,6 @@ class Norms:
         problem: Exception | None = None
         if norm_type != 2:
             problem = NotImplementedError(f"[engine.clip_grad_norm_] norm_type {norm_type} is not served; use 2.0")
-        elif not max_norm >= 0:
-            problem = ConfigError(f"[engine.clip_grad_norm_] max_norm must be a number >= 0, got {max_norm}")
         limit = 0.0 if problem else float(max_norm)
         norm = self._on_all(lambda fault: self._core.clip_grad_norm(limit, fault), problem)
         return torch.tensor(norm, device=self._device)

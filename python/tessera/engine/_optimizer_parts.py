@@ -17,13 +17,9 @@ from tessera.engine._run import Run
 from tessera.errors import ConfigError, IoError
 from tessera.optim.engines import ExternalRunner, SlicesRunner
 
-# A param group's values that the core has by the same name, for runs that were saved from C++; "betas" beside them.
-_FROM_CORE = ("lr", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay")
 # Ranks along these have the same states where those are not sharded.
 _COPIES = [_core.Axis.DpReplicate, _core.Axis.DpShard, _core.Axis.Sp]
 _COUNTS = frozenset({"last_epoch", "last_batch_iteration"})  # numbers without which a schedule is nothing
-# Bounds of these values of param groups.
-_RANGES = {"betas": (0, 1), **dict.fromkeys(("eps", "momentum", "weight_decay"), (0, math.inf))}
 # Lists of torch's schedules with one entry for each param group.
 _OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
@@ -264,9 +260,9 @@ def _check_range(key: str, value: Any, present: Any, what: str) -> None:
     """IoError for what no optimizer that has `present` there was built with."""
     pairs = zip(value, present, strict=False) if key == "betas" and present else [(value, present)]
     for one, other in pairs:
-        low, high = _RANGES.get(key, (-math.inf, math.inf))
-        if isinstance(other, (int, float)) and low <= other < high and not low <= one < high:
-            raise IoError(f"[checkpoint] {what} is damaged: {one!r:.40} is not from {low} to below {high}")
+        could_be = isinstance(other, (int, float)) and not _core.wrong_field(key, other)
+        if could_be and (wrong := _core.wrong_field(key, one)):
+            raise IoError(f"[checkpoint] {what} is damaged: {one!r:.40} {wrong}")
 
 
 def _groups_of(run: Run) -> list[dict[str, Any]]:
@@ -313,8 +309,9 @@ def put_groups(run: Run, saved: list[SavedGroup | None] | None) -> None:
     groups = run.basic_optimizer.param_groups
     if saved is None:
         for group, options in zip(groups, run.core.groups(), strict=False):
-            values = {key: getattr(options, key) for key in _FROM_CORE if not isinstance(group.get(key), tuple)}
-            values["betas"] = (options.beta1, options.beta2)
+            values: dict[str, Any] = {**_core.group_fields(options), "betas": (options.beta1, options.beta2)}
+            if isinstance(run._updates.runner, ExternalRunner):  # of which the core has the rates only
+                values = {"lr": options.lr}
             group.update({key: _of_kind(value, group[key]) for key, value in values.items() if key in group})
         return
     for group, of in zip(groups, saved, strict=True):

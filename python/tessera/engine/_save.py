@@ -46,7 +46,7 @@ def save(run: Run, request: SaveRequest) -> None:
     group_names = run._program.group_names(run._updates.group_names)
     # An error of one rank comes here, before the first of them counts on the others.
     with on_all(run.core):
-        _check(request, as_deepspeed, asynchronous)
+        _check(request, as_deepspeed)
         run._contents.check(run.module, "save_checkpoint")
         options = _core.SaveOptions(
             tag="" if request.tag is None else str(request.tag),
@@ -74,8 +74,7 @@ def save(run: Run, request: SaveRequest) -> None:
         if (steps := steps_of(run.lr_scheduler)) is not None:
             values["schedule_steps"] = steps
         buffers = [(name, "buffer", tensor) for name, tensor in buffers_of(run).items()]
-        assert request.folder is not None  # _check()
-        folder = os.fspath(request.folder)
+        folder = os.fspath(request.folder or "")
 
     aliases = _aliases(run, names)
     _core.save_checkpoint(run.core, folder, options, json.dumps(values), blobs, buffers, states, aliases)
@@ -85,19 +84,14 @@ def _given(value: Any, configured: Any) -> Any:
     return configured if value is None else value
 
 
-def _check(request: SaveRequest, as_deepspeed: bool, asynchronous: bool) -> None:
+def _check(request: SaveRequest, as_deepspeed: bool) -> None:
     client_state = request.client_state
-    if not request.folder:
-        raise ConfigError("[engine.save_checkpoint] save_dir is empty; name a folder")
     if not isinstance(client_state, dict):
         raise ConfigError(f"[engine.save_checkpoint] client_state is a dict, not a {type(client_state).__name__}")
     if "checkpoint_parallel_dimensions" in client_state:
         raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
-    if as_deepspeed and asynchronous:
-        raise ConfigError('[engine.save_checkpoint] checkpoint.format "deepspeed" cannot be written asynchronously')
-    if as_deepspeed and (own := [k for k in client_state if isinstance(k, str) and _core.is_deepspeeds_key(k)]):
-        own_keys = ", ".join(sorted(own))
-        raise ConfigError(f"[engine.save_checkpoint] client_state has keys that are DeepSpeed's own: {own_keys}")
+    if as_deepspeed:
+        _core.check_client_keys([key for key in client_state if isinstance(key, str)])
 
 
 def _of_loader(loader: Any, random_state: bool) -> dict[str, Any]:

@@ -26,8 +26,7 @@ class Updates:
 
     def trained_by(self, call: str) -> Runner:
         """The runner. UsageError where engine.`call` has none."""
-        if self.core.destroyed():
-            raise UsageError(f"[engine.{call}] the engine was destroyed; build a new one")
+        self.core.check_live(call)
         if self.runner is None:
             raise UsageError(f"[engine.{call}] there is no optimizer; pass one to tessera.initialize or configure one")
         return self.runner

@@ -147,8 +147,7 @@ class Watch:
     def call_rows(self, core: _core.Engine, stragglers: bool) -> tuple[list[dict[str, Any]], str]:
         """Returns one row an operation and message size, and all as text. Collective with `stragglers`: time waited for
         the slowest rank."""
-        assert self.calls is not None
-        return _core.call_rows(self.calls, core, stragglers)
+        return self._numbers.call_rows(core, stragglers)
 
     def close(self) -> None:
         self._numbers.end_line()

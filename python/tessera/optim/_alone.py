@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 T = TypeVar("T")
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Options that ask for something else than the kernels compute.
 UNSERVED = ("amsgrad", "capturable", "differentiable")
 
@@ -143,15 +142,8 @@ class KernelOptimizer(torch.optim.Optimizer):
         )
 
     def _check(self, param: torch.Tensor, group: int, index: int) -> None:
-        if self._on_cpu_only and not param.is_cpu:
-            says = f"is on {param.device}: outside an engine parameters on the CPU are updated, others by torch.optim"
-        elif param.dtype not in _DTYPES:
-            says = f"is {param.dtype}; served are float32, bfloat16 and float16"
-        elif param.grad is not None and param.grad.layout != torch.strided:
-            says = "has a sparse gradient, which is not served: build its module with sparse=False"
-        else:
-            return
-        raise ConfigError(f"[{self._name}] parameter {index} of group {group} {says}")
+        if says := _core.wrong_param(self._rule, self._on_cpu_only, param):
+            raise ConfigError(f"[{self._name}] parameter {index} of group {group} {says}")
 
     def _check_group(self, number: int, group: Group) -> None:
         for name in UNSERVED:

@@ -51,18 +51,10 @@ def build_optimizer(
             return None
         built = maybe
     _check_of_model(built, model)
-    if isinstance(built, torch.optim.LBFGS):
-        raise NotImplementedError("[initialize] torch.optim.LBFGS needs a closure, which engine.step() does not take")
-    if isinstance(built, torch.optim.SparseAdam):
-        raise NotImplementedError(
-            "[initialize] torch.optim.SparseAdam takes sparse gradients only, and an engine's are dense, those of "
-            "nn.Embedding(sparse=True) too; use Adam or AdamW"
-        )
+    if isinstance(built, torch.optim.LBFGS | torch.optim.SparseAdam):
+        _core.refuse_class("LBFGS" if isinstance(built, torch.optim.LBFGS) else "SparseAdam")
     if any(group.get("stochastic_rounding") for group in built.param_groups):
-        raise ConfigError(
-            f"[initialize] stochastic_rounding of {type(built).__name__} is for programs without an engine; an engine "
-            "rounds as tessera.rounding of its configuration says"
-        )
+        _core.refuse_rounding(type(built).__name__)
     if not is_tested(built):
         _core.refuse_slices(config, type(built).__name__, is_cut)
     return built
@@ -78,18 +70,6 @@ def _check_of_model(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             "build it over the parameters of the very module that is handed over (not of a copy, nor of one whose "
             "parameters were replaced since)"
         )
-
-
-def nothing_trained(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> str:
-    """A text that nothing is trained, and why; empty where something is."""
-    if optimizer is not None and any(param.requires_grad for param in params_of(optimizer.param_groups)):
-        return ""
-    params = list(model.parameters())
-    if not params:
-        return "nothing is trained: the model has no parameters"
-    if not any(param.requires_grad for param in params):
-        return "nothing is trained: all parameters of the model are frozen"
-    return "nothing is trained: none of the parameters that the optimizer is to have requires a gradient"
 
 
 def keep_optimizer(optimizer: Any) -> Callable[[], None]:

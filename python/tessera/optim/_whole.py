@@ -108,7 +108,8 @@ class Lamb(WholeOptimizer):
     """LAMB (You et al., arXiv:1904.00962, algorithm 2): Adam's direction plus weight_decay * w, scaled for every
     parameter by |w| / |direction|, which is kept within min_coeff and max_coeff; 1 where either norm is 0. Bias
     correction, as in FusedLamb's configurations, is applied to the rate and not to the moments. `eps_inside_sqrt`: the
-    direction is mean / sqrt(square + eps), else mean / (sqrt(square) + eps)."""
+    direction is mean / sqrt(square + eps), else mean / (sqrt(square) + eps). Alone it computes in the parameter's
+    dtype: in fp16 an eps below 2**-25 is 0, and a gradient of zeros gives NaN, as with torch.optim.Adam."""
 
     _rule = _core.Rule.Lamb
 

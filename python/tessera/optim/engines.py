@@ -14,7 +14,6 @@ from tessera.optim._factory import (
     given_sizes,
     keep_optimizer,
     momentum_of,
-    nothing_trained,
     params_of,
     plain_values,
 )
@@ -50,7 +49,6 @@ __all__ = [
     "mark_stepped",
     "momentum_of",
     "native_rule",
-    "nothing_trained",
     "orthogonal",
     "params_of",
     "plain_values",

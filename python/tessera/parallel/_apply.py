@@ -148,10 +148,7 @@ class Cutter:
         of = ParamCut(tuple(param.shape) if before is None else before.sizes, decision.dim, ranges)
         if decision.param != "weight":
             return self._experts(module, decision, of)
-        if len(of.sizes) != 2:
-            raise ConfigError(
-                f"[tensor_parallel] {decision.path}: a weight of {len(of.sizes)} dims cannot be cut ({decision.rule})"
-            )
+        _core.check_matrix(decision.path, len(of.sizes), decision.rule)
         return self._layer(module, decision, of)
 
     def _experts(self, module: nn.Module, decision: _core.Decision, of: ParamCut) -> ModuleCut:
@@ -214,11 +211,7 @@ class Cutter:
             )
 
     def _bias_cut(self, path: str, bias: nn.Parameter, weight: ParamCut) -> ParamCut:
-        if bias.dim() != 1 or bias.numel() != weight.sizes[weight.dim]:
-            raise ConfigError(
-                f"[tensor_parallel] {path}: its bias has the shape {tuple(bias.shape)}, which does not fit the "
-                f"{weight.sizes[weight.dim]} outputs of its weight"
-            )
+        _core.check_bias(path, bias, weight.sizes[weight.dim])
         return ParamCut((bias.numel(),), 0, weight.ranges)
 
     def _become(self, module: nn.Module, mixin: type[_modules._CutModule], cut: ModuleCut) -> None:
@@ -446,11 +439,7 @@ def ranks_of(model: nn.Module) -> Ranks:
 def bind(model: nn.Module, group: _core.Group) -> Ranks:
     """A model that is cut gets `group` for its collectives."""
     ranks = ranks_of(model)
-    if (ranks.rank, ranks.size) != (group.rank, group.size):
-        raise ConfigError(
-            f"[tensor_parallel] the model is cut already, as rank {ranks.rank} of {ranks.size}; here is rank "
-            f"{group.rank} of {group.size}: use the mesh that it was cut for, or build it anew"
-        )
+    _core.check_same_ranks(ranks.rank, ranks.size, group)
     ranks.bind(group)
     ranks.draws = Draws(has_draws(model))
     ranks.draws.uneven = is_uneven(model)

@@ -114,10 +114,7 @@ class PipelineModule(nn.Module):
         self._seed_layers, self._base_seed = seed_layers, base_seed
         self._seed_fn = seed_fn or torch.manual_seed
         self._list = list(layers)
-        if num_chunks < 1 or (num_chunks > 1 and self.num_stages == 1):
-            raise ConfigError(
-                f"[PipelineModule] num_chunks {num_chunks} with {self.num_stages} stages; it needs 2 stages"
-            )
+        _core.check_chunks(num_chunks, num_stages)
         self._check()
         self.bounds = self._bounds(partition_method)
         self.layers = nn.ModuleDict()

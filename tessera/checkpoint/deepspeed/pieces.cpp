@@ -1,7 +1,13 @@
 #include "tessera/checkpoint/deepspeed/pieces.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <array>
+#include <iterator>
+
+#include "tessera/base/error.h"
+#include "tessera/checkpoint/deepspeed/save.h"
 
 namespace tessera::checkpoint::deepspeed {
 
@@ -39,6 +45,14 @@ bool is_own_key(std::string_view key) {
       "num_experts",
   };
   return std::ranges::find(kOwn, key) != kOwn.end();
+}
+
+void check_client_keys(const std::vector<std::string>& keys) {
+  std::vector<std::string> own;
+  std::ranges::copy_if(keys, std::back_inserter(own), is_own_key);
+  std::ranges::sort(own);
+  TESSERA_CHECK_VALUE(own.empty(), "engine.save_checkpoint",
+                      "the program's values (client_state) have keys that are DeepSpeed's own: ", c10::Join(", ", own));
 }
 
 void add_piece(Held& held, const TensorRef& tensor, int64_t at, int64_t low, int64_t high) {

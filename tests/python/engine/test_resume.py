@@ -408,6 +408,7 @@ BAD_BLOBS: list[tuple[str, Any]] = [
             *(("lr", value) for value in ("x", [1], None, {}, float("nan"), 2**70)),
             *(("betas", value) for value in (0.9, (0.9,), (0.9, "x"), (5.0, 7.0), (-1.0, 0.9))),
             ("eps", -1.0),
+            ("weight_decay", -0.1),
             ("maximize", "no"),
             ("initial_lr", "x"),
         ]

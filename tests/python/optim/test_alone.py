@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import assert_close, batch, config, make, weights
+from support import assert_close, batch, config, engines, make, weights
 from torch import nn
 
 import tessera
@@ -94,6 +94,29 @@ def lion(params: list[torch.Tensor], states: list[torch.Tensor], lr: float, b1: 
         direction = (b1 * m + (1 - b1) * p.grad).sign()
         p.data.mul_(1 - lr * wd).sub_(lr * direction)
         m.mul_(b2).add_(p.grad, alpha=1 - b2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["adam", "lion", "adagrad"])
+def test_engines_run_the_rule_of_an_optimizer_that_is_given(kind: str, stage: int) -> None:
+    """Whose groups stay the program's."""
+    plain, make_it = make(), RULES[kind]
+    alone = make_it(plain.parameters())
+
+    def body(engine: tessera.Engine, rank: int) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            engine.optimizer.param_groups[0]["lr"] = 0.01 * step
+            engine(*batch(step)).backward()
+            engine.step()
+        return weights(engine.module)
+
+    for step in range(3):
+        alone.param_groups[0]["lr"] = 0.01 * step
+        alone.zero_grad()
+        plain(*batch(step)).backward()
+        alone.step()
+    for found in engines(make(), 2, config(stage, gradient_clipping=0.0), body, client=make_it):
+        assert_close(found, weights(plain))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -250,7 +273,7 @@ def test_what_is_refused_changes_nothing(kind: str) -> None:
     sparse(torch.tensor([1])).sum().backward()
     refused(sparse.weight, "has a sparse gradient")
     for param, says in (
-        (nn.Parameter(torch.ones(2, dtype=torch.float64)), "is torch.float64"),
+        (nn.Parameter(torch.ones(2, dtype=torch.float64)), "is Double; served are Float, BFloat16 and Half"),
         (nn.Parameter(torch.ones(2, device="meta")), "is on meta"),
     ):
         if kind.startswith("fused") and says == "is on meta":

@@ -137,7 +137,7 @@ def test_a_frozen_parameter_has_none() -> None:
     run(engine, 0, 1)
     assert state.get_full_optimizer_state(engine, model.head.bias, "square_avg") is None
     assert state.get_local_optimizer_state(engine, model.head.bias, "square_avg") is None
-    with pytest.raises(ValueError, match="not optimized"):
+    with pytest.raises(ValueError, match=r"parameter 'head\.bias' is not optimized"):
         state.set_full_optimizer_state(engine, model.head.bias, "square_avg", torch.ones(3))
     engine.destroy()
 

@@ -42,7 +42,7 @@ def test_models_and_configurations_that_are_refused() -> None:
     twice = nn.Linear(1, 1)
     with pytest.raises(tessera.ConfigError, match=r"layer 1 \(Linear\) is in the list twice"):
         PipelineModule([twice, twice], num_stages=1)
-    with pytest.raises(tessera.ConfigError, match="needs 2 stages"):
+    with pytest.raises(tessera.ConfigError, match="several only beside another stage; got 2 chunks with 1 stages"):
         module(1, num_chunks=2)
     with pytest.raises(tessera.ConfigError, match="takes a class"):
         LayerSpec(nn.Linear(1, 1).weight)

@@ -244,6 +244,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: tiled_loss(lambda x, y: x, torch.ones(1, 4, 2), torch.ones(1, 3), tiles=2),
         r"labels has the sizes \[1, 3\], x \[1, 4, 2\]",
     ),
+    "no reduction": (
+        lambda: compute_tiled(lambda x: x.sum(), {"x": torch.ones(1, 4, 2)}, tiles=2, reduction=None),
+        r"\[tiled\] the function returns a scalar: say how",
+    ),
     "not a scalar": (
         lambda: tiled_loss(lambda x, y: x, torch.ones(1, 4, 2), torch.ones(1, 4), tiles=2),
         "must return a scalar",
