@@ -56,6 +56,8 @@ class Engine : public Session {
   }
 
  private:
+  class Scope;
+
   template <class... A>
   auto run(A&&... args) {
     look_before_update();
