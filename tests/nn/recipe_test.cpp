@@ -515,9 +515,9 @@ TEST(Recipe, TypesThatCppHasNotAreNamed) {
     config.scheduler.type = type;
     return testing::error_of<c10::ValueError>([&] { initialize(net(), config, comm::Mesh()); });
   };
-  EXPECT_HAS(scheduled("CyclicLR"),
-             "(CyclicLR does in Python only); set scheduler.type to one of WarmupLR, WarmupDecayLR");
-  EXPECT_HAS(scheduled("CyclicLR"), "CosineAnnealingLR, PolynomialLR, or give Recipe::schedule one of your own");
+  EXPECT_HAS(scheduled("LambdaLR"),
+             "(LambdaLR does in Python only); set scheduler.type to one of WarmupLR, WarmupDecayLR");
+  EXPECT_HAS(scheduled("LambdaLR"), "CyclicLR, OneCycleLR, or give Recipe::schedule one of your own");
   EXPECT_HAS(scheduled("steplr"), "('steplr' is none: did you mean \"StepLR\"?)");
   EXPECT_HAS(scheduled("WarmupDecyLR"), "('WarmupDecyLR' is none: did you mean \"WarmupDecayLR\"?)");
   EXPECT_HAS(testing::error_of<c10::NotImplementedError>([&] { build("LBFGS"); }), "needs a closure");
