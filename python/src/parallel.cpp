@@ -15,6 +15,7 @@
 #include "tessera/parallel/inside.h"
 #include "tessera/parallel/layers.h"
 #include "tessera/parallel/plan.h"
+#include "tessera/parallel/sequence_batch.h"
 #include "tessera/parallel/sequence_regions.h"
 #include "tessera/parallel/sizes.h"
 #include "tessera/parallel/tiles.h"
@@ -380,6 +381,13 @@ void bind_tiles(py::module_& m) {
                                               weights);
       },
       py::arg("f"), py::arg("tensors"), py::arg("cut"), py::arg("dim"), py::arg("count"), py::arg("weights"), NoGil());
+  m.def(
+      "cut_batch",
+      [](parallel::SequenceTensors batch, int ranks, const std::vector<std::string>& others) {
+        return parallel::cut_batch(std::move(batch), ranks, parallel::Positions::Given, others);
+      },
+      py::arg("batch"), py::arg("ranks"), py::arg("others"), NoGil());
+  m.def("check_dense", &parallel::check_dense, py::arg("tensors"), NoGil());
   m.def("tile_ranges", &parallel::tile_ranges, py::arg("length"), py::arg("count"));
 }
 
