@@ -3,6 +3,7 @@
 
 #include "tessera/nn/construction.h"
 #include "tessera/nn/data.h"
+#include "tessera/nn/data_order.h"
 #include "tessera/nn/engine.h"
 #include "tessera/nn/flops_profiler.h"
 #include "tessera/nn/hooked.h"

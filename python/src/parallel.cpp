@@ -16,6 +16,7 @@
 #include "tessera/parallel/inside.h"
 #include "tessera/parallel/layers.h"
 #include "tessera/parallel/plan.h"
+#include "tessera/parallel/sequence_batch.h"
 #include "tessera/parallel/sequence_regions.h"
 #include "tessera/parallel/sizes.h"
 #include "tessera/parallel/tiles.h"
@@ -398,6 +399,13 @@ void bind_tiles(py::module_& m) {
       },
       py::arg("loss"), py::arg("x"), py::arg("labels"), py::arg("mask"), py::arg("tiles"), py::arg("reduction"),
       NoGil());
+  m.def(
+      "cut_batch",
+      [](parallel::SequenceTensors batch, int ranks, const std::vector<std::string>& others) {
+        return parallel::cut_batch(std::move(batch), ranks, parallel::Positions::Given, others);
+      },
+      py::arg("batch"), py::arg("ranks"), py::arg("others"), NoGil());
+  m.def("check_dense", &parallel::check_dense, py::arg("tensors"), NoGil());
 }
 
 }  // namespace

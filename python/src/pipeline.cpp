@@ -13,6 +13,7 @@
 #include "tessera/config/config.h"
 #include "tessera/engine/engine.h"
 #include "tessera/pipeline/alike.h"
+#include "tessera/pipeline/deal.h"
 #include "tessera/pipeline/partition.h"
 #include "tessera/pipeline/runner.h"
 #include "tessera/pipeline/schedule.h"
@@ -211,6 +212,22 @@ void bind_runner(py::module_& m) {
       },
       py::arg("ranks"), py::arg("own"));
   m.def("check_groups_take", &check_groups_take, py::arg("ranks"), py::arg("taken"), NoGil());
+  m.def(
+      "deal",
+      [](comm::Group& group, const std::vector<std::pair<std::vector<at::Tensor>, std::string>>& parts,
+         const std::string& problem, bool of_values, c10::Device device) {
+        Hand own{.parts = {}, .problem = problem, .of_values = of_values};
+        for (const auto& [tensors, note] : parts)
+          own.parts.push_back({tensors, note});
+        std::optional<std::vector<std::pair<std::vector<at::Tensor>, std::string>>> result;
+        const auto dealt = deal(group, own, "SequenceLoader", "the batch of rank", device);
+        if (!dealt) return result;
+        result.emplace();
+        for (const Message& part : *dealt)
+          result->emplace_back(part.tensors, part.note);
+        return result;
+      },
+      py::arg("group"), py::arg("parts"), py::arg("problem"), py::arg("of_values"), py::arg("device"), NoGil());
   m.def("texts_of", &texts_of, py::arg("everyone"), py::arg("own"), py::arg("label"), py::arg("device"), NoGil());
 
   m.def("step_together", &python::step_together, py::arg("members"), py::arg("everyone"), py::arg("device"));

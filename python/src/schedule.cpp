@@ -21,9 +21,10 @@ void bind_kind(py::module_& m, const char* name) {
   for (const optim::ScheduleOption<Schedule>& option : optim::options_of<Schedule>())
     std::visit(
         [&]<class T>(T Schedule::* const& at) {
-          if constexpr (std::is_same_v<T, optim::WarmupType>)
-            bound.def_property_readonly(option.name,
-                                        [at](const Schedule& options) { return optim::warmup_name(options.*at); });
+          if constexpr (std::is_enum_v<T>)
+            bound.def_property_readonly(option.name, [at](const Schedule& options) {
+              return optim::names_of(options.*at)[static_cast<size_t>(options.*at)];
+            });
           else
             bound.def_readonly(option.name, at);
         },

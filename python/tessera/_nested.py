@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +19,6 @@ import torch
 from tessera.errors import UsageError
 
 _PLAIN = (bool, int, float, str)
-
-Form = list[Any]  # of a tensor that travels as bytes, for JSON: its dtype's name and its shape
 
 
 @dataclass(frozen=True)
@@ -95,32 +92,6 @@ class Nesting:
             f"[{self.origin}] another {self.other} sent a {module}.{name}; import it on all {self.between}, at a "
             "module's top level"
         )
-
-
-def form_of(tensor: torch.Tensor) -> Form:
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-
-
-def bytes_of(forms: Iterable[Form]) -> int:
-    """How many as_bytes() makes of such tensors."""
-    return sum(math.prod(shape) * _dtype(name).itemsize for name, shape in forms)
-
-
-def as_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The elements of dense tensors one after the other, 1-D."""
-    parts = [t.contiguous().flatten().view(torch.uint8) for t in tensors]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def from_bytes(data: torch.Tensor, forms: list[Form]) -> list[torch.Tensor]:
-    """Tensors in memory of their own of what as_bytes() made of those of these forms."""
-    pieces = data.split([bytes_of([form]) for form in forms])
-    return [piece.clone().view(_dtype(name)).reshape(shape) for piece, (name, shape) in zip(pieces, forms, strict=True)]
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
 
 
 @functools.lru_cache(maxsize=64)

@@ -155,12 +155,14 @@ class Reader {
     if (text == nullptr || std::ranges::find(names, *text) == names.end()) bad(name, *value, join(names, " or "));
   }
 
-  void warmup_type(const std::string& name, optim::WarmupType& out) {
-    using Type = optim::WarmupType;
-    choice(name, {optim::warmup_name(Type::Log), optim::warmup_name(Type::Linear)});
+  template <class Choice>
+  void one_of(const std::string& name, Choice& out) {
+    const std::vector<std::string>& names = optim::names_of(out);
+    choice(name, names);
     const auto found = params_.find(name);
     const auto* text = found == params_.end() ? nullptr : std::get_if<std::string>(&found->second.data);
-    if (text != nullptr && *text == optim::warmup_name(Type::Linear)) out = Type::Linear;
+    const auto at = text == nullptr ? names.end() : std::ranges::find(names, *text);
+    if (at != names.end()) out = static_cast<Choice>(at - names.begin());
   }
 
   void required(const std::string& name) {
@@ -288,8 +290,8 @@ void read_options(Reader& in, Schedule& schedule) {
             in.numbers(option.name, schedule.*at);
           else if constexpr (std::is_same_v<T, std::vector<int64_t>>)
             in.integers(option.name, schedule.*at);
-          else if constexpr (std::is_same_v<T, optim::WarmupType>)
-            in.warmup_type(option.name, schedule.*at);
+          else if constexpr (std::is_enum_v<T>)
+            in.one_of(option.name, schedule.*at);
           else
             in.integer(option.name, schedule.*at, option.least);
         },
@@ -371,6 +373,12 @@ std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, 
   if (!options) return options;
   Reader in(path, scheduler.params, report);
   std::visit([&](auto& schedule) { read_options(in, schedule); }, *options);
+  if (std::holds_alternative<optim::CyclicLR>(*options)) {
+    if (in.has("scale_fn")) in.refuse("scale_fn", "is a function, which a program alone can give a schedule");
+    in.choice("scale_mode", {"cycle", "iterations"});  // of scale_fn
+    in.ignored({"scale_fn"});
+  }
+  if (const auto [name, wrong] = optim::wrong_together(*options); !wrong.empty()) in.refuse(name, wrong);
   if (optim::is_torchs(*options))
     check_begins(in);
   else

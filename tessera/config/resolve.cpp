@@ -147,8 +147,7 @@ std::string where_optimizer_runs(const std::string& type) {
 
 std::string where_schedule_runs(const std::string& type) {
   // Of torch.optim.lr_scheduler.
-  static const std::vector<std::string> in_python{
-      "CosineAnnealingWarmRestarts", "CyclicLR", "LambdaLR", "MultiplicativeLR", "OneCycleLR", "ReduceLROnPlateau"};
+  static const std::vector<std::string> in_python{"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"};
   return where_it_runs(type, in_python, optim::schedule_names());
 }
 

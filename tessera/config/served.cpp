@@ -222,6 +222,8 @@ std::pair<std::string, std::string> state_of(const Key& key) {
   };
   if (const auto row = in(refusals()); row != refusals().end()) return {"served but for these values", row->when};
   if (unread_row(key.path) != nullptr) return {"no effect; asking for what is not done is a warning", ""};
+  if (key.path == "scheduler.type")  // where_schedule_runs()
+    return {"served but for these values", "in C++ LambdaLR, MultiplicativeLR, ReduceLROnPlateau"};
   if (in(python_only()) != python_only().end() || in(python_reads()) != python_reads().end())
     return {"served from Python", ""};
   return {has_effect(key) ? "served" : "no effect: what it asks for is done whatever its value", ""};

@@ -101,6 +101,8 @@ int64_t total_steps_of(const config::Config& config) {
       [](const auto& options) -> int64_t {
         if constexpr (requires { options.total_num_steps; })
           return options.total_num_steps;
+        else if constexpr (requires { options.steps(); })
+          return options.steps();
         else
           return 0;
       },

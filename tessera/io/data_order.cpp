@@ -35,6 +35,17 @@ void check_loader(int64_t size, int rank, int ranks, int64_t batch_size) {
   TESSERA_CHECK_VALUE(batch_size >= 1, "data", "a batch must have 1 example at least, got ", batch_size);
 }
 
+std::vector<int64_t> dealt(std::span<const int64_t> order, int rank, int ranks, bool drop_last, int64_t samples) {
+  const auto size = static_cast<int64_t>(order.size());
+  check_loader(size, rank, ranks, 1);
+  const int64_t left = std::max<int64_t>(0, size - samples);
+  const int64_t each = drop_last ? left / ranks : (left + ranks - 1) / ranks;
+  std::vector<int64_t> mine;
+  for (int64_t i = 0; i < each; ++i)
+    mine.push_back(order[static_cast<size_t>((samples + i * ranks + rank) % size)]);
+  return mine;
+}
+
 std::vector<int64_t> rank_order(int64_t size, int rank, int ranks, const DataOrder& how, const DataPosition& position) {
   check_loader(size, rank, ranks, 1);
   check_position(position, 0);
@@ -43,13 +54,8 @@ std::vector<int64_t> rank_order(int64_t size, int rank, int ranks, const DataOrd
     const auto generator = at::detail::createCPUGenerator(how.seed + static_cast<uint64_t>(position.epoch));
     order = at::randperm(size, generator, at::kLong);
   }
-  const int64_t left = std::max<int64_t>(0, size - position.samples);
-  const int64_t each = how.drop_last ? left / ranks : (left + ranks - 1) / ranks;
-  const auto* const examples = order.const_data_ptr<int64_t>();
-  std::vector<int64_t> mine;
-  for (int64_t i = 0; i < each; ++i)
-    mine.push_back(examples[(position.samples + i * ranks + rank) % size]);
-  return mine;
+  return dealt({order.const_data_ptr<int64_t>(), static_cast<size_t>(size)}, rank, ranks, how.drop_last,
+               position.samples);
 }
 
 }  // namespace tessera::io

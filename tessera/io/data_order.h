@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,11 @@ void check_position(const DataPosition& position, int64_t size, std::optional<in
 
 // Value error for a dataset that is empty, a batch below 1, and a rank that is none.
 void check_loader(int64_t size, int rank, int ranks, int64_t batch_size);
+
+// The examples of one rank in the rest of a pass that has `order` over all ranks: every `ranks`-th of what `samples` have left over.
+// Those that do not make one on every rank are left out where `drop_last` says so; else some of the first come again. Value error for
+// a rank that is none.
+std::vector<int64_t> dealt(std::span<const int64_t> order, int rank, int ranks, bool drop_last, int64_t samples);
 
 struct DataOrder {
   bool shuffle = true;     // another order in each pass

@@ -199,10 +199,35 @@ std::vector<optim::GroupOptions> ClientOptimizer::groups() const {
   return groups;
 }
 
-bool ClientOptimizer::has_betas() const {
-  return type_ != nullptr && std::ranges::any_of(type_->fields, [](const optim::Field& field) {
-           return field.name == std::string_view("betas");
-         });
+namespace {
+
+template <class Options>
+bool put_beta(torch::optim::OptimizerOptions& of, double value) {
+  auto* const options = dynamic_cast<Options*>(&of);
+  if (options != nullptr) options->betas(std::make_tuple(value, std::get<1>(options->betas())));
+  return options != nullptr;
+}
+
+template <class Options>
+bool put_momentum(torch::optim::OptimizerOptions& of, double value) {
+  auto* const options = dynamic_cast<Options*>(&of);
+  if (options != nullptr) options->momentum(value);
+  return options != nullptr;
+}
+
+}  // namespace
+
+void ClientOptimizer::put_momenta(const optim::ScheduleOptions& schedule, const std::vector<double>& momenta) {
+  using namespace torch::optim;
+  auto& groups = optimizer_->param_groups();
+  for (size_t i = 0; i < std::min(momenta.size(), groups.size()); ++i) {
+    OptimizerOptions& of = groups[i].options();
+    const double value = momenta[i];
+    if (put_beta<AdamOptions>(of, value) || put_beta<AdamWOptions>(of, value)) continue;
+    const bool put = optim::is_torchs(schedule) &&
+                     (put_momentum<SGDOptions>(of, value) || put_momentum<RMSpropOptions>(of, value));
+    optim::check_has_momentum(schedule, put);
+  }
 }
 
 // Torch's Adagrad has its states from its constructor on, and its step needs them.

@@ -21,6 +21,7 @@
 #include "tessera/engine/client_states.h"
 #include "tessera/engine/engine.h"
 #include "tessera/nn/whole_optimizer.h"
+#include "tessera/optim/schedule.h"
 
 namespace tessera::nn {
 
@@ -53,7 +54,8 @@ class ClientOptimizer final : public engine::KeptStates {
   void set_rate(size_t group, double rate);
   // Resets groups of the core to what they were before a load, but for their rates: checkpoints have no other options.
   void keep_options(engine::Engine& core) const;
-  bool has_betas() const;
+  // Gives a client's own optimizer what a schedule says of momentum, as optim::put_momenta() does.
+  void put_momenta(const optim::ScheduleOptions& schedule, const std::vector<double>& momenta);
   const optim::Type* type() const { return type_; }  // null: it is the client's own
   // The update.
   void run(engine::Engine& core);

@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/engine/agreement.h"
+#include "tessera/zero/ranks.h"
 
 namespace tessera::nn {
 namespace {
@@ -41,7 +43,18 @@ BatchDraws::~BatchDraws() {
 std::optional<BatchRequest> BatchSampler::next(size_t batch_size) {
   auto examples = sampler_.next(batch_size);
   if (!examples) return {};
-  return BatchRequest{std::move(*examples), mixed(seed_ + mixed(static_cast<uint64_t>(next_++)))};
+  return BatchRequest{std::move(*examples), batch_seed(seed_, next_++)};
+}
+
+uint64_t batch_seed(uint64_t pass_seed, int64_t batch) {
+  return mixed(pass_seed + mixed(static_cast<uint64_t>(batch)));
+}
+
+void read_aside(const std::function<void()>& read) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const at::Tensor before = generator.get_state();
+  read();
+  generator.set_state(before);
 }
 
 uint64_t pass_seed(uint64_t seed, int64_t epoch, int rank) {
@@ -54,6 +67,11 @@ RankSampler::RankSampler(int64_t size, int rank, int ranks, const LoaderOptions&
   const io::DataOrder order{
       .shuffle = options.shuffle, .seed = options.seed, .drop_last = options.drop_last.value_or(false)};
   const std::vector<int64_t> mine = io::rank_order(size, rank, ranks, order, position);
+  mine_.assign(mine.begin(), mine.end());
+}
+
+RankSampler::RankSampler(const std::vector<int64_t>& order, int rank, int ranks, bool drop_last, int64_t samples) {
+  const std::vector<int64_t> mine = io::dealt(order, rank, ranks, drop_last, samples);
   mine_.assign(mine.begin(), mine.end());
 }
 
@@ -81,10 +99,11 @@ c10::IValue to_value(DataPosition position) {
   value.insert("epoch", position.epoch);
   value.insert("samples", position.samples);
   if (position.size > 0) value.insert("size", position.size);
+  if (position.workers) value.insert("workers", *position.workers);
   return value;
 }
 
-DataPosition data_position(const c10::IValue& value, int64_t size) {
+DataPosition data_position(const c10::IValue& value, int64_t size, std::optional<int64_t> workers) {
   const auto count = [&](const char* key) {
     TESSERA_CHECK_IO(value.isGenericDict() && value.toGenericDict().contains(key) &&
                          value.toGenericDict().at(key).isInt() && value.toGenericDict().at(key).toInt() >= 0,
@@ -94,8 +113,43 @@ DataPosition data_position(const c10::IValue& value, int64_t size) {
   DataPosition position{count("epoch"), count("samples")};
   if (value.toGenericDict().contains("size")) position.size = count("size");
   if (value.toGenericDict().contains("workers")) position.workers = count("workers");  // of Python's loader of a stream
-  io::check_position(position, size);
+  io::check_position(position, size, workers);
   return position;
 }
+
+namespace detail {
+
+std::vector<int64_t> begin_order(PassOrder& order, int64_t epoch, int64_t size, int64_t saved_size,
+                                 const std::function<void(const std::string&)>& agree) {
+  std::vector<int64_t> made = order_of(order, epoch, size);
+  TESSERA_CHECK_VALUE(saved_size == 0 || saved_size == static_cast<int64_t>(made.size()), "data",
+                      "the state is of a place in a pass of ", saved_size, " examples, and the order here gives ",
+                      made.size(), " of pass ", epoch, ": give the loader the order of that run, or begin without its state");
+  if (agree) agree(line_of(made));
+  return made;
+}
+
+c10::IValue with_order(const c10::IValue& state, const c10::IValue& order) {
+  if (!order.isNone()) state.toGenericDict().insert("order", order);
+  return state;
+}
+
+void load_order(PassOrder* order, const c10::IValue& state) {
+  const auto values = state.toGenericDict();
+  if (!values.contains("order")) return;
+  TESSERA_CHECK_VALUE(order != nullptr, "data",
+                      "the state is of a loader with an order of the program's own: give this one LoaderOptions::order, "
+                      "or begin without its state");
+  order->load_state(values.at("order"));
+}
+
+void check_orders(const comm::Mesh& mesh, c10::Device device, const std::string& line) {
+  zero::Ranks ranks(mesh);
+  ranks.device = device;
+  engine::check_same(ranks, {line}, "data", "the order of the examples is not the same on all ranks",
+                     "make it of the number of the pass, and draw from the generator that order_by() gives");
+}
+
+}  // namespace detail
 
 }  // namespace tessera::nn

@@ -6,6 +6,13 @@
 //   ...
 //   loader.load_state(found.client.at("loader"));   // the next pass goes on where the saved one was
 //
+// Note [Streams]
+//   A dataset that is asked for a number of examples (torch::data::datasets::StreamDataset) is not dealt out, as in Python: each rank
+//   reads what its own dataset gives. A pass reads a copy of it, after reset() where it is a StatefulDataset (ChunkDataset, behind
+//   make_shared_dataset), and ends after as many examples as its size() says, or where it returns an empty std::optional; else it has
+//   no end. A run that goes on amid a pass reads the batches before its place once more and leaves them out; what they draw must be of
+//   batch_generator(), if what comes after depends on it. At most one worker reads a stream.
+//
 // Note [What a dataset draws]
 //   A run that goes on amid a pass draws what the one before would have drawn, on as many ranks, where a dataset draws from
 //     * batch_generator(): the loader seeds it for every batch, with any number of workers;
@@ -22,13 +29,18 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "tessera/base/error.h"
 #include "tessera/io/data_order.h"
+#include "tessera/nn/data_order.h"
+#include "tessera/nn/data_stream.h"
 #include "tessera/nn/session.h"
 
 namespace tessera::nn {
@@ -40,6 +52,9 @@ struct LoaderOptions {
   // configuration says.
   std::optional<bool> drop_last = std::nullopt;
   size_t workers = 0;  // threads that read ahead, each with a copy of the dataset; 0: none
+  // The program's own order, in place of `shuffle` and `seed`, for one loader. What changes it goes into its state. The ranks of a
+  // loader that was made of an engine compare it in each pass, so that begin() is collective: value error where it differs.
+  std::shared_ptr<PassOrder> order = nullptr;
 };
 
 // The generator for what a dataset draws while a Loader reads a batch: its draws are of LoaderOptions::seed, the pass, the rank and the
@@ -83,15 +98,47 @@ class ReadDataset
   Dataset dataset_;
 };
 
+// A stream of a loader's pass.
+template <class Dataset>
+class ReadStream : public torch::data::datasets::BatchDataset<ReadStream<Dataset>, StreamBatch<BatchOf<Dataset>>,
+                                                              StreamRequest> {
+ public:
+  ReadStream(Dataset dataset, const StreamStart& start) : dataset_(std::move(dataset)), start_(start) {}
+  StreamBatch<BatchOf<Dataset>> get_batch(StreamRequest request) override {
+    if (!std::exchange(has_begun_, true)) begin();
+    const BatchDraws draws(request.seed);
+    return {dataset_.get_batch(request.count)};
+  }
+  std::optional<size_t> size() const override { return dataset_.size(); }
+
+ private:
+  void begin() {
+    if constexpr (Dataset::is_stateful) dataset_.reset();
+    const auto leave_out = [this] {
+      for (int64_t batch = 0; batch < start_.batches; ++batch) {
+        const BatchDraws draws(batch_seed(start_.seed, batch));
+        dataset_.get_batch(start_.size);
+      }
+    };
+    start_.aside ? read_aside(leave_out) : leave_out();
+  }
+
+  Dataset dataset_;
+  StreamStart start_;
+  bool has_begun_ = false;
+};
+
 }  // namespace detail
 
 using io::DataPosition;
 
-// The examples of one rank in one pass: those of torch.utils.data.DistributedSampler for the same seed and epoch, so that C++ and Python
+// The examples of one rank in one pass; without an order of the program's own those of torch.utils.data.DistributedSampler for the same seed and epoch, so that C++ and Python
 // see the same order. A pass that goes on after `position.samples` gives every other example once, for any number of ranks.
 class RankSampler : public torch::data::samplers::Sampler<> {
  public:
   RankSampler(int64_t size, int rank, int ranks, const LoaderOptions& options, DataPosition position);
+  // Of an order over all ranks, of which `samples` have been given.
+  RankSampler(const std::vector<int64_t>& order, int rank, int ranks, bool drop_last, int64_t samples);
   void reset(std::optional<size_t> /*new_size*/ = std::nullopt) override { next_ = 0; }
   std::optional<std::vector<size_t>> next(size_t batch_size) override;
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -131,8 +178,23 @@ uint64_t pass_seed(uint64_t seed, int64_t epoch, int rank);
 }  // namespace detail
 
 c10::IValue to_value(DataPosition position);
-// IoError for what is none; value error for a place in a larger dataset than one of `size` examples.
-DataPosition data_position(const c10::IValue& value, int64_t size);
+// IoError for what is none; value error for a place in a larger dataset than one of `size` examples (0: not known), and for one in a
+// stream that other `workers` read, or where there is none.
+DataPosition data_position(const c10::IValue& value, int64_t size, std::optional<int64_t> workers = std::nullopt);
+
+namespace detail {
+
+// The order of the pass that begins. Value error where it is not the saved one's, or not the same on all ranks. Collective where `agree`
+// is something.
+std::vector<int64_t> begin_order(PassOrder& order, int64_t epoch, int64_t size, int64_t saved_size,
+                                 const std::function<void(const std::string&)>& agree);
+// The state of a loader with an order, or one without.
+c10::IValue with_order(const c10::IValue& state, const c10::IValue& order);
+void load_order(PassOrder* order, const c10::IValue& state);
+// Compares what all ranks of an engine have. Collective.
+void check_orders(const comm::Mesh& mesh, c10::Device device, const std::string& line);
+
+}  // namespace detail
 
 template <class E>
 concept DealsBatches = requires(const E& engine) {
@@ -143,19 +205,44 @@ concept DealsBatches = requires(const E& engine) {
 // a pass goes on where it was moved to.
 template <class Dataset>
 class Loader {
+  static constexpr bool kIsStream = detail::kIsStream<Dataset>;
+  static_assert(kIsStream || detail::kIsIndexed<Dataset>,
+                "nn::Loader reads a dataset of torch::data that takes the numbers of examples (Dataset, BatchDataset) or how many "
+                "there shall be (StreamDataset); make one of them that asks this one");
+  static_assert(kIsStream || !Dataset::is_stateful,
+                "a dataset that takes the numbers of examples returns a batch, not an std::optional of one: a pass ends "
+                "with its order");
+  static_assert(std::is_copy_constructible_v<Dataset>,
+                "each pass of an nn::Loader reads a copy of the dataset, and this one has none: give it "
+                "torch::data::datasets::make_shared_dataset<...>(...)");
+
  public:
-  using Batch = typename Dataset::BatchType;
+  using Batch = detail::BatchOf<Dataset>;
 
   // Micro-batches of this rank, among those that share the batch's work; ranks of one sequence or one model see the same. Value error
-  // for a dataset that is empty or does not say its size, a batch below 1 and a rank that is none.
+  // for a dataset that is empty or does not say its size, a batch below 1, a rank that is none, and a stream with an order or several
+  // workers.
   // `engine`: an nn::Engine or nn::Session, or an nn::Pipeline, whose stages all see what a rank's place among data-parallel ones has.
   template <DealsBatches E>
   Loader(Dataset dataset, const E& engine, const LoaderOptions& options = {})
-      : Loader(std::move(dataset), engine.rank(), engine.size(), engine.micro_batch_size(), as_in(engine, options)) {}
+      : Loader(std::move(dataset), engine.rank(), engine.size(), engine.micro_batch_size(), as_in(engine, options)) {
+    if (options.order != nullptr)
+      passes_->agree = [mesh = engine.mesh(), device = engine.device()](const std::string& line) {
+        detail::check_orders(mesh, device, line);
+      };
+  }
   Loader(Dataset dataset, int rank, int ranks, int64_t batch_size, const LoaderOptions& options = {})
       : passes_(std::make_shared<Passes>(std::move(dataset), rank, ranks, batch_size, options)) {
-    TESSERA_CHECK_VALUE(passes_->dataset.size().has_value(), "data", "the dataset does not say its size");
-    io::check_loader(passes_->size(), rank, ranks, batch_size);
+    if constexpr (kIsStream) {
+      TESSERA_CHECK_VALUE(options.order == nullptr, "data",
+                          "the examples of a stream have no numbers, and come in its own order: leave out "
+                          "LoaderOptions::order");
+      TESSERA_CHECK_VALUE(options.workers <= 1, "data", "a stream is read by one worker at most, got ", options.workers,
+                          ": each of them would read a copy of it from its beginning");
+    } else {
+      TESSERA_CHECK_VALUE(passes_->dataset.size().has_value(), "data", "the dataset does not say its size");
+    }
+    io::check_loader(static_cast<int64_t>(passes_->dataset.size().value_or(1)), rank, ranks, batch_size);
   }
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
@@ -170,16 +257,27 @@ class Loader {
   // The position for checkpoints, in the middle of a pass too: the batch that the loop has counts as done.
   c10::IValue state() const {
     const Passes& at = passes();
-    return to_value(at.under_way ? DataPosition{at.epoch - 1, std::min(at.given, at.size()), at.size()}
-                                 : DataPosition{at.epoch, at.skip, at.skip > 0 ? at.size() : 0});
+    DataPosition position{at.under_way ? at.epoch - 1 : at.epoch, at.under_way ? at.given : at.skip};
+    if constexpr (kIsStream) {
+      if (position.samples > 0) position.workers = 0;
+    } else if (at.under_way || at.skip > 0) {
+      position.size = at.length;
+      position.samples = std::min(position.samples, position.size);
+    }
+    if (at.options.order == nullptr) return to_value(position);
+    return detail::with_order(to_value(position), at.under_way ? at.began : at.options.order->state());
   }
   // For the next pass; the loop of one under way goes on from there, too. IoError for what is no state; value error for a place in
-  // a larger dataset.
+  // a larger dataset, or in another kind of order.
   void load_state(const c10::IValue& state) {
     Passes& at = *live_passes();
-    const DataPosition position = data_position(state, at.size());
+    const bool has_size = !kIsStream && at.options.order == nullptr;
+    const DataPosition position =
+        data_position(state, has_size ? at.size() : 0, kIsStream ? std::optional<int64_t>(0) : std::nullopt);
+    detail::load_order(at.options.order.get(), state);
     at.epoch = position.epoch;
     at.skip = position.samples;
+    at.length = has_size ? at.size() : position.size;
     at.under_way = false;
     ++at.loads;
   }
@@ -197,14 +295,18 @@ class Loader {
     int rank, ranks;
     int64_t batch_size;
     LoaderOptions options;
-    int64_t epoch = 0, skip = 0, given = 0;  // the next pass, what it leaves out; of the present one
+    std::function<void(const std::string&)> agree = {};  // compares what all ranks have
+    int64_t epoch = 0, skip = 0, given = 0;              // the next pass, what it leaves out; of the present one
+    int64_t length = 0;                                  // examples of the present pass, over all ranks, or of the saved one
+    c10::IValue began = {};                              // of the order, where the present pass began
     int64_t loads = 0;
     bool under_way = false;
 
     int64_t size() const { return static_cast<int64_t>(*dataset.size()); }
+    int64_t round() const { return batch_size * ranks; }
     void arrived(bool over) {
       under_way = !over;
-      if (!over) given += batch_size * ranks;
+      if (!over) given += round();
     }
   };
   const std::shared_ptr<Passes>& live_passes() const {
@@ -229,8 +331,13 @@ class Loader<Dataset>::Iterator {
   Iterator(Iterator&&) noexcept = default;
   Iterator& operator=(Iterator&&) noexcept = default;
 
-  Batch& operator*() { return **batch_; }
-  Batch* operator->() { return &**batch_; }
+  Batch& operator*() {
+    if constexpr (kIsStream)
+      return *(*batch_)->batch;
+    else
+      return **batch_;
+  }
+  Batch* operator->() { return &**this; }
   // Where the loader has taken another position meanwhile, the first batch from there.
   Iterator& operator++() {
     if (loads_ != passes_->loads) return *this = of(passes_);
@@ -242,32 +349,61 @@ class Loader<Dataset>::Iterator {
 
  private:
   friend class Loader;
+  using Read = std::conditional_t<kIsStream, detail::StreamBatch<Batch>, Batch>;
+
   static Iterator of(std::shared_ptr<Passes> passes) {
     Passes& at = *passes;
     const DataPosition from{at.epoch++, std::exchange(at.skip, 0)};
-    detail::BatchSampler sampler(RankSampler(at.size(), at.rank, at.ranks, at.options, from),
-                                 detail::pass_seed(at.options.seed, from.epoch, at.rank),
-                                 from.samples / (at.batch_size * at.ranks));
-    auto options = torch::data::DataLoaderOptions(static_cast<size_t>(at.batch_size)).workers(at.options.workers);
-    options.drop_last(at.options.drop_last.value_or(false));
-    auto pass = std::shared_ptr(
-        torch::data::make_data_loader(detail::ReadDataset<Dataset>(at.dataset), std::move(sampler), options));
-    at.given = from.samples;
     Iterator iterator;
     iterator.loads_ = at.loads;
-    iterator.batch_ = pass->begin();
-    iterator.end_ = pass->end();
-    iterator.pass_ = std::move(pass);
+    iterator.read(at, from);
     iterator.passes_ = std::move(passes);
     at.arrived(iterator.is_over());
     return iterator;
   }
-  bool is_over() const { return passes_ == nullptr || *batch_ == *end_; }
+  void read(Passes& at, const DataPosition& from) {
+    const uint64_t seed = detail::pass_seed(at.options.seed, from.epoch, at.rank);
+    const int64_t batches = from.samples / at.round();
+    auto options = torch::data::DataLoaderOptions(static_cast<size_t>(at.batch_size)).workers(at.options.workers);
+    options.drop_last(at.options.drop_last.value_or(false));
+    at.given = from.samples;
+    const auto keep = [&](auto made) {
+      auto pass = std::shared_ptr(std::move(made));
+      batch_ = pass->begin();
+      end_ = pass->end();
+      pass_ = std::move(pass);
+    };
+    if constexpr (kIsStream) {
+      at.given = batches * at.round();
+      const detail::StreamStart start{batches, static_cast<size_t>(at.batch_size), seed, at.options.workers == 0};
+      keep(torch::data::make_data_loader(detail::ReadStream<Dataset>(at.dataset, start),
+                                         detail::StreamSampler(at.dataset.size(), start), options));
+    } else {
+      detail::BatchSampler sampler(sampler_of(at, from), seed, batches);
+      keep(torch::data::make_data_loader(detail::ReadDataset<Dataset>(at.dataset), std::move(sampler), options));
+    }
+  }
+  static RankSampler sampler_of(Passes& at, const DataPosition& from) {
+    if (at.options.order == nullptr) {
+      at.length = at.size();
+      return {at.size(), at.rank, at.ranks, at.options, from};
+    }
+    at.began = at.options.order->state();
+    const auto order = detail::begin_order(*at.options.order, from.epoch, at.size(), from.samples > 0 ? at.length : 0, at.agree);
+    at.length = static_cast<int64_t>(order.size());
+    return {order, at.rank, at.ranks, at.options.drop_last.value_or(false), from.samples};
+  }
+  bool is_over() const {
+    if (passes_ == nullptr && pass_ == nullptr) return true;
+    if (*batch_ == *end_) return true;
+    if constexpr (kIsStream) return !(**batch_).batch.has_value();
+    return false;
+  }
 
   std::shared_ptr<Passes> passes_;  // of the loader
   int64_t loads_ = 0;               // its positions, when the pass began
   std::shared_ptr<void> pass_;      // of the two below
-  std::optional<torch::data::Iterator<Batch>> batch_, end_;
+  mutable std::optional<torch::data::Iterator<Read>> batch_, end_;
 };
 
 // Passes without an end: next() begins another pass where one is over. The loader's state() is the position.

@@ -147,6 +147,9 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
   } else {
     const optim::OptimizerOptions optimizer = configured_optimizer(config);
     groups_ = group_params(recipe.groups, optimizer, whole, specs);
+    if (schedule_)  // momentum needs memory
+      optim::put_momenta(*optimizer.type, *schedule_,
+                         optim::evaluate(*schedule_, 0, std::vector<double>(groups_.size())).momentum, groups_);
     if (!optim::has_kernel(optimizer.rule))
       client_ = std::make_unique<ClientOptimizer>(*optimizer.type, groups_, specs);
   }
@@ -414,11 +417,12 @@ void Session::apply_schedule() {
   if (!schedule_) return;
   const auto values = optim::evaluate(*schedule_, schedule_steps_, base_lrs_, &schedule_at_);
   put_rates(values.lr);
-  const auto rule = live().options().rule;
-  const bool has_betas = rule == optim::Rule::Adam || rule == optim::Rule::Lion || (client_ && client_->has_betas());
-  if (!has_betas || values.momentum.empty()) return;
-  for (size_t i = 0; i < values.lr.size(); ++i)
-    live().groups()[i].beta1 = values.momentum[i];
+  if (values.momentum.empty()) return;
+  const optim::Type* const type = client_ ? client_->type() : &optim::type_of(live().options().rule);
+  if (type != nullptr)
+    optim::put_momenta(*type, *schedule_, values.momentum, live().groups());
+  else
+    client_->put_momenta(*schedule_, values.momentum);
 }
 
 }  // namespace tessera::nn

@@ -4,16 +4,12 @@
 #include <cctype>
 #include <cmath>
 #include <numbers>
+#include <type_traits>
 
 #include "tessera/base/error.h"
 
 namespace tessera::optim {
 namespace {
-
-template <class Schedule>
-using Table = std::vector<ScheduleOption<Schedule>>;
-
-constexpr int64_t kMostStairs = 1'000'000;
 
 // Collects problems, so that one error names all of them.
 class Problems {
@@ -25,6 +21,10 @@ class Problems {
     for (const ScheduleOption<Schedule>& option : options_of<Schedule>())
       std::visit([&](const auto& at) { look(option, options.*at); }, option.where);
   }
+  void find_together(const ScheduleOptions& options) {
+    const auto [name, wrong] = wrong_together(options);
+    require(wrong.empty(), name + " " + wrong);
+  }
   void raise() const { TESSERA_CHECK_VALUE(text_.empty(), "optim.schedule", "wrong schedule options:", text_); }
 
  private:
@@ -34,7 +34,9 @@ class Problems {
     }
   }
   void look(const auto&, bool) {}
-  void look(const auto&, WarmupType) {}
+  template <class Choice>
+    requires std::is_enum_v<Choice>
+  void look(const auto&, Choice) {}
   void look(const auto&, const std::vector<int64_t>&) {}
   void look(const auto& option, double value) {
     const std::string wrong = wrong_number(value, option.from, option.above, option.to);
@@ -234,6 +236,85 @@ double next(const PolynomialLR& o, int64_t k, Rate r) {
   return r.lr * std::pow((1.0 - double(k) / length) / (1.0 - double(k - 1) / length), o.power);
 }
 
+// Those of torch that compute a rate of the number of steps alone, in torch's operations.
+ScheduleValues values_of(const CosineAnnealingWarmRestarts& o, int64_t iteration, const std::vector<double>& base) {
+  double done = double(iteration), length = double(o.T_0);
+  if (o.T_mult == 1) done = double(iteration % o.T_0);
+  for (; done >= length; length *= double(o.T_mult))
+    done -= length;
+  ScheduleValues out;
+  for (const double lr : base)
+    out.lr.push_back(
+        o.eta_min + product(lr - o.eta_min, 1 + std::cos(std::numbers::pi * done / length)) / 2);
+  return out;
+}
+
+ScheduleValues values_of(const CyclicLR& o, int64_t iteration, const std::vector<double>& base) {
+  const double up = double(o.step_size_up), total = up + double(o.step_size_down.value_or(o.step_size_up));
+  const double ratio = up / total;
+  const double cycle = std::floor(1 + double(iteration) / total);
+  const double x = 1.0 + double(iteration) / total - cycle;
+  const double height = x <= ratio ? x / ratio : (x - 1) / (ratio - 1);
+  double scale = 1;
+  if (o.mode == CycleMode::Triangular2) scale = 1 / std::pow(2.0, cycle - 1);
+  if (o.mode == CycleMode::ExpRange) scale = std::pow(o.gamma, double(iteration));
+  ScheduleValues out;
+  for (size_t g = 0; g < base.size(); ++g) {
+    const double low = of_group(o.base_lr, g), low_mom = of_group(o.base_momentum, g);
+    const double high_mom = of_group(o.max_momentum, g);
+    out.lr.push_back(low + product((of_group(o.max_lr, g) - low) * height, scale));
+    if (o.cycle_momentum) out.momentum.push_back(high_mom - product((high_mom - low_mom) * height, scale));
+  }
+  return out;
+}
+
+// A phase of OneCycleLR: from which values to which, of four by name, and where it ends.
+struct Phase {
+  double end;
+  double from_lr, to_lr, from_momentum, to_momentum;
+};
+
+std::vector<Phase> phases_of(const OneCycleLR& o, size_t group) {
+  const double high = of_group(o.max_lr, group), first = high / o.div_factor, last = first / o.final_div_factor;
+  const double low_mom = of_group(o.base_momentum, group), high_mom = of_group(o.max_momentum, group);
+  const double steps = double(o.steps()), end = double(o.steps() - 1);
+  const double rise = product(o.pct_start, steps) - 1;
+  if (!o.three_phase) return {{rise, first, high, high_mom, low_mom}, {end, high, last, low_mom, high_mom}};
+  return {{rise, first, high, high_mom, low_mom},
+          {product(2 * o.pct_start, steps) - 2, high, first, low_mom, high_mom},
+          {end, first, last, high_mom, high_mom}};
+}
+
+double annealed(AnnealStrategy how, double from, double to, double share) {
+  if (how == AnnealStrategy::Linear) return product(to - from, share) + from;
+  return to + product((from - to) / 2.0, std::cos(product(std::numbers::pi, share)) + 1);
+}
+
+ScheduleValues values_of(const OneCycleLR& o, int64_t iteration, const std::vector<double>& base) {
+  TESSERA_CHECK_VALUE(iteration <= o.steps(), "optim.schedule", "OneCycleLR is of ", o.steps(),
+                      " steps, and this is step ", iteration, ": make its total_steps as many as the run has");
+  ScheduleValues out;
+  for (size_t g = 0; g < base.size(); ++g) {
+    const std::vector<Phase> phases = phases_of(o, g);
+    double begin = 0;
+    size_t i = 0;
+    for (; i + 1 < phases.size() && double(iteration) > phases[i].end; ++i)
+      begin = phases[i].end;
+    const Phase& phase = phases[i];
+    TESSERA_CHECK_VALUE(phase.end != begin, "optim.schedule", "OneCycleLR of ", o.steps(), " steps and pct_start ",
+                        o.pct_start, " has a phase of no step, which it would divide by: choose another pct_start");
+    const double share = (double(iteration) - begin) / (phase.end - begin);
+    out.lr.push_back(annealed(o.anneal_strategy, phase.from_lr, phase.to_lr, share));
+    if (o.cycle_momentum)
+      out.momentum.push_back(annealed(o.anneal_strategy, phase.from_momentum, phase.to_momentum, share));
+  }
+  return out;
+}
+
+template <class Options>
+inline constexpr bool kOfSteps = std::is_same_v<Options, CosineAnnealingWarmRestarts> ||
+                                 std::is_same_v<Options, CyclicLR> || std::is_same_v<Options, OneCycleLR>;
+
 template <class Options>
 concept Recursive = requires(const Options& options) { next(options, int64_t{}, Rate{}); };
 
@@ -248,115 +329,14 @@ ScheduleValues values_from(const Options& o, int64_t iteration, const std::vecto
 
 }  // namespace
 
-template <>
-const Table<WarmupLR>& options_of<WarmupLR>() {
-  using S = WarmupLR;
-  static const Table<S> all{{"warmup_min_lr", &S::warmup_min_lr},
-                            {"warmup_max_lr", &S::warmup_max_lr, 0, 0, false, true, /*may_be_empty=*/true},
-                            {"warmup_num_steps", &S::warmup_num_steps, 1, kMostSteps, false, /*may_be_null=*/false},
-                            {"warmup_type", &S::warmup_type}};
-  return all;
-}
-
-template <>
-const Table<WarmupDecayLR>& options_of<WarmupDecayLR>() {
-  using S = WarmupDecayLR;
-  static const Table<S> all{{"total_num_steps", &S::total_num_steps, 1, kMostSteps, /*required=*/true},
-                            {"warmup_min_lr", &S::warmup_min_lr},
-                            {"warmup_max_lr", &S::warmup_max_lr},
-                            {"warmup_num_steps", &S::warmup_num_steps, 1, kMostSteps, false, /*may_be_null=*/false},
-                            {"warmup_type", &S::warmup_type}};
-  return all;
-}
-
-template <>
-const Table<WarmupCosineLR>& options_of<WarmupCosineLR>() {
-  using S = WarmupCosineLR;
-  static const Table<S> all{{"total_num_steps", &S::total_num_steps, 1, kMostSteps, /*required=*/true},
-                            {"warmup_min_ratio", &S::warmup_min_ratio},
-                            {"warmup_num_steps", &S::warmup_num_steps, 1, kMostSteps, false, /*may_be_null=*/false},
-                            {"cos_min_ratio", &S::cos_min_ratio},
-                            {"warmup_type", &S::warmup_type}};
-  return all;
-}
-
-template <>
-const Table<OneCycle>& options_of<OneCycle>() {
-  using S = OneCycle;
-  static const Table<S> all{{"cycle_min_lr", &S::cycle_min_lr, 0, 0, /*required=*/true},
-                            {"cycle_max_lr", &S::cycle_max_lr, 0, 0, /*required=*/true},
-                            {"decay_lr_rate", &S::decay_lr_rate},
-                            {"cycle_first_step_size", &S::cycle_first_step_size, 1},
-                            {"cycle_second_step_size", &S::cycle_second_step_size},
-                            {"cycle_first_stair_count", &S::cycle_first_stair_count, 0, kMostStairs},
-                            {"cycle_second_stair_count", &S::cycle_second_stair_count, 0, kMostStairs},
-                            {"decay_step_size", &S::decay_step_size},
-                            {"cycle_momentum", &S::cycle_momentum},
-                            {"cycle_min_mom", &S::cycle_min_mom},
-                            {"cycle_max_mom", &S::cycle_max_mom},
-                            {"decay_mom_rate", &S::decay_mom_rate}};
-  return all;
-}
-
-template <>
-const Table<LRRangeTest>& options_of<LRRangeTest>() {
-  using S = LRRangeTest;
-  static const Table<S> all{{"lr_range_test_min_lr", &S::lr_range_test_min_lr},
-                            {"lr_range_test_step_size", &S::lr_range_test_step_size, 1},
-                            {"lr_range_test_step_rate", &S::lr_range_test_step_rate},
-                            {"lr_range_test_staircase", &S::lr_range_test_staircase}};
-  return all;
-}
-
-template <>
-const Table<StepLR>& options_of<StepLR>() {
-  static const Table<StepLR> all{{"step_size", &StepLR::step_size, 1, kMostSteps, /*required=*/true},
-                                 {"gamma", &StepLR::gamma}};
-  return all;
-}
-
-template <>
-const Table<MultiStepLR>& options_of<MultiStepLR>() {
-  static const Table<MultiStepLR> all{{"milestones", &MultiStepLR::milestones, 0, 0, /*required=*/true},
-                                      {"gamma", &MultiStepLR::gamma}};
-  return all;
-}
-
-template <>
-const Table<ConstantLR>& options_of<ConstantLR>() {
-  using S = ConstantLR;
-  static const Table<S> all{{.name = "factor", .where = &S::factor, .from = 0, .to = 1, .above = true},
-                            {"total_iters", &S::total_iters}};
-  return all;
-}
-
-template <>
-const Table<LinearLR>& options_of<LinearLR>() {
-  using S = LinearLR;
-  static const Table<S> all{{.name = "start_factor", .where = &S::start_factor, .from = 0, .to = 1, .above = true},
-                            {.name = "end_factor", .where = &S::end_factor, .from = 0, .to = 1},
-                            {"total_iters", &S::total_iters}};
-  return all;
-}
-
-template <>
-const Table<ExponentialLR>& options_of<ExponentialLR>() {
-  static const Table<ExponentialLR> all{{"gamma", &ExponentialLR::gamma, 0, 0, /*required=*/true}};
-  return all;
-}
-
-template <>
-const Table<CosineAnnealingLR>& options_of<CosineAnnealingLR>() {
-  using S = CosineAnnealingLR;
-  static const Table<S> all{{"T_max", &S::T_max, 1, kMostSteps, /*required=*/true}, {"eta_min", &S::eta_min}};
-  return all;
-}
-
-template <>
-const Table<PolynomialLR>& options_of<PolynomialLR>() {
-  using S = PolynomialLR;
-  static const Table<S> all{{"total_iters", &S::total_iters}, {"power", &S::power}};
-  return all;
+std::pair<std::string, std::string> wrong_together(const ScheduleOptions& options) {
+  const auto* one = std::get_if<OneCycleLR>(&options);
+  if (one == nullptr) return {};
+  if (!one->total_steps && (!one->epochs || !one->steps_per_epoch))
+    return {"total_steps", "is required, or epochs and steps_per_epoch are"};
+  if (one->div_factor == 0) return {"div_factor", "must not be 0"};
+  if (one->final_div_factor == 0) return {"final_div_factor", "must not be 0"};
+  return {};
 }
 
 namespace {
@@ -377,7 +357,10 @@ const std::vector<Named>& named() {
                                       {"LinearLR", LinearLR()},
                                       {"ExponentialLR", ExponentialLR()},
                                       {"CosineAnnealingLR", CosineAnnealingLR()},
-                                      {"PolynomialLR", PolynomialLR()}};
+                                      {"PolynomialLR", PolynomialLR()},
+                                      {"CosineAnnealingWarmRestarts", CosineAnnealingWarmRestarts()},
+                                      {"CyclicLR", CyclicLR()},
+                                      {"OneCycleLR", OneCycleLR()}};
   return all;
 }
 
@@ -389,7 +372,11 @@ std::string lower(std::string text) {
 }  // namespace
 
 bool is_torchs(const ScheduleOptions& options) {
-  return std::visit([]<class Options>(const Options&) { return Recursive<Options>; }, options);
+  return std::visit([]<class Options>(const Options&) { return Recursive<Options> || kOfSteps<Options>; }, options);
+}
+
+const char* name_of(const ScheduleOptions& options) {
+  return named()[options.index()].name;  // in the order of the variant
 }
 
 std::optional<ScheduleOptions> find_schedule(const std::string& name) {
@@ -412,12 +399,13 @@ std::string wrong_number(double value, double from, bool above, double to) {
 }
 
 const char* warmup_name(WarmupType type) {
-  return type == WarmupType::Log ? "log" : "linear";
+  return names_of(type)[static_cast<size_t>(type)].c_str();
 }
 
 void check(const ScheduleOptions& options, size_t groups) {
   Problems problems(groups);
   std::visit([&](const auto& schedule) { problems.find(schedule); }, options);
+  problems.find_together(options);
   problems.raise();
 }
 

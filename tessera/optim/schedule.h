@@ -6,12 +6,19 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
 namespace tessera::optim {
 
 enum class WarmupType { Log, Linear };
+enum class AnnealStrategy { Cos, Linear };
+enum class CycleMode { Triangular, Triangular2, ExpRange };
+// Their names in configurations, in order.
+const std::vector<std::string>& names_of(WarmupType);
+const std::vector<std::string>& names_of(AnnealStrategy);
+const std::vector<std::string>& names_of(CycleMode);
 
 // Per-group values may be given as one value for all groups or one each. Defaults as in the
 // reference tables.
@@ -82,8 +89,41 @@ struct PolynomialLR {
   int64_t total_iters = 5;
   double power = 1;
 };
-using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, StepLR,
-                                     MultiStepLR, ConstantLR, LinearLR, ExponentialLR, CosineAnnealingLR, PolynomialLR>;
+struct CosineAnnealingWarmRestarts {
+  int64_t T_0 = 0;  // required
+  int64_t T_mult = 1;
+  double eta_min = 0;
+};
+// These two have rates of their own, whatever the groups' are, and move momentum as torch does: the first beta of optimizers that
+// have betas, the momentum of others.
+struct CyclicLR {
+  std::vector<double> base_lr{}, max_lr{};  // required
+  int64_t step_size_up = 2000;
+  std::optional<int64_t> step_size_down{};
+  CycleMode mode = CycleMode::Triangular;
+  double gamma = 1;
+  bool cycle_momentum = true;
+  std::vector<double> base_momentum{0.8}, max_momentum{0.9};
+};
+struct OneCycleLR {
+  std::vector<double> max_lr{};                                    // required
+  std::optional<int64_t> total_steps{}, epochs{}, steps_per_epoch{};  // the first, or both others
+  double pct_start = 0.3;
+  AnnealStrategy anneal_strategy = AnnealStrategy::Cos;
+  bool cycle_momentum = true;
+  std::vector<double> base_momentum{0.85}, max_momentum{0.95};
+  double div_factor = 25, final_div_factor = 1e4;
+  bool three_phase = false;
+
+  int64_t steps() const {
+    const double of_epochs = double(epochs.value_or(0)) * double(steps_per_epoch.value_or(0));
+    return total_steps.value_or(static_cast<int64_t>(of_epochs < 1e12 ? of_epochs : 1e12));
+  }
+};
+using ScheduleOptions =
+    std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, StepLR, MultiStepLR, ConstantLR,
+                 LinearLR, ExponentialLR, CosineAnnealingLR, PolynomialLR, CosineAnnealingWarmRestarts, CyclicLR,
+                 OneCycleLR>;
 
 inline constexpr int64_t kMostSteps = 1'000'000'000'000;
 
@@ -93,7 +133,8 @@ struct ScheduleOption {
   using Where =
       std::variant<double Schedule::*, bool Schedule::*, int64_t Schedule::*, std::optional<int64_t> Schedule::*,
                    std::vector<double> Schedule::* /* one for all param groups, or one each */,
-                   std::vector<int64_t> Schedule::* /* in any order, of any number */, WarmupType Schedule::*>;
+                   std::vector<int64_t> Schedule::* /* in any order, of any number */, WarmupType Schedule::*,
+                   AnnealStrategy Schedule::*, CycleMode Schedule::*>;
   const char* name;
   Where where;
   int64_t least = 0, most = kMostSteps;  // of an integer
@@ -133,17 +174,26 @@ template <>
 const std::vector<ScheduleOption<CosineAnnealingLR>>& options_of();
 template <>
 const std::vector<ScheduleOption<PolynomialLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<CosineAnnealingWarmRestarts>>& options_of();
+template <>
+const std::vector<ScheduleOption<CyclicLR>>& options_of();
+template <>
+const std::vector<ScheduleOption<OneCycleLR>>& options_of();
+// What no single option says: the name of one and what is wrong with it; empty texts where nothing is.
+std::pair<std::string, std::string> wrong_together(const ScheduleOptions& options);
 // A schedule by name, with its defaults; nothing for another name. Classes of torch.optim.lr_scheduler have their exact names, the
 // others any letter case.
 std::optional<ScheduleOptions> find_schedule(const std::string& name);
 std::vector<std::string> schedule_names();
 bool is_torchs(const ScheduleOptions& options);
+const char* name_of(const ScheduleOptions& options);
 const char* warmup_name(WarmupType type);  // "log" or "linear"
 
 // What a schedule says for one iteration. Empty `momentum`: the schedule does not touch it.
 struct ScheduleValues {
   std::vector<double> lr;        // one per param group
-  std::vector<double> momentum;  // first beta, one per param group; for optimizers that have betas
+  std::vector<double> momentum;  // one per param group: the first beta; see put_momenta() in types.h
 };
 
 // Value error for invalid options; the message lists every wrong key. `groups`: number of param
@@ -160,7 +210,7 @@ struct ScheduleCursor {
 // evaluate(k) and iteration 0 is what construction sets. The reference's last_batch_iteration is
 // iteration - 1. base_lrs: the optimizer's lr per group when the schedule was made. The values do not
 // depend on `cursor`, of the same options and rates, which saves the iterations before it. Value error as
-// check().
+// check(), and for an iteration behind the last one of OneCycleLR.
 ScheduleValues evaluate(const ScheduleOptions& options, int64_t iteration, const std::vector<double>& base_lrs,
                         ScheduleCursor* cursor = nullptr);
 

@@ -276,6 +276,28 @@ void check(const Type& type, const GroupOptions& group, const std::string& origi
                number ? c10::str("param group ", *number, ": ") : "", wrong);
 }
 
+void check_has_momentum(const ScheduleOptions& schedule, bool has) {
+  TESSERA_CHECK_VALUE(has || !is_torchs(schedule), "optim.schedule", name_of(schedule),
+                      " cycles momentum, and the optimizer has neither betas nor momentum: set cycle_momentum to false "
+                      "in scheduler.params");
+}
+
+void put_momenta(const Type& type, const ScheduleOptions& schedule, const std::vector<double>& momenta,
+                 std::vector<GroupOptions>& groups) {
+  if (momenta.empty()) return;
+  const auto has = [&](std::string_view name) {
+    return std::ranges::any_of(type.fields, [&](const Field& field) { return field.name == name; });
+  };
+  const bool has_betas = has("betas"), has_momentum = is_torchs(schedule) && has("momentum");
+  check_has_momentum(schedule, has_betas || has_momentum);
+  for (size_t i = 0; i < std::min(momenta.size(), groups.size()); ++i) {
+    if (has_betas)
+      groups[i].beta1 = momenta[i];
+    else if (has_momentum)
+      groups[i].momentum = momenta[i];
+  }
+}
+
 std::string text_of(const Type& type, const GroupOptions& group) {
   std::string text;
   for (const Field& field : type.fields)

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tessera/optim/optimizer.h"
+#include "tessera/optim/schedule.h"
 
 namespace tessera::optim {
 
@@ -84,6 +85,12 @@ std::optional<Together> wrong_together(const Type& type, const GroupOptions& gro
 // Value error that says it, with the type's name as its origin, or `origin`, and the number of the param group if it is given.
 void check(const Type& type, const GroupOptions& group, const std::string& origin = "",
            std::optional<size_t> number = {});
+// Gives param groups of a type what a schedule says of momentum: the first of their betas where the type has them. Classes of torch
+// give others their momentum; value error where a type has neither.
+void put_momenta(const Type& type, const ScheduleOptions& schedule, const std::vector<double>& momenta,
+                 std::vector<GroupOptions>& groups);
+// Value error for a schedule of torch that moves momentum, of an optimizer that has none.
+void check_has_momentum(const ScheduleOptions& schedule, bool has);
 // The group's fields as text, "lr 0.001, betas (0.9, 0.999), ...": for ranks to compare.
 std::string text_of(const Type& type, const GroupOptions& group);
 

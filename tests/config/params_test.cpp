@@ -174,6 +174,26 @@ TEST(Params, ReadsSchedulesOfTorch) {
   EXPECT_EQ(schedule<optim::ExponentialLR>("ExponentialLR", {{"gamma", 0.9}}).gamma, 0.9);
   EXPECT_EQ(schedule<optim::CosineAnnealingLR>("CosineAnnealingLR", {{"T_max", 9}, {"eta_min", 0.1}}).eta_min, 0.1);
   EXPECT_EQ(schedule<optim::PolynomialLR>("PolynomialLR", {{"power", 2}}).power, 2);
+  const auto restarts = schedule<optim::CosineAnnealingWarmRestarts>("CosineAnnealingWarmRestarts", {{"T_0", 4}});
+  EXPECT_EQ(restarts.T_0, 4);
+  EXPECT_EQ(restarts.T_mult, 1);
+  const auto cycle = schedule<optim::CyclicLR>(
+      "CyclicLR", {{"base_lr", 0.1}, {"max_lr", List{0.2, 0.3}}, {"mode", "exp_range"}, {"scale_fn", Value()}});
+  EXPECT_EQ(cycle.max_lr, (std::vector<double>{0.2, 0.3}));
+  EXPECT_EQ(cycle.mode, optim::CycleMode::ExpRange);
+  const auto one = schedule<optim::OneCycleLR>(
+      "OneCycleLR", {{"max_lr", 0.1}, {"epochs", 3}, {"steps_per_epoch", 5}, {"anneal_strategy", "linear"}});
+  EXPECT_EQ(one.steps(), 15);
+  EXPECT_EQ(one.anneal_strategy, optim::AnnealStrategy::Linear);
+  EXPECT_HAS(schedule_error("OneCycleLR", {{"max_lr", 0.1}, {"epochs", 3}}),
+             "scheduler.params.total_steps: is required, or epochs and steps_per_epoch are");
+  EXPECT_HAS(schedule_error("OneCycleLR", {{"max_lr", 0.1}, {"total_steps", 3}, {"pct_start", 1.5}}),
+             "pct_start: must be from 0 to 1");
+  EXPECT_HAS(schedule_error("OneCycleLR", {{"max_lr", 0.1}, {"total_steps", 3}, {"anneal_strategy", "exp"}}),
+             "anneal_strategy: must be cos or linear");
+  EXPECT_HAS(schedule_error("CyclicLR", {{"base_lr", 0.1}, {"max_lr", 1}, {"scale_fn", 2}}),
+             "scale_fn: is a function, which a program alone can give");
+  EXPECT_HAS(schedule_error("CosineAnnealingWarmRestarts", {{"T_0", 0}}), "T_0: must be a positive integer");
   EXPECT_HAS(schedule_error("StepLR", {}), "scheduler.params.step_size: is required");
   EXPECT_HAS(schedule_error("ExponentialLR", {}), "scheduler.params.gamma: is required");
   EXPECT_HAS(schedule_error("MultiStepLR", {{"milestones", List{2.5}}}), "must be integers, got 2.5");

@@ -5,6 +5,7 @@
 
 #include "support.h"
 #include "tessera/config/lookup.h"
+#include "tessera/config/resolve.h"
 
 namespace tessera::config {
 namespace {
@@ -85,6 +86,9 @@ TEST(Served, TheDocsListEveryRow) {
   }
   for (const Refusal& row : python_only())
     EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.when + " |\n") << "missing in docs/config_served.md";
+  for (const char* type : {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"})
+    EXPECT_HAS(where_schedule_runs(type), "does in Python only");
+  EXPECT_HAS(text, "| `scheduler.type` | LambdaLR, MultiplicativeLR, ReduceLROnPlateau, unless");
   for (const Refusal& row : python_reads())
     EXPECT_HAS(text, "| `" + std::string(row.key) + "` | " + row.when + " | " + row.instead + " |\n")
         << "missing in docs/config_served.md";

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <type_traits>
 
 #include "tessera/nn/engine.h"
 #include "tests/io/temp_folder.h"
@@ -332,6 +333,264 @@ TEST(Loader, NoPlaceIsBehindTheEndOfADataset) {
     }
     EXPECT_TRUE(take(other, 100).empty());
   }
+}
+
+// An order of the program's own: from the last example of 20 to the first, over all ranks, then those of a larger pass.
+at::Tensor backwards(int64_t epoch, at::Generator) {
+  return at::arange(19 + 4 * epoch, -1, -1, at::kLong);
+}
+
+// Gone on with on other ranks, where it was in the order.
+TEST(Loader, DealsAnOrderOfTheProgramsOwn) {
+  for (const size_t workers : {0, 2})
+    for (const int ranks : {1, 2, 3})
+      for (const int later : {1, 2, 4}) {
+        const LoaderOptions options{.workers = workers, .order = order_by(backwards)};
+        std::map<int64_t, int64_t> given;  // of the second pass, by place: the example
+        c10::IValue state;
+        for (int rank = 0; rank < ranks; ++rank) {
+          Loader<Numbers> loader(Numbers(24), rank, ranks, 2, options);
+          EXPECT_EQ(static_cast<int64_t>(take(loader, 100).size()), (20 + ranks - 1) / ranks);
+          int64_t place = rank;
+          for (const int64_t each : take(loader, 2)) {
+            given[place] = each;
+            place += ranks;
+          }
+          state = loader.state();
+        }
+        EXPECT_EQ(state.toGenericDict().at("size").toInt(), 24);
+        for (int rank = 0; rank < later; ++rank) {
+          Loader<Numbers> loader(Numbers(24), rank, later, 2, options);
+          loader.load_state(state);
+          loader.load_state(loader.state());
+          int64_t place = 4 * ranks + rank;
+          for (const int64_t each : take(loader, 100)) {
+            if (place < 24) given[place] = each;
+            place += later;
+          }
+        }
+        ASSERT_EQ(given.size(), 24U);
+        for (const auto& [place, example] : given)
+          EXPECT_EQ(example, 23 - place);
+      }
+}
+
+// As many examples as a program asks for, some of them often: the same on all ranks, others in each pass.
+TEST(Loader, AnOrderMayBeDrawn) {
+  const at::Tensor weights = at::tensor({0.0, 1.0, 0.0, 8.0});
+  const LoaderOptions options{.order = order_by(
+                                  [=](int64_t, at::Generator draws) { return at::multinomial(weights, 40, true, draws); }, 7)};
+  std::vector<std::vector<int64_t>> of_ranks, again;
+  for (int rank = 0; rank < 2; ++rank) {
+    Loader<Numbers> loader(Numbers(4), rank, 2, 5, options);
+    of_ranks.push_back(take(loader, 100));
+    again.push_back(take(loader, 100));
+    ASSERT_EQ(of_ranks[rank].size(), 20U);
+  }
+  std::vector<int64_t> all(40);
+  for (size_t i = 0; i < 40; ++i)
+    all[i] = of_ranks[i % 2][i / 2];
+  const at::Tensor expected = at::multinomial(weights, 40, true, at::detail::createCPUGenerator(7));
+  EXPECT_TRUE(at::equal(at::tensor(all, at::kLong), expected));
+  EXPECT_GT(std::ranges::count(all, 3), std::ranges::count(all, 1));
+  EXPECT_NE(again, of_ranks);
+}
+
+// Passes of an order that what the program does makes longer.
+class Growing : public PassOrder {
+ public:
+  at::Tensor order(int64_t) override { return at::arange(length += 4, at::kLong); }
+  c10::IValue state() const override { return length; }
+  void load_state(const c10::IValue& state) override { length = state.toInt(); }
+  int64_t length = 4;
+};
+
+TEST(Loader, TheStateOfAnOrderGoesOnWithItsPass) {
+  const auto loader = [] { return Loader<Numbers>(Numbers(24), 0, 1, 2, {.order = std::make_shared<Growing>()}); };
+  Loader<Numbers> straight = loader(), saved = loader(), resumed = loader(), between = loader();
+  take(straight, 100);
+  const std::vector<int64_t> second = take(straight, 100), third = take(straight, 100);
+  EXPECT_EQ(second.size(), 12U);
+  EXPECT_EQ(third.size(), 16U);
+  take(saved, 100);
+  take(saved, 2);
+  resumed.load_state(saved.state());
+  EXPECT_EQ(take(resumed, 100), std::vector<int64_t>(second.begin() + 4, second.end()));
+  between.load_state(resumed.state());  // after a pass
+  EXPECT_EQ(take(resumed, 100), third);
+  EXPECT_EQ(take(between, 100), third);
+}
+
+TEST(Loader, OrdersThatAreNoneAreRefused) {
+  const auto error = [](const OrderFunction& order) {
+    return testing::error_of<c10::ValueError>(
+        [&] { Loader<Numbers>(Numbers(4), 0, 1, 2, {.order = order_by(order)}).begin(); });
+  };
+  EXPECT_HAS(error([](int64_t, at::Generator) { return at::tensor({0, 4}, at::kLong); }),
+             "the order of pass 0 has example 4, and the dataset has 4, numbered from 0");
+  EXPECT_HAS(error([](int64_t, at::Generator) { return at::tensor({0, -1}, at::kInt); }), "has example -1");
+  EXPECT_HAS(error([](int64_t, at::Generator) { return at::ones({2}); }), "one dim of whole numbers, got 1 dims of Float");
+  EXPECT_HAS(error([](int64_t, at::Generator) { return at::Tensor(); }), "got none");
+  EXPECT_HAS(error([](int64_t, at::Generator) { return at::empty({0}, at::kLong); }), "is empty");
+  EXPECT_HAS(testing::error_of<c10::ValueError>([] { order_by({}); }), "the function is empty");
+  Loader<Numbers> growing(Numbers(24), 0, 1, 2, {.order = std::make_shared<Growing>()});
+  take(growing, 1);
+  Loader<Numbers> without(Numbers(24), 0, 1, 2);
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { without.load_state(growing.state()); }),
+             "with an order of the program's own: give this one LoaderOptions::order");
+  Loader<Numbers> other(Numbers(24), 0, 1, 2, {.order = order_by(backwards)});
+  other.load_state(growing.state());
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { other.begin(); }),
+             "a place in a pass of 8 examples, and the order here gives 20 of pass 0");
+}
+
+// Of an engine: every rank would go its own way.
+TEST(Loader, AnOrderIsTheSameOnAllRanks) {
+  for (const bool alike : {true, false})
+    testing::run_axes({{comm::Axis::DpShard, 2}, {comm::Axis::Sp, 2}}, [&](int rank, const comm::Mesh& mesh) {
+      const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}})");
+      const auto engine = initialize(torch::nn::Linear(2, 1), config, mesh);
+      const uint64_t seed = alike || rank < 3 ? 1 : 2;
+      Loader<Numbers> loader(Numbers(9), engine, {.order = order_by(
+          [](int64_t, at::Generator draws) { return at::randperm(9, draws, at::kLong); }, seed)});
+      if (alike) {
+        EXPECT_EQ(take(loader, 100).size(), 5U);
+        return;
+      }
+      const std::string error = testing::error_of<c10::ValueError>([&] { loader.begin(); });
+      EXPECT_HAS(error, "the order of the examples is not the same on all ranks: rank 0 has 9 examples from ");
+      EXPECT_HAS(error, ", rank 3 has 9 examples from ");
+    });
+}
+
+// ---- streams
+
+// Numbers from `first` on, in steps.
+struct Counting : torch::data::datasets::StreamDataset<Counting, std::vector<int64_t>> {
+  Counting(std::optional<size_t> size, int64_t first = 0, int64_t step = 1) : count(size), next(first), step(step) {}
+  std::vector<int64_t> get_batch(size_t size) override {
+    std::vector<int64_t> batch;
+    for (; batch.size() < size; next += step)
+      batch.push_back(next);
+    return batch;
+  }
+  std::optional<size_t> size() const override { return count; }
+  std::optional<size_t> count;
+  int64_t next, step;
+};
+
+// Ends by itself.
+struct Ending : torch::data::datasets::StatefulDataset<Ending, std::vector<int64_t>, size_t> {
+  std::optional<std::vector<int64_t>> get_batch(size_t size) override {
+    if (next >= 9) return {};
+    std::vector<int64_t> batch;
+    for (; batch.size() < size && next < 9; ++next)
+      batch.push_back(next);
+    return batch;
+  }
+  void reset() override { next = 0; }
+  std::optional<size_t> size() const override { return {}; }
+  void save(torch::serialize::OutputArchive&) const override {}
+  void load(torch::serialize::InputArchive&) override {}
+  int64_t next = 5;
+};
+
+template <class Dataset>
+std::vector<int64_t> taken(Loader<Dataset>& loader, int64_t batches) {
+  std::vector<int64_t> all;
+  for (auto batch = loader.begin(); batches-- > 0 && !(batch == loader.end()); ++batch) {
+    all.insert(all.end(), batch->begin(), batch->end());
+    if (batches == 0) break;
+  }
+  return all;
+}
+
+TEST(Loader, ReadsAStreamAndGoesOnInIt) {
+  for (const size_t workers : {0, 1})
+    for (int rank = 0; rank < 2; ++rank) {  // each its own part
+      const auto loader = [&](std::optional<size_t> size) {
+        return Loader<Counting>(Counting(size, rank, 2), rank, 2, 3, {.workers = workers});
+      };
+      auto straight = loader(10);
+      const std::vector<int64_t> pass = taken(straight, 100);
+      ASSERT_EQ(pass.size(), 10U);
+      EXPECT_EQ(pass[9], rank + 18);
+      EXPECT_EQ(taken(straight, 100), pass) << "a pass begins anew";
+      auto saved = loader(10), resumed = loader(10), endless = loader({});
+      EXPECT_EQ(taken(saved, 2).size(), 6U);
+      EXPECT_EQ(saved.state().toGenericDict().at("samples").toInt(), 12);
+      EXPECT_EQ(saved.state().toGenericDict().at("workers").toInt(), 0);
+      resumed.load_state(saved.state());
+      resumed.load_state(resumed.state());
+      EXPECT_EQ(taken(resumed, 100), std::vector<int64_t>(pass.begin() + 6, pass.end()));
+      EXPECT_EQ(resumed.epoch(), 1);
+      EXPECT_EQ(taken(endless, 50).size(), 150U);
+    }
+}
+
+TEST(Loader, AStreamEndsWhereItSaysSo) {
+  for (const size_t workers : {0, 1}) {
+    Loader<Ending> loader(Ending(), 0, 1, 4, {.workers = workers}), resumed(Ending(), 0, 1, 4, {.workers = workers});
+    for (int pass = 0; pass < 2; ++pass)
+      EXPECT_EQ(taken(loader, 100), (std::vector<int64_t>{0, 1, 2, 3, 4, 5, 6, 7, 8})) << "reset, too";
+    taken(loader, 1);
+    resumed.load_state(loader.state());
+    EXPECT_EQ(taken(resumed, 100), (std::vector<int64_t>{4, 5, 6, 7, 8}));
+    const auto shared = torch::data::datasets::make_shared_dataset<Ending>();
+    Loader<std::decay_t<decltype(shared)>> of_shared(shared, 0, 1, 4, {.workers = workers});
+    EXPECT_EQ(taken(of_shared, 100).size(), 9U);
+  }
+  RepeatingLoader endless = [] {
+    static Loader<Ending> loader(Ending(), 0, 1, 9);
+    return RepeatingLoader<Ending>(loader);
+  }();
+  EXPECT_EQ(endless.next(), endless.next());
+}
+
+// What is left out leaves torch's generator where it was, and draws of batch_generator() are those of the batch.
+struct Drawing : torch::data::datasets::StreamDataset<Drawing, std::vector<double>> {
+  std::vector<double> get_batch(size_t) override {
+    at::rand({});
+    return {at::rand({}, batch_generator()).item<double>()};
+  }
+  std::optional<size_t> size() const override { return 5; }
+};
+
+TEST(Loader, AStreamThatGoesOnDrawsForItsOwnBatches) {
+  Loader<Drawing> straight(Drawing(), 0, 1, 1), resumed(Drawing(), 0, 1, 1);
+  std::vector<double> all, rest;
+  c10::IValue state;
+  at::Tensor before;
+  for (const auto& batch : straight) {
+    all.push_back(batch[0]);
+    if (all.size() != 3) continue;
+    state = straight.state();
+    before = at::detail::getDefaultCPUGenerator().get_state();
+  }
+  const at::Tensor after = at::detail::getDefaultCPUGenerator().get_state();
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  generator.set_state(before);
+  resumed.load_state(state);
+  for (const auto& batch : resumed)
+    rest.push_back(batch[0]);
+  EXPECT_EQ(rest, std::vector<double>(all.begin() + 3, all.end()));
+  EXPECT_TRUE(at::equal(generator.get_state(), after));
+}
+
+TEST(Loader, StreamsThatCannotBeReadAreRefused) {
+  const auto error = [](const LoaderOptions& options) {
+    return testing::error_of<c10::ValueError>([&] { Loader<Counting>(Counting(4), 0, 1, 2, options); });
+  };
+  EXPECT_HAS(error({.order = order_by(backwards)}), "the examples of a stream have no numbers");
+  EXPECT_HAS(error({.workers = 2}), "a stream is read by one worker at most, got 2");
+  Loader<Counting> loader(Counting(8), 0, 1, 2);
+  auto of_python = to_value({.epoch = 0, .samples = 2, .workers = 2});
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { loader.load_state(of_python); }),
+             "a place in a stream that 2 workers shared, and here num_workers is 0");
+  taken(loader, 1);
+  Loader<Numbers> indexed(Numbers(8), 0, 1, 2);
+  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { indexed.load_state(loader.state()); }),
+             "a place in a stream (IterableDataset), and the dataset here is none");
 }
 
 }  // namespace

@@ -45,6 +45,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "ExponentialLR": {"gamma": 0.8},
     "CosineAnnealingLR": {"T_max": 3, "eta_min": 1e-4},
     "PolynomialLR": {"total_iters": 8, "power": 2.0},
+    "CosineAnnealingWarmRestarts": {"T_0": 2, "T_mult": 2, "eta_min": 1e-4},
+    "CyclicLR": {"base_lr": 1e-4, "max_lr": 1e-3, "step_size_up": 2, "mode": "triangular2"},
+    "OneCycleLR": {"max_lr": 1e-3, "total_steps": 8},
 }
 
 

@@ -32,6 +32,9 @@ _OF_STEPS_ALONE = (
     lr_scheduler.ExponentialLR,
     lr_scheduler.CosineAnnealingLR,
     lr_scheduler.PolynomialLR,
+    lr_scheduler.CosineAnnealingWarmRestarts,
+    lr_scheduler.CyclicLR,
+    lr_scheduler.OneCycleLR,
     lr_scheduler.LambdaLR,
 )
 
@@ -360,10 +363,21 @@ def put_schedule(run: Run, saved: Any, values: dict[str, Any]) -> None:
         for group, of in zip(own, run.core.groups(), strict=False):  # they compute a rate of the last one
             group["lr"] = _of_kind(of.lr, group["lr"])
         rates = [group["lr"] for group in own]
-        schedule.load_state_dict({"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
+        schedule.load_state_dict(schedule.state_dict() | _at_step(schedule, steps) | {"_last_lr": rates})
     rates_saved = any("lr" in group for group in values.get("groups", []))
     if not rates_saved and hasattr(schedule, "apply_last"):  # some of DeepSpeed's files lack them
         schedule.apply_last()
+
+
+def _at_step(schedule: LRScheduler, steps: int) -> dict[str, Any]:
+    """What a schedule of steps alone has after so many."""
+    state: dict[str, Any] = {"last_epoch": steps, "_step_count": steps + 1}
+    if isinstance(schedule, lr_scheduler.CosineAnnealingWarmRestarts):
+        done, length = (steps % schedule.T_0 if schedule.T_mult == 1 else steps), schedule.T_0
+        while done >= length:
+            done, length = done - length, length * schedule.T_mult
+        state |= {"T_cur": done, "T_i": length}
+    return state
 
 
 def _schedule_for(saved: Any, groups: list[SavedGroup | None], run: Run) -> Any:

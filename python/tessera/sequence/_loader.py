@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from tessera import _core
 from tessera._mesh import OneGroup, core_group
-from tessera._nested import Form, Nesting, as_bytes, bytes_of, form_of, from_bytes
+from tessera._nested import Nesting
 from tessera.errors import ConfigError
-from tessera.sequence._tiled import IGNORED
 
 Batch = dict[str, Any]
 Part = tuple[list[torch.Tensor], str]  # tensors, and how they are nested
@@ -67,96 +64,35 @@ class SequenceLoader:
         """Returns this rank's parts of the next batch of every rank. All ranks stop with the first one that does, and
         fail with one that fails: that rank with its own error, whatever it is, the others with what it says."""
         problem: Exception | None = None
+        text = ""
         parts: list[Part] = []
         try:
             parts = [_taken_apart(part) for part in cut_batch(next(self._iterator), self.sp_world_size)]
-            own: Any = [[note, [form_of(t) for t in tensors]] for tensors, note in parts]
         except StopIteration:
-            own = None
+            pass
         except Exception as error:
             problem = error
             text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-            own = {"of_configuration": isinstance(error, ConfigError), "text": text}
-        all_own = self._values_of_all(own)
-        if problem is not None:
-            raise problem
-        for rank, theirs in enumerate(all_own):
-            if isinstance(theirs, dict):
-                if theirs["of_configuration"]:
-                    raise ConfigError(theirs["text"])
-                raise RuntimeError(
-                    f"[SequenceLoader] the batch of rank {rank} of the sequence could not be had: {theirs['text']}"
-                )
-        if any(theirs is None for theirs in all_own):
-            self._iterator = iter(self.dl)
-            raise StopIteration
-        came = [theirs[self.sp_rank] for theirs in all_own]
-        tensors = self._exchange([tensors for tensors, _ in parts], [forms for _, forms in came])
-        return [_BATCHES.join(note, theirs) for (note, _), theirs in zip(came, tensors, strict=True)]
-
-    def _values_of_all(self, own: Any) -> list[Any]:
-        """Returns what each rank passes, as JSON can say it."""
         if self._ranks is None:
             self._ranks = _core.single_group() if self.sp_world_size == 1 else core_group(self.sp_group)
-        texts = _core.texts_of(self._ranks, json.dumps(own), "parts of batches", self.device)
-        return [json.loads(text) for text in texts]
-
-    def _exchange(self, tensors: list[list[torch.Tensor]], forms: list[list[Form]]) -> list[list[torch.Tensor]]:
-        """tensors[r] go to rank r; what came, by rank, of the dtypes and shapes in `forms`."""
-        moved = [[t.detach().to(self.device) for t in of_rank] for of_rank in tensors]
-        if self.sp_world_size == 1:
-            return moved
-        sent = [as_bytes(of_rank, self.device) for of_rank in moved]
-        coming = [bytes_of(of_rank) for of_rank in forms]
-        buffer = torch.empty(sum(coming), dtype=torch.uint8, device=self.device)
-        lengths = [part.numel() for part in sent]
-        dist.all_to_all_single(buffer, torch.cat(sent), coming, lengths, group=self.sp_group)
-        return [from_bytes(data, of_rank) for data, of_rank in zip(buffer.split(coming), forms, strict=True)]
+        dealt = _core.deal(self._ranks, parts, text, isinstance(problem, ConfigError), self.device)
+        if problem is not None:
+            raise problem
+        if dealt is None:
+            self._iterator = iter(self.dl)
+            raise StopIteration
+        return [_BATCHES.join(note, tensors) for tensors, note in dealt]
 
 
 def _taken_apart(part: Batch) -> Part:
     tensors, note = _BATCHES.split(part)
-    for t in tensors:
-        if t.layout != torch.strided:
-            raise ConfigError(f"[SequenceLoader] the batch holds a tensor of the layout {t.layout}; make it dense")
+    _core.check_dense(tensors)
     return tensors, note
 
 
 def cut_batch(batch: Batch, ranks: int) -> Iterator[Batch]:
     """The parts of `batch` for each of `ranks`, as SequenceLoader describes them."""
-    for key in ("input_ids", "position_ids"):
-        if key not in batch:
-            raise ConfigError(
-                f"[SequenceLoader] the batch has no {key}, only {', '.join(sorted(batch))}"
-                + ("; a part of a sequence cannot know where it lies without them" if key == "position_ids" else "")
-            )
-    length = batch["input_ids"].size(1)
-    if length % ranks:
-        raise ConfigError(
-            f"[SequenceLoader] a batch of {length} tokens a sequence is not divisible by the {ranks} ranks "
-            "of "
-            f"sequence_parallel_size; pad it to {(length // ranks + 1) * ranks}"
-        )
-    batch = dict(batch)
-    _check_padding(batch.pop("attention_mask", None))
-    if "labels" in batch:
-        labels = batch.pop("labels")
-        batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    step = length // ranks
-    for rank in range(ranks):
-        yield {key: _part(value, length, rank * step, step) for key, value in batch.items()}
-
-
-def _part(value: Any, length: int, begin: int, step: int) -> Any:
-    if isinstance(value, torch.Tensor) and value.dim() > 1 and value.size(1) == length:
-        return value.narrow(1, begin, step)
-    return value
-
-
-def _check_padding(mask: Any) -> None:
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask.bool()[:, 1:] & ~mask.bool()[:, :-1]).any()):
-        raise ConfigError(
-            "[SequenceLoader] attention_mask has zeros before ones; with sequence parallelism padding must "
-            "be at the "
-            "end (padding_side='right'), packed sequences are told by position_ids"
-        )
+    tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+    others = {key: value for key, value in batch.items() if key not in tensors}
+    for part in _core.cut_batch(tensors, ranks, list(others)):
+        yield {**others, **part}
