@@ -82,7 +82,9 @@ std::optional<std::vector<Message>> deal(comm::Group& group, const Hand& own, co
   std::vector<int64_t> going, coming;
   for (const Message& part : own.parts)
     going.push_back(sent.emplace_back(bytes_of(part, device)).numel());
-  const auto form = [&](size_t rank) -> const Json& { return all[rank].at("parts").at(static_cast<size_t>(group.rank())); };
+  const auto form = [&](size_t rank) -> const Json& {
+    return all[rank].at("parts").at(static_cast<size_t>(group.rank()));
+  };
   int64_t total = 0;
   for (size_t rank = 0; rank < all.size(); ++rank)
     total += coming.emplace_back(size_of(form(rank)));
