@@ -32,8 +32,10 @@ std::string text_of(const Hand& own) {
 
 at::Tensor bytes_of(const Message& part, at::Device device) {
   std::vector<at::Tensor> bytes{at::empty({0}, at::TensorOptions(at::kByte).device(device))};
-  for (const at::Tensor& each : part.tensors)
-    bytes.push_back(each.detach().to(device).contiguous().view(-1).view(at::kByte));
+  for (const at::Tensor& each : part.tensors) {
+    const at::Tensor dense = each.detach().to(device).contiguous();
+    bytes.push_back(dense.as_strided({dense.numel()}, {1}).view(at::kByte));  // of one element: whatever its strides
+  }
   return at::cat(bytes);
 }
 
