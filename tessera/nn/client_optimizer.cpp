@@ -224,8 +224,8 @@ void ClientOptimizer::put_momenta(const optim::ScheduleOptions& schedule, const 
     OptimizerOptions& of = groups[i].options();
     const double value = momenta[i];
     if (put_beta<AdamOptions>(of, value) || put_beta<AdamWOptions>(of, value)) continue;
-    const bool put = optim::is_torchs(schedule) &&
-                     (put_momentum<SGDOptions>(of, value) || put_momentum<RMSpropOptions>(of, value));
+    const bool put =
+        optim::is_torchs(schedule) && (put_momentum<SGDOptions>(of, value) || put_momentum<RMSpropOptions>(of, value));
     optim::check_has_momentum(schedule, put);
   }
 }

@@ -124,7 +124,8 @@ std::vector<int64_t> begin_order(PassOrder& order, int64_t epoch, int64_t size, 
   std::vector<int64_t> made = order_of(order, epoch, size);
   TESSERA_CHECK_VALUE(saved_size == 0 || saved_size == static_cast<int64_t>(made.size()), "data",
                       "the state is of a place in a pass of ", saved_size, " examples, and the order here gives ",
-                      made.size(), " of pass ", epoch, ": give the loader the order of that run, or begin without its state");
+                      made.size(), " of pass ", epoch,
+                      ": give the loader the order of that run, or begin without its state");
   if (agree) agree(line_of(made));
   return made;
 }
@@ -137,9 +138,10 @@ c10::IValue with_order(const c10::IValue& state, const c10::IValue& order) {
 void load_order(PassOrder* order, const c10::IValue& state) {
   const auto values = state.toGenericDict();
   if (!values.contains("order")) return;
-  TESSERA_CHECK_VALUE(order != nullptr, "data",
-                      "the state is of a loader with an order of the program's own: give this one LoaderOptions::order, "
-                      "or begin without its state");
+  TESSERA_CHECK_VALUE(
+      order != nullptr, "data",
+      "the state is of a loader with an order of the program's own: give this one LoaderOptions::order, "
+      "or begin without its state");
   order->load_state(values.at("order"));
 }
 

@@ -100,8 +100,8 @@ class ReadDataset
 
 // A stream of a loader's pass.
 template <class Dataset>
-class ReadStream : public torch::data::datasets::BatchDataset<ReadStream<Dataset>, StreamBatch<BatchOf<Dataset>>,
-                                                              StreamRequest> {
+class ReadStream
+    : public torch::data::datasets::BatchDataset<ReadStream<Dataset>, StreamBatch<BatchOf<Dataset>>, StreamRequest> {
  public:
   ReadStream(Dataset dataset, const StreamStart& start) : dataset_(std::move(dataset)), start_(start) {}
   StreamBatch<BatchOf<Dataset>> get_batch(StreamRequest request) override {
@@ -207,11 +207,13 @@ template <class Dataset>
 class Loader {
   static constexpr bool kIsStream = detail::kIsStream<Dataset>;
   static_assert(kIsStream || detail::kIsIndexed<Dataset>,
-                "nn::Loader reads a dataset of torch::data that takes the numbers of examples (Dataset, BatchDataset) or how many "
+                "nn::Loader reads a dataset of torch::data that takes the numbers of examples (Dataset, BatchDataset) "
+                "or how many "
                 "there shall be (StreamDataset); make one of them that asks this one");
-  static_assert(kIsStream || !Dataset::is_stateful,
-                "a dataset that takes the numbers of examples returns a batch, not an std::optional of one: a pass ends "
-                "with its order");
+  static_assert(
+      kIsStream || !Dataset::is_stateful,
+      "a dataset that takes the numbers of examples returns a batch, not an std::optional of one: a pass ends "
+      "with its order");
   static_assert(std::is_copy_constructible_v<Dataset>,
                 "each pass of an nn::Loader reads a copy of the dataset, and this one has none: give it "
                 "torch::data::datasets::make_shared_dataset<...>(...)");
@@ -297,8 +299,8 @@ class Loader {
     LoaderOptions options;
     std::function<void(const std::string&)> agree = {};  // compares what all ranks have
     int64_t epoch = 0, skip = 0, given = 0;              // the next pass, what it leaves out; of the present one
-    int64_t length = 0;                                  // examples of the present pass, over all ranks, or of the saved one
-    c10::IValue began = {};                              // of the order, where the present pass began
+    int64_t length = 0;      // examples of the present pass, over all ranks, or of the saved one
+    c10::IValue began = {};  // of the order, where the present pass began
     int64_t loads = 0;
     bool under_way = false;
 
@@ -389,7 +391,8 @@ class Loader<Dataset>::Iterator {
       return {at.size(), at.rank, at.ranks, at.options, from};
     }
     at.began = at.options.order->state();
-    const auto order = detail::begin_order(*at.options.order, from.epoch, at.size(), from.samples > 0 ? at.length : 0, at.agree);
+    const auto order =
+        detail::begin_order(*at.options.order, from.epoch, at.size(), from.samples > 0 ? at.length : 0, at.agree);
     at.length = static_cast<int64_t>(order.size());
     return {order, at.rank, at.ranks, at.options.drop_last.value_or(false), from.samples};
   }

@@ -48,7 +48,6 @@ struct StreamBatch {
   std::optional<Batch> batch;
 };
 
-
 // Where a pass over a stream begins: so many of its batches, of `size` examples each, are read and left out.
 struct StreamStart {
   int64_t batches = 0;

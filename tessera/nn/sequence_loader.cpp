@@ -34,7 +34,7 @@ SequenceTensors named_of(const pipeline::Message& message) {
 }  // namespace
 
 std::optional<std::deque<SequenceTensors>> deal_parts(const std::function<std::optional<SequenceTensors>()>& read,
-                                                   comm::Group& sp, c10::Device device, Positions positions) {
+                                                      comm::Group& sp, c10::Device device, Positions positions) {
   pipeline::Hand own;
   std::exception_ptr failed;
   const auto fail = [&](const char* text, bool of_values) {

@@ -19,14 +19,14 @@
 
 namespace tessera::nn {
 
-using parallel::SequenceTensors;
 using parallel::Positions;
+using parallel::SequenceTensors;
 
 namespace detail {
 
 // This rank's parts of what read() gives on each rank of `sp`, in their order, on `device`; nothing where a rank's has ended.
 std::optional<std::deque<SequenceTensors>> deal_parts(const std::function<std::optional<SequenceTensors>()>& read,
-                                                   comm::Group& sp, c10::Device device, Positions positions);
+                                                      comm::Group& sp, c10::Device device, Positions positions);
 
 }  // namespace detail
 

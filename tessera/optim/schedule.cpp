@@ -244,8 +244,7 @@ ScheduleValues values_of(const CosineAnnealingWarmRestarts& o, int64_t iteration
     done -= length;
   ScheduleValues out;
   for (const double lr : base)
-    out.lr.push_back(
-        o.eta_min + product(lr - o.eta_min, 1 + std::cos(std::numbers::pi * done / length)) / 2);
+    out.lr.push_back(o.eta_min + product(lr - o.eta_min, 1 + std::cos(std::numbers::pi * done / length)) / 2);
   return out;
 }
 

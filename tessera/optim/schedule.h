@@ -106,7 +106,7 @@ struct CyclicLR {
   std::vector<double> base_momentum{0.8}, max_momentum{0.9};
 };
 struct OneCycleLR {
-  std::vector<double> max_lr{};                                    // required
+  std::vector<double> max_lr{};                                       // required
   std::optional<int64_t> total_steps{}, epochs{}, steps_per_epoch{};  // the first, or both others
   double pct_start = 0.3;
   AnnealStrategy anneal_strategy = AnnealStrategy::Cos;
@@ -120,10 +120,9 @@ struct OneCycleLR {
     return total_steps.value_or(static_cast<int64_t>(of_epochs < 1e12 ? of_epochs : 1e12));
   }
 };
-using ScheduleOptions =
-    std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, StepLR, MultiStepLR, ConstantLR,
-                 LinearLR, ExponentialLR, CosineAnnealingLR, PolynomialLR, CosineAnnealingWarmRestarts, CyclicLR,
-                 OneCycleLR>;
+using ScheduleOptions = std::variant<WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, StepLR,
+                                     MultiStepLR, ConstantLR, LinearLR, ExponentialLR, CosineAnnealingLR, PolynomialLR,
+                                     CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR>;
 
 inline constexpr int64_t kMostSteps = 1'000'000'000'000;
 

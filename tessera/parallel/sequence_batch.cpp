@@ -38,7 +38,8 @@ void check_padding(const at::Tensor& mask) {
 }  // namespace
 
 at::Tensor shifted_labels(const at::Tensor& labels) {
-  TESSERA_CHECK_VALUE(labels.dim() >= 2, "SequenceLoader", "labels must be [batch, sequence, ...], got ", labels.sizes());
+  TESSERA_CHECK_VALUE(labels.dim() >= 2, "SequenceLoader", "labels must be [batch, sequence, ...], got ",
+                      labels.sizes());
   std::vector<int64_t> pad(static_cast<size_t>(2 * (labels.dim() - 1)), 0);  // of dims from the last one to dim 1
   pad.back() = 1;
   return at::constant_pad_nd(labels.narrow(1, 1, labels.size(1) - 1), pad, kNoLabel);
@@ -51,7 +52,7 @@ void check_dense(const std::vector<at::Tensor>& tensors) {
 }
 
 std::vector<SequenceTensors> cut_batch(SequenceTensors batch, int ranks, Positions positions,
-                                    const std::vector<std::string>& others) {
+                                       const std::vector<std::string>& others) {
   require(batch, "input_ids", others, "");
   const at::Tensor ids = batch.at("input_ids");
   TESSERA_CHECK_VALUE(ids.dim() >= 2, "SequenceLoader", "input_ids must be [batch, sequence, ...], got ", ids.sizes());

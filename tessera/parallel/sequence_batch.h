@@ -28,7 +28,7 @@ enum class Positions : uint8_t { Given, Made };  // the batch has position_ids; 
 // input_ids, or positions where they are to be given, a length that the ranks do not divide, padding elsewhere, and a tensor that is not
 // dense. `others`: what else the batch holds, for messages.
 std::vector<SequenceTensors> cut_batch(SequenceTensors batch, int ranks, Positions positions = Positions::Given,
-                                    const std::vector<std::string>& others = {});
+                                       const std::vector<std::string>& others = {});
 // The part of this rank of `sp`. Value errors of cut_batch().
 SequenceTensors sequence_part(SequenceTensors batch, const comm::Group& sp, Positions positions = Positions::Given);
 // Labels of the next token, for logits of each: moved by one along dim 1, -100 behind the last.

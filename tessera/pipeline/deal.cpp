@@ -32,8 +32,10 @@ std::string text_of(const Hand& own) {
 
 at::Tensor bytes_of(const Message& part, at::Device device) {
   std::vector<at::Tensor> bytes{at::empty({0}, at::TensorOptions(at::kByte).device(device))};
-  for (const at::Tensor& each : part.tensors)
-    bytes.push_back(each.detach().to(device).contiguous().view(-1).view(at::kByte));
+  for (const at::Tensor& each : part.tensors) {
+    const at::Tensor dense = each.detach().to(device).contiguous();
+    bytes.push_back(dense.as_strided({dense.numel()}, {1}).view(at::kByte));  // of one element: whatever its strides
+  }
   return at::cat(bytes);
 }
 
@@ -82,7 +84,9 @@ std::optional<std::vector<Message>> deal(comm::Group& group, const Hand& own, co
   std::vector<int64_t> going, coming;
   for (const Message& part : own.parts)
     going.push_back(sent.emplace_back(bytes_of(part, device)).numel());
-  const auto form = [&](size_t rank) -> const Json& { return all[rank].at("parts").at(static_cast<size_t>(group.rank())); };
+  const auto form = [&](size_t rank) -> const Json& {
+    return all[rank].at("parts").at(static_cast<size_t>(group.rank()));
+  };
   int64_t total = 0;
   for (size_t rank = 0; rank < all.size(); ++rank)
     total += coming.emplace_back(size_of(form(rank)));

@@ -245,7 +245,7 @@ TEST(Params, SchedulesOfArguments) {
             "[lr_schedules] warmup_num_steps must be a positive integer, got 0; warmup_type must be log or linear, got "
             "\"cubic\"");
   EXPECT_HAS(error("OneCycle", {}), "cycle_min_lr is required");
-  EXPECT_HAS(error("CyclicLR", {}), "there is no schedule CyclicLR");
+  EXPECT_HAS(error("LambdaLR", {}), "there is no schedule LambdaLR");
 }
 
 }  // namespace

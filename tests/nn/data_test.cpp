@@ -378,8 +378,8 @@ TEST(Loader, DealsAnOrderOfTheProgramsOwn) {
 // As many examples as a program asks for, some of them often: the same on all ranks, others in each pass.
 TEST(Loader, AnOrderMayBeDrawn) {
   const at::Tensor weights = at::tensor({0.0, 1.0, 0.0, 8.0});
-  const LoaderOptions options{.order = order_by(
-                                  [=](int64_t, at::Generator draws) { return at::multinomial(weights, 40, true, draws); }, 7)};
+  const LoaderOptions options{
+      .order = order_by([=](int64_t, at::Generator draws) { return at::multinomial(weights, 40, true, draws); }, 7)};
   std::vector<std::vector<int64_t>> of_ranks, again;
   for (int rank = 0; rank < 2; ++rank) {
     Loader<Numbers> loader(Numbers(4), rank, 2, 5, options);
@@ -429,7 +429,8 @@ TEST(Loader, OrdersThatAreNoneAreRefused) {
   EXPECT_HAS(error([](int64_t, at::Generator) { return at::tensor({0, 4}, at::kLong); }),
              "the order of pass 0 has example 4, and the dataset has 4, numbered from 0");
   EXPECT_HAS(error([](int64_t, at::Generator) { return at::tensor({0, -1}, at::kInt); }), "has example -1");
-  EXPECT_HAS(error([](int64_t, at::Generator) { return at::ones({2}); }), "one dim of whole numbers, got 1 dims of Float");
+  EXPECT_HAS(error([](int64_t, at::Generator) { return at::ones({2}); }),
+             "one dim of whole numbers, got 1 dims of Float");
   EXPECT_HAS(error([](int64_t, at::Generator) { return at::Tensor(); }), "got none");
   EXPECT_HAS(error([](int64_t, at::Generator) { return at::empty({0}, at::kLong); }), "is empty");
   EXPECT_HAS(testing::error_of<c10::ValueError>([] { order_by({}); }), "the function is empty");
@@ -451,8 +452,9 @@ TEST(Loader, AnOrderIsTheSameOnAllRanks) {
       const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}})");
       const auto engine = initialize(torch::nn::Linear(2, 1), config, mesh);
       const uint64_t seed = alike || rank < 3 ? 1 : 2;
-      Loader<Numbers> loader(Numbers(9), engine, {.order = order_by(
-          [](int64_t, at::Generator draws) { return at::randperm(9, draws, at::kLong); }, seed)});
+      Loader<Numbers> loader(
+          Numbers(9), engine,
+          {.order = order_by([](int64_t, at::Generator draws) { return at::randperm(9, draws, at::kLong); }, seed)});
       if (alike) {
         EXPECT_EQ(take(loader, 100).size(), 5U);
         return;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "tessera/nn/engine.h"
+#include "tessera/optim/schedule.h"
 #include "tests/support/errors.h"
 
 // Of its own: other files have a train(), too.
@@ -393,6 +394,48 @@ TEST(Optimizers, WrongArgumentsAndArchivesAreRefusedByName) {
   const auto one = make_optimizer("Adam", model->named_parameters());
   EXPECT_HAS(error_of<c10::ValueError>([&] { load(*one, saved(*adam)); }),
              "[Adam.load] the archive has 2 param groups, the optimizer has 1");
+}
+
+// As torch: the first beta, or the momentum; of optimizers of the program's own, too.
+TEST(Schedules, OfTorchMoveMomentum) {
+  const optim::OneCycleLR options{.max_lr = {0.1}, .total_steps = 8};
+  const auto at = [&](int64_t step) { return optim::evaluate(options, step, {0.1}); };
+  const auto train = [&](const std::string& type, const std::shared_ptr<Optimizer>& own, const auto& model,
+                         const auto& momentum) {
+    for (const int stage : {0, 2}) {
+      if (own != nullptr && stage > 0) continue;
+      const auto config = Config::from_json(c10::str(
+          R"({"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": true,
+              "scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 8}},
+              "optimizer": {"type": ")",
+          type, R"("}, "zero_optimization": {"stage": )", stage, "}}"));
+      auto engine = initialize(model, config, comm::Mesh(), Recipe{.optimizer = own});
+      for (int64_t step = 0; step < 3; ++step) {
+        EXPECT_EQ(momentum(engine), at(step).momentum[0]) << type << stage;
+        EXPECT_EQ(engine.lr()[0], at(step).lr[0]);
+        engine.backward(engine.forward(at::ones({2, 5})).square().mean());
+        engine.step();
+      }
+    }
+  };
+  const auto beta = [](auto& engine) { return engine.groups()[0].beta1; };
+  const auto momentum = [](auto& engine) { return engine.groups()[0].momentum; };
+  for (const char* type : {"AdamW", "Lamb", "NAdam"})
+    train(type, nullptr, net(), beta);
+  for (const char* type : {"SGD", "RMSprop"})
+    train(type, nullptr, net(), momentum);
+  auto model = net();
+  const auto sgd = std::make_shared<torch::optim::SGD>(model->parameters(), 0.1);
+  train("AdamW", sgd, model,
+        [&](auto&) { return static_cast<torch::optim::SGDOptions&>(sgd->param_groups()[0].options()).momentum(); });
+  auto other = net();
+  const auto adam = std::make_shared<torch::optim::AdamW>(other->parameters(), 0.1);
+  train("AdamW", adam, other, [&](auto&) {
+    return std::get<0>(static_cast<torch::optim::AdamWOptions&>(adam->param_groups()[0].options()).betas());
+  });
+  EXPECT_HAS(
+      error_of<c10::ValueError>([&] { train("Adagrad", nullptr, net(), beta); }),
+      "OneCycleLR cycles momentum, and the optimizer has neither betas nor momentum: set cycle_momentum to false");
 }
 
 }  // namespace tessera::nn::optimizers_tests

@@ -493,34 +493,6 @@ TEST(Recipe, TypesThatCppHasNotAreNamed) {
   EXPECT_HAS(testing::error_of<c10::NotImplementedError>([&] { build("LBFGS"); }), "needs a closure");
 }
 
-// As torch: the first beta, or the momentum.
-TEST(Recipe, SchedulesOfTorchMoveMomentum) {
-  const std::string schedule = R"(, "scheduler": {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 8}})";
-  const optim::OneCycleLR options{.max_lr = {0.1}, .total_steps = 8};
-  const auto at = [&](int64_t step) { return optim::evaluate(options, step, {0.1}); };
-  const auto trained = [&](const std::string& optimizer, const Recipe& recipe, const auto& momentum) {
-    for (const int stage : {0, 2}) {
-      const auto model = net();
-      auto engine = initialize(model, config_of_stage(stage, optimizer, schedule), comm::Mesh(), recipe);
-      for (int64_t step = 0; step < 3; ++step) {
-        EXPECT_EQ(momentum(engine), at(step).momentum[0]) << optimizer << stage;
-        EXPECT_EQ(engine.lr()[0], at(step).lr[0]);
-        engine.backward(engine.forward(at::ones({2, 5})).square().mean());
-        engine.step();
-      }
-      if (recipe.optimizer != nullptr) break;
-    }
-  };
-  const auto beta = [](auto& engine) { return engine.groups()[0].beta1; };
-  const auto momentum = [](auto& engine) { return engine.groups()[0].momentum; };
-  trained(kAdamW, {}, beta);
-  trained(optimizer_of("Lamb"), {}, beta);
-  trained(optimizer_of("SGD"), {}, momentum);
-  trained(optimizer_of("RMSprop"), {}, momentum);
-  EXPECT_HAS(testing::error_of<c10::ValueError>([&] { trained(optimizer_of("Adagrad"), {}, beta); }),
-             "OneCycleLR cycles momentum, and the optimizer has neither betas nor momentum: set cycle_momentum to false");
-}
-
 class Broken : public Schedule {
  public:
   explicit Broken(std::vector<double> rates) : rates_(std::move(rates)) {}

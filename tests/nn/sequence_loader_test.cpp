@@ -44,8 +44,7 @@ TEST(CutBatch, EachRankHasItsRange) {
   EXPECT_TRUE(at::equal(parts[0].at("shift_labels"), at::tensor({1, 2, 3, 7, 8, 9}, at::kLong).view({2, 3})));
   EXPECT_TRUE(at::equal(parts[1].at("shift_labels"), at::tensor({4, 5, -100, 10, 11, -100}, at::kLong).view({2, 3})));
   batch.erase("position_ids");
-  EXPECT_TRUE(at::equal(cut_batch(batch, 2, Positions::Made)[1].at("position_ids"),
-                        at::arange(3, 6).expand({2, 3})));
+  EXPECT_TRUE(at::equal(cut_batch(batch, 2, Positions::Made)[1].at("position_ids"), at::arange(3, 6).expand({2, 3})));
 }
 
 TEST(CutBatch, WhatCannotBeCutIsNamed) {
@@ -54,10 +53,12 @@ TEST(CutBatch, WhatCannotBeCutIsNamed) {
   };
   SequenceTensors batch = batch_of(8);
   batch.erase("position_ids");
-  EXPECT_HAS(error(batch, {"name"}), "[SequenceLoader] the batch has no position_ids, only input_ids, labels, name; a part");
+  EXPECT_HAS(error(batch, {"name"}),
+             "[SequenceLoader] the batch has no position_ids, only input_ids, labels, name; a part");
   batch.erase("input_ids");
   EXPECT_HAS(error(batch), "the batch has no input_ids, only labels");
-  EXPECT_HAS(error(batch_of(9)), "9 tokens a sequence is not divisible by the 2 ranks of sequence_parallel_size; pad it to 10");
+  EXPECT_HAS(error(batch_of(9)),
+             "9 tokens a sequence is not divisible by the 2 ranks of sequence_parallel_size; pad it to 10");
   batch = batch_of(8);
   batch["attention_mask"] = at::tensor({0, 1, 1, 1, 1, 1, 1, 1}).view({1, 8});
   EXPECT_HAS(error(batch), "padding must be at the end");
@@ -92,7 +93,8 @@ TEST(SequenceLoader, AllRanksGoThroughEachOnesBatches) {
       for (int64_t number = 0; number < 6; ++number) {
         const auto part = loader.next();
         ASSERT_TRUE(part);
-        EXPECT_TRUE(at::equal(part->at("input_ids"), cut_batch(batch_of(4 + 2 * number, 100 * number), 2)[rank].at("input_ids")))
+        EXPECT_TRUE(at::equal(part->at("input_ids"),
+                              cut_batch(batch_of(4 + 2 * number, 100 * number), 2)[rank].at("input_ids")))
             << number;
         EXPECT_EQ(part->count("shift_labels"), 1U);
       }

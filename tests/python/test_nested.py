@@ -52,7 +52,7 @@ def test_what_is_no_plain_value_is_refused() -> None:
         sent([{1}])
     with pytest.raises(ConfigError, match="the batch holds a dict with the key"):
         sent({torch.dtype: 1})
-    with pytest.raises(ConfigError, match=r"the batch holds a tensor of the layout torch.sparse_coo; make it dense"):
+    with pytest.raises(ConfigError, match=r"the batch holds a tensor of the layout Sparse; make it dense"):
         sent([torch.ones(2, 2).to_sparse()])
     with pytest.raises(ConfigError, match=r"another rank sent a .*Local; import it on all ranks, at"):
         sent(Local())
