@@ -318,7 +318,9 @@ void bind_modules(EngineClass& c) {
           },
           py::arg("params"), py::arg("writes"), py::arg("writer"), NoGil())
       .def("release", on(&Engine::regions, &zero::Regions::close), py::arg("params"), py::arg("writes"),
-           py::arg("writer"), NoGil());
+           py::arg("writer"), NoGil())
+      .def("note_begun", on(&Engine::regions, &zero::Regions::note_begun), py::arg("params"))
+      .def("note_ended", on(&Engine::regions, &zero::Regions::note_ended), py::arg("params"));
 }
 
 void bind_counters(EngineClass& c) {
@@ -441,6 +443,13 @@ void bind_states(py::module_& m) {
   py::class_<PyClientStates> client(m, "ClientStates");
   client.def(py::init<Engine&, py::object>(), py::arg("engine"), py::arg("kept"), py::keep_alive<1, 2>());
   bind_values(client, [](PyClientStates& s) -> engine::ClientStates& { return s.states; });
+  client.def_static("is_part", &engine::is_part, py::arg("key"), py::arg("state"), py::arg("target"));
+  client.def_static(
+      "part_of_number",
+      [](const std::string& key, const at::Tensor& state, const std::vector<int64_t>& whole, const at::Tensor& target) {
+        return engine::part_of_number(key, state, whole, target).toTensor();
+      },
+      py::arg("key"), py::arg("state"), py::arg("whole"), py::arg("target"));
 }
 
 void bind_state(EngineClass& c) {
@@ -461,6 +470,8 @@ void bind_state(EngineClass& c) {
           "get_full",
           [](Engine& e, int param, zero::Quantity what) { return optional_tensor(e.states().get_full(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
+      .def("set_unrounded", on(kStates, &zero::StateAccess::set_unrounded), py::arg("param"), py::arg("value"),
+           NoGil())
       .def("set_full", on(kStates, &zero::StateAccess::set_full), py::arg("param"), py::arg("what"),
            py::arg("value"), NoGil())
       .def(

@@ -22,14 +22,30 @@ bool is_number(const c10::IValue& value) {
   return value.isInt() || value.isDouble() || value.isBool() || (value.isTensor() && value.toTensor().dim() == 0);
 }
 
+// Of torch's optimizers, one for a parameter: NAdam's and ASGD's beside the count of updates.
+bool is_known_number(const std::string& key) {
+  return key == "step" || key == "mu_product" || key == "eta" || key == "mu";
+}
+
 }  // namespace
+
+bool is_part(const std::string& key, const at::Tensor& state, const at::Tensor& target) {
+  return state.sizes() == target.sizes() && (state.dim() > 0 || !is_known_number(key));
+}
+
+c10::IValue part_of_number(const std::string& key, const c10::IValue& state, at::IntArrayRef whole,
+                           const at::Tensor& target) {
+  const bool is_one = whole.empty() && target.numel() == 1 && state.isTensor() && state.toTensor().dim() == 0;
+  if (!is_one || is_known_number(key)) return state;
+  return state.toTensor().to(target.device()).view(target.sizes());
+}
 
 ClientStates::Kind ClientStates::kind_of(int param, const State& state, const std::string& key) const {
   if (state.empty()) return Kind::Nothing;
   const auto found = state.find(key);
   if (found == state.end()) return Kind::Unknown;
   const c10::IValue& value = found->second;
-  if (value.isTensor() && value.toTensor().sizes() == kept_.target(param).sizes()) return Kind::Part;
+  if (value.isTensor() && is_part(key, value.toTensor(), kept_.target(param))) return Kind::Part;
   return is_number(value) ? Kind::Number : Kind::Other;
 }
 

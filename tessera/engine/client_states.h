@@ -25,6 +25,14 @@ class KeptStates {
   virtual void write_state(int param, const std::string& key, const at::Tensor& part) = 0;  // of as many values
 };
 
+// Whether a state has a value for each element of `target`. A parameter without dims has one element, as a number has: numbers
+// are known by their keys ("step" and others of torch's optimizers).
+bool is_part(const std::string& key, const at::Tensor& state, const at::Tensor& target);
+// A state that was saved as a number, as a value for each element of `target` where that has one element and `whole`, the sizes
+// of its parameter, no dims; else the state itself.
+c10::IValue part_of_number(const std::string& key, const c10::IValue& state, at::IntArrayRef whole,
+                           const at::Tensor& target);
+
 // Full values are fp32 in the shape of the parameter, a number ("step") a tensor without dimensions; undefined before the
 // optimizer's first step. Value error for a missing key, and for a state that is neither a number nor a value for each element.
 // Full values are collective: what a state is has to be agreed upon, as a rank without a part of the parameter has none.

@@ -227,7 +227,7 @@ void Engine::check_step() const {
   impl_->model->units.check_whole();
   impl_->check_keeps_gradients("step");
   impl_->model->driver.check_all_watched();
-  impl_->model->updater.check_no_regions();
+  impl_->model->regions.check_none_open();
 }
 
 // Notes what this rank alone may have against a step.
@@ -241,7 +241,7 @@ void Engine::Impl::check_step(bool boundary, std::optional<double> global_norm, 
                         "global_norm at a step that is no accumulation boundary, where nothing is clipped: give it "
                         "where is_gradient_accumulation_boundary() is true");
     if (global_norm) check_keeps_gradients("step");
-    if (boundary && !model->early.on()) model->updater.check_no_regions();
+    if (boundary && !model->early.on()) model->regions.check_none_open();
     const std::string wrong = boundary && !model->early.on() ? group_fault() : "";
     TESSERA_CHECK_VALUE(wrong.empty(), "engine.step", wrong);
     if (boundary && options.wants_all_used) check_all_used();

@@ -69,7 +69,8 @@ void Engine::Impl::compare_in_backward() {
 }
 
 std::string Engine::Impl::why_not_update() const {
-  const std::string wrong = fault.empty() ? group_fault() : fault;
+  std::string wrong = fault.empty() ? group_fault() : fault;
+  if (wrong.empty()) wrong = model->regions.why_no_update();
   if (!wrong.empty() || !clips_by_previous()) return wrong;
   const double norm = previous_norm.get().value_or(0);
   if (std::isfinite(norm)) return "";

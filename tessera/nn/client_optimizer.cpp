@@ -81,6 +81,11 @@ bool is_own_kind(const std::string& kind) {
   return own.contains(kind);
 }
 
+// Whether a state is one for its whole parameter, however many elements that has.
+bool is_number(const std::string& key, const c10::IValue& value, const at::Tensor& target) {
+  return !value.isTensor() || (value.toTensor().dim() == 0 && !engine::is_part(key, value.toTensor(), target));
+}
+
 void check_step(const c10::IValue& value, const std::string& what) {
   if (!value.isTensor() && !value.isInt() && !value.isDouble()) return;  // a class's own
   const at::Tensor step = value.isTensor() ? value.toTensor() : at::scalar_tensor(value.toScalar(), at::kDouble);
@@ -132,10 +137,10 @@ std::vector<std::vector<at::Tensor>> mark_groups(torch::optim::Optimizer& optimi
           found != known.end(), "initialize", "the optimizer's param group ", number, " has a tensor of shape ",
           param.sizes(),
           " that is no parameter of the module: build it over the parameters of the module that is given");
-      TESSERA_CHECK_VALUE(found->second->joins < 0, "initialize", "the optimizer has '", found->second->name,
-                          "' twice");
-      found->second->joins = static_cast<int>(number);
-      if (param.requires_grad()) found->second->group = static_cast<int>(number);
+      engine::ParamSpec& spec = *found->second;
+      TESSERA_CHECK_VALUE(spec.joins < 0, "initialize", "the optimizer has '", spec.name, "' twice");
+      spec.joins = static_cast<int>(number);  // also of what is frozen: trained once it requires gradients
+      if (param.requires_grad()) spec.group = spec.joins;
     }
   }
   return groups;
@@ -143,10 +148,7 @@ std::vector<std::vector<at::Tensor>> mark_groups(torch::optim::Optimizer& optimi
 
 ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
                                  std::vector<engine::ParamSpec>& specs)
-    : optimizer_(std::move(optimizer)), originals_(mark_groups(*optimizer_, specs)) {
-  for (engine::ParamSpec& spec : specs)
-    spec.joins = -1;  // it does not take what is thawed later
-}
+    : optimizer_(std::move(optimizer)), originals_(mark_groups(*optimizer_, specs)) {}
 
 ClientOptimizer::ClientOptimizer(const optim::Type& type, const std::vector<optim::GroupOptions>& groups,
                                  const std::vector<engine::ParamSpec>& specs)
@@ -280,7 +282,7 @@ void ClientOptimizer::take(engine::Engine& core, bool on_params) {
 void ClientOptimizer::take_joined(engine::Engine& core) {
   for (const int param : core.take_joined()) {
     const engine::ParamSpec& spec = core.params()[param];
-    originals_[spec.group].push_back(spec.tensor);
+    if (type_ != nullptr) originals_[spec.group].push_back(spec.tensor);  // a program's own has it there already
     auto& group = optimizer_->param_groups()[spec.group];
     const size_t before = group.params().size();
     add_target(core, param, spec.tensor, group.params());
@@ -334,7 +336,7 @@ void ClientOptimizer::set_rate(size_t group, double rate) {
 }
 
 void ClientOptimizer::run(engine::Engine& core) {
-  if (type_ != nullptr) take_joined(core);
+  take_joined(core);
   for (const Target& target : targets_)
     target.tensor.mutable_grad() = core.states().local_view(target.param, engine::Quantity::Gradient);
   optimizer_->step();
@@ -375,7 +377,7 @@ std::vector<engine::ClientState> ClientOptimizer::states(const engine::Engine& c
     if (target.tensor.numel() == 0) continue;
     const auto whole = whole_states(target);
     for (const auto& [key, value] : state_of(target.tensor)) {
-      if (!value.isTensor() || value.toTensor().dim() == 0 || whole.contains(key)) continue;
+      if (is_number(key, value, target.tensor) || whole.contains(key)) continue;
       const std::string& name = core.params()[target.param].name;
       TESSERA_CHECK_VALUE(!is_own_kind(key), "engine.save_checkpoint", "an optimizer state cannot be named '", key,
                           "'");
@@ -395,7 +397,7 @@ c10::IValue ClientOptimizer::numbers(const engine::Engine& core) const {
     c10::impl::GenericDict numbers(c10::StringType::get(), c10::AnyType::get());
     const auto whole = whole_states(target);
     for (const auto& [key, value] : state_of(target.tensor))
-      if (!value.isTensor() || value.toTensor().dim() == 0 || whole.contains(key)) numbers.insert(key, value);
+      if (is_number(key, value, target.tensor) || whole.contains(key)) numbers.insert(key, value);
     if (!numbers.empty()) all.insert(core.params()[target.param].name, numbers);
   }
   return all;
@@ -462,7 +464,10 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
   std::map<const void*, State> states;
   for (const Target& target : targets_) {
     if (!keeps(target)) continue;
-    State state = numbers[core.params()[target.param].name];
+    const engine::ParamSpec& spec = core.params()[target.param];
+    State state = numbers[spec.name];
+    for (auto& [key, value] : state)
+      value = engine::part_of_number(key, value, core.layout().form(target.param).sizes, target.tensor);
     const auto whole = whole_states(target);
     for (const std::string& kind : kinds) {
       const at::Tensor part = whole.contains(kind) ? at::Tensor() : found.client_state(target.param, kind);
@@ -470,7 +475,7 @@ std::string ClientOptimizer::saved(const engine::Engine& core, const engine::Res
         state[kind] = part.to(target.tensor.device()).as_strided(target.tensor.sizes(), target.tensor.strides());
     }
     if (!whole.empty()) add_whole(target, core, found.reader(), state);
-    const auto saved_step = steps.find(core.params()[target.param].name);
+    const auto saved_step = steps.find(spec.name);
     if (!state.empty() && saved_step != steps.end()) state.emplace("step", saved_step->second);
     if (!state.empty()) states.emplace(target.tensor.unsafeGetTensorImpl(), std::move(state));
   }
@@ -533,6 +538,9 @@ void ClientOptimizer::load(const std::string& archive) try {
   InputArchive in = archive_from(archive);
   optimizer_->state().clear();
   optimizer_->load(in);
+  for (const auto& group : optimizer_->param_groups())
+    for (const at::Tensor& target : group.params())
+      if (optimizer_->state().count(target.unsafeGetTensorImpl()) == 0) begin_state(target, group);
 } catch (const c10::Error& error) {
   TESSERA_FAIL(IoError, "[checkpoint] the optimizer's states are damaged, or of another class than ",
                class_of(*optimizer_), ": ", error.what_without_backtrace());

@@ -47,6 +47,8 @@ class ClientOptimizer final : public engine::KeptStates {
   std::vector<optim::GroupOptions> groups() const;
   // Updates the masters from here on. `on_params`: these are the parameters. An error of one rank is an error on all. Collective.
   void take(engine::Engine& core, bool on_params);
+  // Takes parameters that have joined the core since, as run() does. Local.
+  void take_joined(engine::Engine& core);
   void release();
 
   // Before an update: gives the core the rates of the program's optimizer, or the configuration's optimizer the core's groups.
@@ -86,7 +88,6 @@ class ClientOptimizer final : public engine::KeptStates {
   };
   void begin_state(const at::Tensor& target, const torch::optim::OptimizerParamGroup& group);
   void add_target(engine::Engine& core, int param, const at::Tensor& tensor, std::vector<at::Tensor>& taken);
-  void take_joined(engine::Engine& core);
   void put_group(size_t number);
   State state_of(const at::Tensor& target) const;
   // States of a parameter that are whole on every rank, with their sizes (optim/whole.h).

@@ -129,10 +129,11 @@ class Session {
     const auto call = live().enter("module_state_dict");
     return nn::module_state_dict(*module_, live(), frozen);
   }
-  // Loads values of a dict or of safetensors (checkpoint::WeightReader) into the module; masters follow. Values for cut ones are
-  // whole, or this rank's slice; of files nothing else is read, and no rank has more than one unit of partitioned parameters
-  // whole. All ranks pass the same. Value error, on all and with nothing changed, for shapes that differ, and where the load is
-  // strict for names. IoError, with a part loaded, for a disk that fails meanwhile. Collective.
+  // Loads values of a dict or of safetensors (checkpoint::WeightReader) into the module; masters follow: values of another dtype
+  // than the parameter's come to its master as they are; of its own, elements that do not change keep the bits of theirs. Values
+  // for cut ones are whole, or this rank's slice; of files nothing else is read, and no rank has more than one unit of
+  // partitioned parameters whole. All ranks pass the same. Value error, on all and with nothing changed, for shapes that differ,
+  // and where the load is strict for names. IoError, with a part loaded, for a disk that fails meanwhile. Collective.
   LoadedNames load_module_state_dict(const NamedTensors& state, const LoadOptions& options = {}) {
     const auto call = live().enter("load_module_state_dict");
     return nn::load_state_dict(*module_, live(), state, options);

@@ -140,6 +140,10 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   check_contents("load_checkpoint");
   engine::Restore::Options options = given;
   options.from_master = options.from_master && loads_masters_;
+  live().checkpoints().on_all([&] {  // what was thawed before the load has states there
+    live().join();
+    if (client_ != nullptr) client_->take_joined(*core_);
+  });
   engine::Foreign from = load_from_;
   if (client_ != nullptr) from.groups = client_->names(*core_);
   auto found = noting([&] { return live().checkpoints().open(dir, tag, options, from); });

@@ -147,6 +147,7 @@ LoadedNames load(const torch::nn::Module& module, engine::Engine& core, const So
   core.finish_update();
   LoadPlan plan;
   core.checkpoints().on_all([&] { plan = plan_of(entries_of(module, core), core, source, options); });
+  bool rounds = false;
   for (const Ids& unit : units_of(core)) {
     std::map<int, at::Tensor> values;
     const auto read = [&] {
@@ -163,12 +164,14 @@ LoadedNames load(const torch::nn::Module& module, engine::Engine& core, const So
         param.copy_(value);
       }
     });
+    for (const auto& [id, value] : values)
+      rounds = core.states().set_unrounded(id, value) || rounds;
   }
   for (const auto& [tensor, name] : plan.others) {
     at::Tensor to = tensor;
     to.copy_(source.value(name, nullptr));
   }
-  core.adopt_params();
+  rounds ? core.refresh_params() : core.adopt_params();
   return plan.names;
 }
 

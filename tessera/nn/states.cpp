@@ -26,7 +26,9 @@ int ReadStates::number(const ParamKey& key) const {
 
 int ReadStates::joined(const ParamKey& key) const {
   const int id = number(key);
-  if (!trained(id) && core_.params()[id].joins >= 0) core_.join();
+  if (trained(id) || core_.params()[id].joins < 0) return id;
+  core_.join();
+  if (client_ != nullptr) client_->take_joined(core_);
   return id;
 }
 

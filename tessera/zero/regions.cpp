@@ -74,6 +74,7 @@ void Regions::open(const std::vector<ParamId>& params, Writes writes, int writer
     const Place& place = units_[id];
     if (!place.flat->sharded()) place.flat->mark(place.item);  // updates write to the parameter, too
   }
+  note_begun(params);
 } catch (c10::OutOfMemoryError& error) {
   units_.fail_alone(error);
 }
@@ -82,7 +83,27 @@ void Regions::copy_before(ParamId id, bool writable) {
   const Place& place = units_[id];
   if (place.flat->sharded()) return;
   if (writable && place.flat->shares()) place.flat->make_private_copy(place.item);
-  if (has_masters(id)) open_[id].before = place.unit->owned_values(place.item).clone();
+  if (writable && has_masters(id)) open_[id].before = place.unit->owned_values(place.item).clone();
+}
+
+void Regions::note_begun(const std::vector<ParamId>& params) {
+  if (!params.empty()) begun_.push_back(params.front());
+}
+
+void Regions::note_ended(const std::vector<ParamId>& params) {
+  const auto last = params.empty() ? begun_.rend() : std::find(begun_.rbegin(), begun_.rend(), params.front());
+  if (last != begun_.rend()) begun_.erase(std::next(last).base());
+}
+
+std::string Regions::why_no_update() const {
+  if (begun_.empty()) return "";
+  return "parameter '" + units_.params()[begun_.back()].name +
+         "' is in use (inside GatheredParameters); leave that before it changes";
+}
+
+void Regions::check_none_open() const {
+  const std::string why = why_no_update();
+  TESSERA_CHECK(why.empty(), "zero", why);
 }
 
 void Regions::end(ParamId id) {
@@ -188,6 +209,7 @@ void Regions::close(const std::vector<ParamId>& params, Writes writes, int write
   check_writer(writes, writer);
   const std::vector<ParamId> ids = units_.held(params, "release");
   const std::lock_guard lock(driver_.hooks().mutex());
+  note_ended(params);
   std::exception_ptr failure;
   try {
     if (writes != Writes::None) units_.check_here("release");

@@ -2,6 +2,7 @@
 // hold for these too, in every stage.
 #pragma once
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -26,6 +27,12 @@ class Regions {
   void close(const std::vector<ParamId>& params, Writes writes = Writes::None, int writer = 0);
   // Copies of the partitioned parameters that are whole now, for who ends the engine. Local.
   std::vector<std::pair<ParamId, at::Tensor>> whole_copies() const;
+  // open() and close() call these; a front end does where a region for reading has nothing to gather. Local.
+  void note_begun(const std::vector<ParamId>& params);
+  void note_ended(const std::vector<ParamId>& params);
+  // Why nothing may be updated: a region that has parameters is open. Empty where none is. Local.
+  std::string why_no_update() const;
+  void check_none_open() const;  // throws it, a state error
   // There are more parameters. Local.
   void params_changed() { open_.resize(static_cast<size_t>(units_.count())); }
 
@@ -48,7 +55,8 @@ class Regions {
 
   Units& units_;
   BackwardDriver& driver_;
-  std::vector<Open> open_;  // by parameter
+  std::vector<Open> open_;      // by parameter
+  std::vector<ParamId> begun_;  // the first parameter of each region that is open
 };
 
 }  // namespace tessera::zero

@@ -463,8 +463,29 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
   const std::lock_guard lock(driver_.hooks().mutex());
   const c10::AutoGradMode no_grad(false);
   const Place& place = units_.trained(param, "set_full");
+  set_flat(place, what, flat_of(place, value, "engine.set_full"));
+} catch (c10::OutOfMemoryError& error) {
+  fail_alone(error, param);
+}
+
+bool StateAccess::set_unrounded(ParamId param, const at::Tensor& value) try {
+  const std::lock_guard lock(driver_.hooks().mutex());
+  const c10::AutoGradMode no_grad(false);
+  const Place& place = units_.at(param, "set_unrounded");
+  if (!place.trained() || place.unit->master_is_weight() || value.scalar_type() == place.flat->dtype()) return false;
   const Param& p = *place.param;
-  const at::Tensor flat = flat_of(place, value, "engine.set_full");
+  const bool is_slice = value.sizes() == p.tensor.sizes();
+  set_flat(
+      place, Quantity::Master,
+      is_slice ? shard::flatten_like_param(value.detach(), p.form) : flat_of(place, value, "engine.set_unrounded"));
+  return true;
+} catch (c10::OutOfMemoryError& error) {
+  fail_alone(error, param);
+}
+
+// The parameter's elements in the order of its memory get `flat`, where this rank has them.
+void StateAccess::set_flat(const Place& place, Quantity what, const at::Tensor& flat) {
+  const Param& p = *place.param;
   RankGuard disks = guard_of(*place.unit);
   disks.run([&] {
     if (what == Quantity::Master) adopt_param(place, /*compare=*/true);
@@ -485,8 +506,6 @@ void StateAccess::set_full(ParamId param, Quantity what, const at::Tensor& value
                       "' has no such state");
   write_owned(place, what, flat.narrow(0, mine.begin, mine.size()), disks);
   agree_on(disks, place, "set_full");
-} catch (c10::OutOfMemoryError& error) {
-  fail_alone(error, param);
 }
 
 }  // namespace tessera::zero

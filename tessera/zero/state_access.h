@@ -66,6 +66,10 @@ class StateAccess {
   // there is none (no gradient, no such state). IoError on all ranks where the disk of one fails; set_full: set it again.
   at::Tensor get_full(ParamId param, Quantity what);
   void set_full(ParamId param, Quantity what, const at::Tensor& value);
+  // `value` was written to the parameter, in a shape of its own or of its whole, and was rounded there: the master gets it as it
+  // is; Engine::refresh_params() follows. False, with nothing done, where there is no such master, or the dtypes are the same.
+  // Collective.
+  bool set_unrounded(ParamId param, const at::Tensor& value);
   // The values that this rank holds: shaped like the parameter where the buffer is replicated, else 1-D; maybe empty. A view, in
   // the buffer's own dtype; a copy for masters that are split (amp/precision.h) and for what does not live on the device.
   at::Tensor local_view(ParamId param, Quantity what);
@@ -98,6 +102,7 @@ class StateAccess {
   at::Tensor read_gradient(const Place& place, shard::Range range) const;
   at::Tensor read_owned(const Place& place, Quantity what) const;
   at::Tensor read_owned(const Place& place, Quantity what, shard::Range range) const;
+  void set_flat(const Place& place, Quantity what, const at::Tensor& flat);
   void write_owned(const Place& place, Quantity what, const at::Tensor& values, RankGuard& disks);
   at::Tensor gather_flat(const Place& place, const at::Tensor& part);
   at::Tensor local_gradient(const Place& place) const;

@@ -450,11 +450,6 @@ void Unsharder::settle_before_update() {
     settle_before_update(static_cast<int>(unit));
 }
 
-void Unsharder::check_no_regions() const {
-  for (const Entry& entry : entries_)
-    check_unused(entry, entry.regions);
-}
-
 void Unsharder::check_unused(const Entry& entry, int uses) {
   TESSERA_CHECK(uses == 0, "zero", "parameters of unit '", entry.flat->name(),
                 "' are in use (inside GatheredParameters or a forward); leave that before they change");

@@ -90,8 +90,6 @@ class Unsharder {
   // Gathers exact values, waits. Collective. `writable`: in memory of this rank's own, also where parameters are shared.
   void hold(int unit, bool writable);
   void unhold(int unit);
-  // Throws a state error where a region is open. Local.
-  void check_no_regions() const;
   // Releases all that is only kept. State error when a scope or region is open, since parameters are about to change.
   void settle_before_update();
   // Does the same for one unit.

@@ -547,11 +547,6 @@ void Updater::refresh_params() {
   agree_on_disks(disks);
 }
 
-void Updater::check_no_regions() const {
-  units_.unsharder().check_no_regions();
-  check_no_region_writes();
-}
-
 // Shared parameters are whole always: a region's private copies would undo what is written meanwhile.
 void Updater::check_no_region_writes() const {
   if (!units_.shared().on()) return;

@@ -62,8 +62,6 @@ class Updater {
   // Takes in what the user did to parameters since the last update, as far as the update itself does not (adoption.h). State
   // error where a region holds them. Local.
   void prepare_update();
-  // Throws a state error where a region is open. Local.
-  void check_no_regions() const;
   // Units that stay on the device, which nothing waits for, come first, then those that pass through it beside those of the host;
   // each in the order of the next forward. The order is the same on all ranks, as gathers follow it. Local.
   std::vector<Unit*> in_order_of_update() const;

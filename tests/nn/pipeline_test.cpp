@@ -174,7 +174,8 @@ TEST(Pipeline, TiedWeightsAreOneThatMayBeFrozenAndThawed) {
   };
   constexpr int kLong = 4;
   const std::string units = R"("tessera": {"min_unit_elements": 0},)";
-  for (const Case& each : {Case{.zero = 1, .clip = 0.1}, Case{.ranks = 2, .zero = 2, .clip = 0.1, .more = units}}) {
+  for (const Case& each : {Case{.zero = 1, .clip = 0.1}, Case{.ranks = 2, .zero = 2, .clip = 0.1, .more = units},
+                           Case{.zero = 1, .own = true}, Case{.ranks = 2, .zero = 2, .more = units, .own = true}}) {
     Case c = each;
     c.list = [](const comm::Mesh&) { return testing::tied_layers(/*idle=*/false, /*frozen=*/true); };
     const auto expected = testing::train_whole(c, kLong, thaw), got = train_stages(c, kLong, 0, "", "", thaw);

@@ -134,6 +134,44 @@ TEST(StateDict, WholeValuesOutAndIn) {
   });
 }
 
+// Values of fp32 are the masters' own, whatever was there before; from files, too.
+TEST(StateDict, MastersHaveWhatIsLoadedAsItIs) {
+  const io::TempFolder folder;
+  NamedTensors want;
+  {
+    const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}})");
+    want = others(initialize(std::make_shared<Net>(comm::Mesh()), config, comm::Mesh()).module_state_dict());
+  }
+  checkpoint::write_weights(folder / "one", "model.safetensors", want);
+  each([&](auto& engine, int) {
+    const auto expect_loaded = [&](const char* when) {
+      for (const auto& item : want)
+        if (const at::Tensor* param = engine.module().named_parameters().find(item.key());
+            param != nullptr && param->requires_grad()) {
+          EXPECT_TRUE(engine.states().full_param(item.key()).equal(item.value())) << item.key() << " " << when;
+        }
+      expect_same(engine.module_state_dict(), want);
+    };
+    engine.load_module_state_dict(want);
+    expect_loaded("loaded");
+    train(engine);
+    engine.load_module_state_dict(want);
+    expect_loaded("loaded again after a step");
+    train(engine);
+    engine.load_module_state_dict(WeightReader(folder / "one"));
+    expect_loaded("from files");
+    NamedTensors slices;
+    for (const auto& param : engine.module().named_parameters())
+      if (param.value().sizes() != want[param.key()].sizes())
+        slices.insert(param.key(), at::full(param.value().sizes(), 0.3));
+    engine.load_module_state_dict(slices, {.strict = false});
+    for (const auto& item : slices)
+      EXPECT_TRUE(engine.states().full_param(item.key()).eq(0.3F).all().template item<bool>())
+          << "a slice, " << item.key();
+    train(engine);
+  });
+}
+
 // Whole values in files, of any number, and under other names.
 TEST(StateDict, OfFiles) {
   const io::TempFolder folder;

@@ -134,14 +134,34 @@ TEST(Regions, WritingWithoutAWriterIsAnErrorAndIsUndone) {
   });
 }
 
+// In every stage, of parameters that are partitioned, resident, whole and frozen, for reading and for writing; what was written
+// holds.
 TEST(Regions, StepInsideARegionIsRefused) {
-  on_ranks(2, [](Engine& engine, const Toy& toy, int rank) {
-    toy_forward(engine, toy, toy_batch(rank, 0)).backward();
-    engine.regions().open({4});
-    EXPECT_NE(error_of([&] { engine.step(); }).find("in use"), std::string::npos);
-    engine.regions().close({4});
-    EXPECT_TRUE(engine.step());
-  });
+  for (int stage = 0; stage <= 3; ++stage)
+    for (const bool share : {false, true})
+      for (const int ranks : {1, 2})
+        for (const int id : {4, 0, 1})
+          for (const zero::Writes writes : {zero::Writes::None, zero::Writes::Own, zero::Writes::FromRank})
+            run_ranks(ranks, [&](int rank, const comm::GroupPtr& group) {
+              SCOPED_TRACE(c10::str("stage ", stage, ", shared ", share, ", ", ranks, " ranks, parameter ", id,
+                                    ", writes ", int(writes)));
+              const Toy toy;
+              auto specs = toy.specs();  // "a" and "b" are below the threshold of stage 3
+              specs[1].group = -1;
+              at::Tensor(toy.tensors[1]).requires_grad_(false);
+              Engine engine(toy_options({.stage = stage, .clip = 0, .share = share}), comm::Mesh(group), specs,
+                            {toy_adamw()});
+              toy_forward(engine, toy, toy_batch(rank, 0)).backward();
+              engine.regions().open({id}, writes);
+              if (writes != zero::Writes::None) fill(toy.tensors[id], 1.5);
+              EXPECT_HAS(error_of<UsageError>([&] { engine.step(); }), "is in use (inside GatheredParameters)");
+              EXPECT_EQ(engine.global_steps(), 0);
+              engine.regions().close({id}, writes, 0);
+              engine.regions().open({id}, zero::Writes::None);
+              EXPECT_EQ(toy.tensors[id].eq(1.5).all().item<bool>(), writes != zero::Writes::None);
+              engine.regions().close({id});
+              EXPECT_TRUE(engine.step());
+            });
 }
 
 }  // namespace tessera::testing

@@ -59,12 +59,8 @@ def client_states(run: Run, names: dict[int, str]) -> tuple[dict[str, Any], list
         name = names[id(param)]
         kept_whole = _whole_states(runner, number)
         for key, value in runner.base.state.get(target, {}).items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.dim() > 0
-                and value.shape == target.shape
-                and key not in kept_whole
-            ):
+            is_part = isinstance(value, torch.Tensor) and _core.ClientStates.is_part(key, value, target)
+            if is_part and key not in kept_whole:
                 if key in OWN_KINDS:
                     raise ConfigError(f"[engine.save_checkpoint] an optimizer state cannot be named {key!r}")
                 states.append((number, key, value))
@@ -139,6 +135,8 @@ def states_from(
             part = None if kind in kept_whole else restore.client_state(number, kind)
             if part is not None:
                 state[kind] = part.to(target.device).as_strided(target.shape, target.stride())
+        for key in (key for key, value in state.items() if isinstance(value, torch.Tensor)):
+            state[key] = _core.ClientStates.part_of_number(key, state[key], specs[number].whole_sizes, target)
         if "step" not in state and record.step > 0 and state:
             state["step"] = torch.tensor(float(record.step))
         elif "step" not in state and not any(isinstance(part, torch.Tensor) and part.any() for part in state.values()):

@@ -29,6 +29,7 @@ class HasWeights(Protocol):
     def _parallel(self) -> TensorParallel: ...
     @property
     def _settings(self) -> _core.Config: ...
+    def param_number(self, param: torch.Tensor) -> int | None: ...
     def _whole(self) -> contextlib.AbstractContextManager[bool]: ...
 
 
@@ -37,6 +38,18 @@ def _check_values(state: dict[str, Any], module: nn.Module) -> None:
     tensors = itertools.chain(module.named_parameters(remove_duplicate=False), module.named_buffers())
     found = ((name, state.get(name), own) for name, own in tensors)
     _core.check_fit([(name, value, own) for name, value, own in found if isinstance(value, torch.Tensor)])
+
+
+def _taken(module: nn.Module, values: dict[str, Any]) -> dict[int, tuple[nn.Parameter, torch.Tensor]]:
+    """What the parameters have of `values`, by their ids: all but those that a module makes something else of."""
+    taken = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value = values.get(name)
+        if not isinstance(value, torch.Tensor) or value.dtype == param.dtype or value.shape != param.shape:
+            continue
+        if torch.allclose(param.detach(), value.detach().to(param), rtol=0, atol=0, equal_nan=True):
+            taken[id(param)] = (param, value.detach())
+    return taken
 
 
 class Weights:
@@ -77,8 +90,9 @@ class Weights:
         strict: bool = True,
         custom_load_fn: Callable[[dict[str, Any], nn.Module], None] | None = None,
     ) -> None:
-        """module.load_state_dict(); the masters follow. Every rank loads the same values. ConfigError, with nothing
-        changed, for values that no tensor of the module can take. Collective in stage 3."""
+        """module.load_state_dict(); the masters follow: values of another dtype than the parameter's come to its master
+        as they are; of its own, elements that do not change keep the bits of theirs. Every rank loads the same values.
+        ConfigError, with nothing changed, for values that no tensor of the module can take. Collective."""
         core, module = self._engine.core, self._engine.module
         if custom_load_fn is None:
             with on_all(core) if self._engine._settings.placements.shards_params else contextlib.nullcontext():
@@ -88,9 +102,20 @@ class Weights:
         with Region([(core, everything)], _core.Writes.Own):
             if custom_load_fn is not None:
                 custom_load_fn(checkpoint, module)
+                taken: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}
             else:
-                module.load_state_dict(self._engine._parallel.slices(checkpoint), strict=strict)
-        core.adopt_params()
+                values = self._engine._parallel.slices(checkpoint)
+                module.load_state_dict(values, strict=strict)
+                taken = _taken(module, values)
+        rounds = False
+        for param, value in taken.values():
+            number = self._engine.param_number(param)
+            if number is not None and core.set_unrounded(number, value):
+                rounds = True
+        if rounds:
+            core.refresh_params()
+        else:
+            core.adopt_params()
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[bool]:

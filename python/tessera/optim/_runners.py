@@ -324,7 +324,9 @@ class ExternalRunner(Runner):
         master = view.detach().requires_grad_(True)
         self._masters.append((number, param, master))
         if state:
-            self.base.state[master] = {name: self._slice_like(value, master, number) for name, value in state.items()}
+            self.base.state[master] = {
+                name: self._slice_like(name, value, master, number) for name, value in state.items()
+            }
         return master
 
     def options_of(self, number: int) -> _core.GroupOptions:
@@ -385,10 +387,14 @@ class ExternalRunner(Runner):
                 state[name] = self._core.local_part(number, value.detach()).view(_SIZE(param)).clone()
 
     def _is_of(self, value: torch.Tensor, number: int) -> bool:
-        """Whether the value has one element for each of the parameter."""
+        """Whether the value has one element for each of the parameter, and is no number."""
         return value.dim() > 0 and list(value.shape) == self._core.param(number).whole_sizes
 
-    def _slice_like(self, value: Any, master: torch.Tensor, number: int) -> Any:
+    def _slice_like(self, key: str, value: Any, master: torch.Tensor, number: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            one = _core.ClientStates.part_of_number(key, value, self._core.param(number).whole_sizes, master)
+            if one.shape != value.shape:
+                return one.float().clone()
         tensor = isinstance(value, torch.Tensor) and value.dim() > 0
         part = _parts.part_in(self._core, number, value.detach()) if tensor else None
         return value if part is None else part.float().view(master.shape).clone()

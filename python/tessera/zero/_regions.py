@@ -101,6 +101,7 @@ class GatheredParameters:
         self.params = given if enabled else []
         self.modifier_rank = modifier_rank
         self._open = Region([])
+        self._begun: list[tuple[_core.Engine, list[int]]] = []
         self._ids = frozenset(map(id, self.params))
         self._engines: list[weakref.ref[Any]] = []  # engines that hold these parameters, while they are gathered
         if fwd_module is not None:
@@ -113,6 +114,11 @@ class GatheredParameters:
         writes = _core.Writes.None_ if self.modifier_rank is None else _core.Writes.FromRank
         self._open = Region(parts, writes, self.modifier_rank or 0)
         self._open.__enter__()
+        # Also of what is whole anyway, which nobody gathers for reading.
+        all_parts = parts_of(unique.values(), writable=True)
+        self._begun = [(core, numbers) for core, numbers in all_parts if isinstance(core, _core.Engine)]
+        for core, numbers in self._begun:
+            core.note_begun(numbers)
         engines = {id(of): of for param in self.params if (of := engine_of(param)) is not None}
         for engine in engines.values():
             engine.open_regions.append(self._ids)
@@ -129,6 +135,10 @@ class GatheredParameters:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         region, self._open = self._open, Region([])
+        begun, self._begun = self._begun, []
+        for core, numbers in begun:
+            if not core.destroyed():
+                core.note_ended(numbers)
         for engine in filter(None, (known() for known in self._engines)):
             engine.open_regions.remove(self._ids)
         self._engines = []

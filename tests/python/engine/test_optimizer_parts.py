@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import OPTIMIZERS, Net, config, engines, make, run, weights
+from support import OPTIMIZERS, Net, assert_close, batch, config, engines, make, run, weights
 from tessera.errors import ConfigError
 
 import tessera
@@ -278,3 +278,63 @@ def test_states_of_another_optimizer_are_refused(there: str, form: str, tmp_path
                 continue
             match = "its optimizer was another one, which has .*exp_avg_sq"
         engines_of(here, take if same else refuse, 4)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = make(Net), torch.nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.net(x) * self.scale - y).square().mean()
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("kind", ["sgd momentum", "adamw", "rmsprop", "nadam", "asgd", "rprop", "amsgrad"])
+def test_a_parameter_without_dims_goes_on_at_any_stage(kind: str, before: bool, tmp_path: Path) -> None:
+    """`before`: the optimizer has made steps of its own when it comes to the engine."""
+    factories: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, maximize=False, nesterov=True),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+        "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+        "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+        "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+        "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+        "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    }
+
+    def client(params: Any) -> torch.optim.Optimizer:
+        optimizer = factories[kind](list(params))
+        for k in range(2 if before else 0):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.full_like(param, 0.1 * (k + 1))
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    def steps(engine: tessera.Engine, rank: int, count: int) -> dict[str, torch.Tensor]:
+        for k in range(count):
+            engine(*batch(k)).backward()
+            engine.step()
+        return {name: value.float().clone() for name, value in engine.module_state_dict().items()}
+
+    want: list[Any] = []
+    for stage in range(4):
+
+        def save(engine: tessera.Engine, rank: int, stage: int = stage) -> Any:
+            steps(engine, rank, 2)
+            engine.save_checkpoint(tmp_path / str(stage))
+            return steps(engine, rank, 2)
+
+        got = engines(Scaled(), 2, config(stage, zero_allow_untested_optimizer=True), save, client)
+        want = want or got
+        for values in got:
+            assert_close(values, want[0])
+    for there, here in [(0, 1), (0, 3), (2, 0), (0, 0), (3, 2)]:
+
+        def load(engine: tessera.Engine, rank: int, there: int = there) -> Any:
+            engine.load_checkpoint(tmp_path / str(there))
+            return steps(engine, rank, 2)
+
+        for values in engines(Scaled(), 2, config(here, zero_allow_untested_optimizer=True), load, client):
+            assert_close(values, want[0])

@@ -400,3 +400,40 @@ def test_ranks_may_keep_their_losses(keepers: set[int]) -> None:
 
     plain = engines(model, 2, cfg, lambda engine, rank: train(engine, False))
     assert engines(model, 2, cfg, lambda engine, rank: train(engine, rank in keepers)) == plain
+
+
+@pytest.mark.parametrize("writer", [None, 0])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "client", "in backward"])
+def test_a_step_inside_a_region_is_refused(mode: str, stage: int, world: int, writer: int | None) -> None:
+    """Of every parameter, for reading and for writing; what was written holds, and the engine goes on."""
+    if mode == "in backward" and stage == 0:
+        pytest.skip("stage 0 has no update in the backward")
+    sections = {"bf16": {"bf16": {"enabled": True}}, "in backward": {"tessera": {"update_in_backward": True}}}
+    cfg = config(stage, zero={"stage3_param_persistence_threshold": 8}, **sections.get(mode, {}))
+    client = (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5)) if mode == "client" else None
+    if client is not None:
+        cfg.pop("optimizer", None)
+
+    def body(engine: tessera.Engine, rank: int) -> None:
+        for param in (engine.module.head.weight, engine.module.head.bias, engine.module.gain):
+            steps = engine.global_steps
+            if mode != "in backward":
+                engine(*batch(rank)).backward()
+            with GatheredParameters([param], modifier_rank=writer):
+                if writer is not None and rank == writer:
+                    param.data.fill_(1.5)
+                with pytest.raises(tessera.UsageError, match=r"in use \(inside GatheredParameters\)"):
+                    if mode == "in backward":
+                        engine(*batch(rank)).backward()
+                    engine.step()
+            with GatheredParameters([param]):
+                assert writer is None or param.eq(1.5).all()
+            assert engine.global_steps == steps
+            if mode == "in backward":
+                engine(*batch(rank)).backward()
+            engine.step()
+            assert engine.global_steps == steps + 1
+
+    engines(make(), world, cfg, body, client)
