@@ -470,26 +470,23 @@ void bind_state(EngineClass& c) {
           "get_full",
           [](Engine& e, int param, zero::Quantity what) { return optional_tensor(e.states().get_full(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
-      .def("set_unrounded", on(kStates, &zero::StateAccess::set_unrounded), py::arg("param"), py::arg("value"),
+      .def("set_unrounded", on(kStates, &zero::StateAccess::set_unrounded), py::arg("param"), py::arg("value"), NoGil())
+      .def("set_full", on(kStates, &zero::StateAccess::set_full), py::arg("param"), py::arg("what"), py::arg("value"),
            NoGil())
-      .def("set_full", on(kStates, &zero::StateAccess::set_full), py::arg("param"), py::arg("what"),
-           py::arg("value"), NoGil())
       .def(
           "local_view",
           [](Engine& e, int param, zero::Quantity what) { return optional_tensor(e.states().local_view(param, what)); },
           py::arg("param"), py::arg("what"), NoGil())
-      .def("set_local", on(kStates, &zero::StateAccess::set_local), py::arg("param"), py::arg("what"),
-           py::arg("value"), NoGil())
+      .def("set_local", on(kStates, &zero::StateAccess::set_local), py::arg("param"), py::arg("what"), py::arg("value"),
+           NoGil())
       .def("complete_gradient", on(kStates, &zero::StateAccess::complete_gradient), py::arg("param"), NoGil())
       .def("named_shards", on(kStates, &zero::StateAccess::named_shards), NoGil())
       .def(
           "read_shard", [](Engine& e, const shard::NamedShard& shard) { return e.states().read_shard(shard); },
           py::arg("shard"), NoGil())
       .def("local_range", on(&Engine::layout, &zero::StateAccess::local_range), py::arg("param"), NoGil())
-      .def("gather_full", on(kStates, &zero::StateAccess::gather_full), py::arg("param"), py::arg("part"),
-           NoGil())
-      .def("local_part", on(kStates, &zero::StateAccess::local_part), py::arg("param"), py::arg("full"),
-           NoGil())
+      .def("gather_full", on(kStates, &zero::StateAccess::gather_full), py::arg("param"), py::arg("part"), NoGil())
+      .def("local_part", on(kStates, &zero::StateAccess::local_part), py::arg("param"), py::arg("full"), NoGil())
       .def("agree_max", on(kStates, &zero::StateAccess::agree_max), py::arg("value"), NoGil())
       .def("refresh_params", &Engine::refresh_params, NoGil())
       .def("adopt_params", &Engine::adopt_params, NoGil())

@@ -270,7 +270,8 @@ constexpr int64_t kSmallGap = 1 << 14;  // bytes between needed ones that cost l
 constexpr int64_t kBlock = 4 << 20;
 
 Index index_of(const std::string& path) {
-  const auto json = parsed<nlohmann::json>(io::read_text(path, kLargestIndex));  // many names: an ordered one looks through all
+  const auto json =
+      parsed<nlohmann::json>(io::read_text(path, kLargestIndex));  // many names: an ordered one looks through all
   TESSERA_CHECK_IO(json.is_object() && json.contains("weight_map") && json["weight_map"].is_object(), "safetensors",
                    "'", path, "' is no index: it must be a JSON object with a 'weight_map'");
   Index index;

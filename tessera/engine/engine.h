@@ -110,7 +110,7 @@ class Engine {
   const zero::StateAccess& states() const { return layout(); }
   const zero::StateAccess& layout() const;
   zero::Accumulation& accumulation();
-  Scaling& scaling();           // loss scale; may be read after destroy()
+  Scaling& scaling();  // loss scale; may be read after destroy()
   const Scaling& scaling() const { return const_cast<Engine*>(this)->scaling(); }
   Checkpointer& checkpoints();  // engine/checkpoint.h
 

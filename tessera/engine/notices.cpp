@@ -104,7 +104,8 @@ void Notices::warn_of_unused(const std::vector<std::string>& names, const std::s
   if (names.empty()) return;
   add(c10::str("[engine.step] ", quoted(names), ": trained, and without a gradient in ", when,
                " left what is so as it was; freeze what is not used (requires_grad false), tie by one and the same "
-               "parameter, or, where other steps use it, write zero_optimization.ignore_unused_parameters true, the default, into the configuration"));
+               "parameter, or, where other steps use it, write zero_optimization.ignore_unused_parameters true, the "
+               "default, into the configuration"));
 }
 
 std::vector<std::string> Notices::take() {

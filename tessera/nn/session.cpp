@@ -338,8 +338,8 @@ void Session::explain(c10::Error& error, const std::vector<SeenInput>& inputs) c
   for (const SeenInput& input : inputs)
     named.push_back({c10::str("[", input.argument, input.element < 0 ? "" : c10::str("][", input.element), "]"),
                      input.dtype, input.device});
-  std::string line = engine::explain_inputs(error.what_without_backtrace(),
-                                            {own, device(), live().options().autocast.enabled}, named);
+  std::string line =
+      engine::explain_inputs(error.what_without_backtrace(), {own, device(), live().options().autocast.enabled}, named);
   if (!line.empty()) error.add_context(std::move(line));
 }
 

@@ -194,7 +194,7 @@ class Session {
 
    private:
     const std::shared_ptr<engine::Engine> core_;  // lives as long as the hold
-    Call end_;  // null: it was ended
+    Call end_;                                    // null: it was ended
     const Call leave_;
     const int passing_ = std::uncaught_exceptions();
   };
@@ -228,12 +228,10 @@ class Session {
   // ---- accumulation
   // Until the object goes, backwards accumulate without a collective; or with one, at its end, for all of them. One at a time.
   Held no_sync() {
-    return {owned(), &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync,
-            &engine::Engine::end_no_sync};
+    return {owned(), &engine::Engine::begin_no_sync, &engine::Engine::end_no_sync, &engine::Engine::end_no_sync};
   }
   Held coalesce() {
-    return {owned(), &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce,
-            &engine::Engine::leave_coalesce};
+    return {owned(), &engine::Engine::begin_coalesce, &engine::Engine::end_coalesce, &engine::Engine::leave_coalesce};
   }
   void zero_grad() { live().zero_grad(); }
   int64_t micro_batch_size() const { return live().options().micro_batch_size; }  // samples of this rank
@@ -450,7 +448,7 @@ class Session {
   std::vector<std::unique_ptr<io::MetricWriter>> writers_;
   std::vector<std::pair<std::string, int64_t>> warnings_;  // and after how many samples; every writer has all
   std::set<const io::MetricWriter*> failing_;              // could not write the last time
-  std::list<OnMetric> calls_;  // which move without an exception
+  std::list<OnMetric> calls_;                              // which move without an exception
   bool logs_ = false;
   // Until the first update: whether anything exchanges parts of the sequence, as ranks that the configuration asked for have to.
   enum class SequenceCheck : uint8_t { Off, Warning, Error };

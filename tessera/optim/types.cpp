@@ -303,7 +303,8 @@ std::string text_of(const Type& type, const GroupOptions& group) {
   for (const Field& field : type.fields)
     each_number(field, group, [&](const std::string& name, double value) {
       std::array<char, 32> digits{};
-      const auto [end, error] = std::to_chars(digits.data(), digits.data() + digits.size(), value);  // no more than it takes
+      const auto [end, error] =
+          std::to_chars(digits.data(), digits.data() + digits.size(), value);  // no more than it takes
       text += (text.empty() ? "" : ", ") + name + " " + std::string(digits.data(), end);
     });
   return text;

@@ -330,7 +330,8 @@ TEST(Run, AStopStopsTheRanksToo) {
     return stat.at(stat.rfind(')') + 2);
   };
   const auto await = [&](bool stopped) {
-    for (int i = 0; i < 500 && ((state(rank) == 'T') != stopped || (state(std::to_string(launcher.pid())) == 'T') != stopped); ++i)
+    for (int i = 0;
+         i < 500 && ((state(rank) == 'T') != stopped || (state(std::to_string(launcher.pid())) == 'T') != stopped); ++i)
       std::this_thread::sleep_for(10ms);
     return state(rank) == 'T';
   };

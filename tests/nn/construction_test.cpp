@@ -276,4 +276,31 @@ TEST(Construction, WhatNeedsValuesIsRefusedInsideBuild) {
 }
 
 }  // namespace
+
+// An object cannot throw where it goes: the next forward or step does, once, and of a model that is being built what comes next.
+TEST(Construction, AWriteIntoARegionThatReadsIsTheNextCallsError) {
+  const auto write = [](auto& owner, const at::Tensor& weight) {
+    const GatheredParameters region(owner, {weight});
+    const torch::NoGradGuard no_grad;
+    at::Tensor(weight).fill_(7);
+  };
+  const at::Tensor x = at::ones({4, 6});
+  const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD"},
+      "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}})");
+  testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
+    torch::nn::Linear net(6, 6);
+    auto engine = initialize(net, config, comm::Mesh(group));
+    write(engine, net->weight);
+    EXPECT_HAS(error_of([&] { engine.forward(x); }), "modifier_rank");
+    engine.forward(x).sum().backward();
+    write(engine, net->weight);
+    EXPECT_HAS(error_of([&] { engine.step(); }), "modifier_rank");
+    EXPECT_TRUE(engine.step());
+    Construction building(config, comm::Mesh(group));
+    auto built = building.build([] { return torch::nn::Linear(6, 6); });
+    write(building, built->weight);
+    EXPECT_HAS(error_of([&] { initialize(built, config, building); }), "modifier_rank");
+  });
+}
+
 }  // namespace tessera::nn

@@ -393,30 +393,6 @@ TEST(Scope, WhatWasWrittenBeforeAnExceptionLeftARegionHolds) {
           precision);
 }
 
-// An object cannot throw where it goes: the next forward or step does, once, and of a model that is being built what comes next.
-TEST(Scope, AWriteIntoARegionThatReadsIsTheNextCallsError) {
-  const auto write = [](auto& owner, const at::Tensor& weight) {
-    const GatheredParameters region(owner, {weight});
-    const torch::NoGradGuard no_grad;
-    at::Tensor(weight).fill_(7);
-  };
-  const at::Tensor x = at::ones({4, 6});
-  testing::run_ranks(2, [&](int, const comm::GroupPtr& group) {
-    auto net = std::make_shared<BlockNet>();
-    auto engine = initialize(net, config(2), comm::Mesh(group));
-    write(engine, net->head->weight);
-    EXPECT_HAS(error_of([&] { engine.forward(x); }), "modifier_rank");
-    engine.forward(x).backward();
-    write(engine, net->head->weight);
-    EXPECT_HAS(error_of([&] { engine.step(); }), "modifier_rank");
-    EXPECT_TRUE(engine.step());
-    Construction building(config(2), comm::Mesh(group));
-    auto built = building.build([] { return torch::nn::Linear(6, 6); });
-    write(building, built->weight);
-    EXPECT_HAS(error_of([&] { initialize(built, config(2), building); }), "modifier_rank");
-  });
-}
-
 TEST(Scope, AWriterThatIsNoRankOpensNothing) {
   in_every_stage([](Engine<BlockNet>& engine, BlockNet& net, int, int ranks, int) {
     for (const int wrong : {-2, ranks, 100})

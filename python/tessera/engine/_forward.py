@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
@@ -16,7 +15,6 @@ from tessera.engine._look import Look
 from tessera.parallel.engines import TensorParallel
 from tessera.sequence.engines import attends_locally
 from tessera.zero.engines import Partition
-
 
 T = TypeVar("T")
 U = TypeVar("U")
