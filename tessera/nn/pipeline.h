@@ -106,10 +106,14 @@ class Pipeline : private Session {
   using Session::set_micro_batch_size;
   // The first rank of the first stage says these, with the loss and the norm of all stages.
   using Session::add_writer;
+  using Session::cast_forward_inputs;
+  using Session::cast_inputs;
   using Session::count_flops;
+  using Session::dtype;
   using Session::expect;
   using Session::flops_profiler;  // of a forward of this stage; it shows the first stage's
   using Session::on_metric;
+  using Session::train_batch_size;
   using Session::write_metrics;
   // The members below concern this stage alone.
   using Session::comm_summary;
