@@ -291,15 +291,15 @@ TEST(Construction, AWriteIntoARegionThatReadsIsTheNextCallsError) {
     torch::nn::Linear net(6, 6);
     auto engine = initialize(net, config, comm::Mesh(group));
     write(engine, net->weight);
-    EXPECT_HAS(error_of([&] { engine.forward(x); }), "modifier_rank");
+    EXPECT_HAS(testing::error_of([&] { engine.forward(x); }), "modifier_rank");
     engine.forward(x).sum().backward();
     write(engine, net->weight);
-    EXPECT_HAS(error_of([&] { engine.step(); }), "modifier_rank");
+    EXPECT_HAS(testing::error_of([&] { engine.step(); }), "modifier_rank");
     EXPECT_TRUE(engine.step());
     Construction building(config, comm::Mesh(group));
     auto built = building.build([] { return torch::nn::Linear(6, 6); });
     write(building, built->weight);
-    EXPECT_HAS(error_of([&] { initialize(built, config, building); }), "modifier_rank");
+    EXPECT_HAS(testing::error_of([&] { initialize(built, config, building); }), "modifier_rank");
   });
 }
 
