@@ -126,7 +126,7 @@ TEST(Pipeline, WhatOneStageCannotBuildIsAnErrorOnAll) {
          for (int number = 0; number < list.size(); ++number)
            list[number].build = [](nn::Layer&) { TESSERA_CHECK_VALUE(false, "layer", "no memory"); };
        }},
-      {"(CyclicLR does in Python only)", {}, R"("scheduler": {"type": "CyclicLR"},)"},
+      {"(LambdaLR does in Python only)", {}, R"("scheduler": {"type": "LambdaLR"},)"},
   };
   for (const Row& row : rows) {
     const auto start = std::chrono::steady_clock::now();

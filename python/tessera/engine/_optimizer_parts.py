@@ -3,6 +3,7 @@ values of param groups, the schedule."""
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -342,7 +343,8 @@ def schedule_from(run: Run, saved: Any, groups: list[SavedGroup | None] | None) 
                 f"[checkpoint] 'schedule' is damaged, or of another schedule than a {type(schedule).__name__}: it has "
                 f"no '{key}'. Load another tag, or pass load_lr_scheduler_states=False"
             )
-    check_taken("'schedule'", schedule, schedule.load_state_dict, state, present)
+    # CyclicLR takes a part out of what it is given.
+    check_taken("'schedule'", schedule, schedule.load_state_dict, copy.copy(state), present)
     return state
 
 
@@ -352,7 +354,7 @@ def put_schedule(run: Run, saved: Any, values: dict[str, Any]) -> None:
     if not hasattr(schedule, "load_state_dict"):
         return
     if saved is not None:
-        schedule.load_state_dict(saved)
+        schedule.load_state_dict(copy.copy(saved))
     elif "schedule_steps" in values and hasattr(schedule, "last_batch_iteration"):
         schedule.load_state_dict({"last_batch_iteration": values["schedule_steps"] - 1})
     elif "schedule_steps" in values and isinstance(schedule, _OF_STEPS_ALONE):
@@ -360,11 +362,20 @@ def put_schedule(run: Run, saved: Any, values: dict[str, Any]) -> None:
         own = schedule.optimizer.param_groups
         for group, of in zip(own, run.core.groups(), strict=False):  # they compute a rate of the last one
             group["lr"] = _of_kind(of.lr, group["lr"])
+            _put_momentum(group, of)
         rates = [group["lr"] for group in own]
         schedule.load_state_dict(schedule.state_dict() | _at_step(schedule, steps) | {"_last_lr": rates})
     rates_saved = any("lr" in group for group in values.get("groups", []))
     if not rates_saved and hasattr(schedule, "apply_last"):  # some of DeepSpeed's files lack them
         schedule.apply_last()
+
+
+def _put_momentum(group: dict[str, Any], of: Any) -> None:
+    """The momentum of the next step, which some schedules move."""
+    if "betas" in group:
+        group["betas"] = (of.beta1, *group["betas"][1:])
+    elif "momentum" in group:
+        group["momentum"] = of.momentum
 
 
 def _at_step(schedule: LRScheduler, steps: int) -> dict[str, Any]:

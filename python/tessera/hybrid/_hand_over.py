@@ -25,8 +25,8 @@ def hand_over(
     sender: None, receiver: Receiver, outputs: None, sample: Hashable, samples: Sequence[int] | None = None
 ) -> Any: ...
 def hand_over(
-    sender: Sender | None, receiver: Receiver, outputs: Any, sample: Hashable, samples: Sequence[int] | None = None
-) -> Any:
+    sender: Sender | None, receiver: Receiver, outputs: object, sample: Hashable, samples: Sequence[int] | None = None
+) -> object:
     """Returns what Receiver.receive() would return of Sender.send(outputs), inside one graph, so that loss.backward()
     goes through both engines: for processes that have a rank on both sides. A process of the target alone passes None
     for `sender` and `outputs`, one of the source alone has Sender.send() and Sender.backward(). The ends have no step()
