@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tessera/base/error.h"
+#include "tessera/io/json_depth.h"
 
 namespace tessera::checkpoint {
 
@@ -78,15 +79,9 @@ struct Node {
 // Parses a text that may be no JSON, or one nested deeper than any of ours: then the result is of no kind.
 template <class Json = Node::Json>
 Json parsed(const std::string& text) {
-  // Code that copies, compares or writes a value calls itself once a level.
   constexpr int kDeepest = 500;
-  bool deeper = false;
-  const auto look = [&](int depth, typename Json::parse_event_t, Json&) {
-    deeper = deeper || depth > kDeepest;
-    return depth <= kDeepest;
-  };
-  Json json = Json::parse(text, look, /*allow_exceptions=*/false);
-  return deeper ? Json(Json::value_t::discarded) : std::move(json);
+  if (io::is_deeper(text, kDeepest)) return Json(Json::value_t::discarded);
+  return Json::parse(text, nullptr, /*allow_exceptions=*/false);
 }
 
 }  // namespace tessera::checkpoint

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "tessera/base/error.h"
+#include "tessera/io/json_depth.h"
 
 namespace tessera::io {
 
@@ -153,13 +154,8 @@ SafeTensors read_safetensors(const File& file) {
                    kLargestHeader, ")");
   std::string text(length, '\0');
   file.read(text.data(), static_cast<int64_t>(length), 8);
-  bool deeper = false;  // deeper than any header: code that calls itself once a level would find no stack
-  const auto look = [&](int depth, Json::parse_event_t, Json&) {
-    deeper = deeper || depth > kDeepest;
-    return depth <= kDeepest;
-  };
-  const Json json = Json::parse(text, look, /*allow_exceptions=*/false);
-  TESSERA_CHECK_IO(json.is_object() && !deeper, "safetensors", "'", file.path(),
+  const Json json = is_deeper(text, kDeepest) ? Json() : Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  TESSERA_CHECK_IO(json.is_object(), "safetensors", "'", file.path(),
                    "': the header is not a JSON object, or nested too deep");
   SafeTensors result;
   const auto start = static_cast<int64_t>(length) + 8;
