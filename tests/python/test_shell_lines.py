@@ -4,6 +4,7 @@ the others name what is there."""
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -30,7 +31,7 @@ def blocks(*languages: str) -> Iterator[tuple[str, str]]:
 
 
 def lines() -> list[tuple[str, list[str]]]:
-    found = [(place, line) for place, text in blocks("", "bash") for line in text.splitlines()]
+    found = [(place, line) for place, text in blocks("", "bash") for line in re.split(r"\n| && ", text)]
     return [(place, words) for place, line in found if (words := shlex.split(line, comments=True))]
 
 
@@ -77,12 +78,22 @@ def wrong_in_bench(words: list[str]) -> list[str]:
     return unknown_options(words, help_of(sys.executable, str(ROOT / words[0]), words[1]))
 
 
+def wrong_in_cmake(words: list[str]) -> list[str]:
+    options = unknown_options([word for word in words if not word.startswith("-D")], help_of("cmake", "--help-full"))
+    presets = {each["name"] for each in json.loads((ROOT / "CMakePresets.json").read_text())["configurePresets"]}
+    components = re.findall(r"COMPONENT (\w+)", (ROOT / "cmake" / "TesseraInstall.cmake").read_text())
+    known = {"--preset": presets, "--component": {*components}}
+    return options + [words[i + 1] for i, word in enumerate(words) if word in known and words[i + 1] not in known[word]]
+
+
 WRONG = {
     "make": wrong_in_make,
     "pip": wrong_in_pip,
     "python3": lambda words: wrong_in_pip(words[2:]),
     "docker": wrong_in_docker,
     ".venv/bin/python": wrong_in_bench,
+    "cmake": wrong_in_cmake,
+    "~/tessera/bin/tessera-run": lambda words: unknown_options(words[: words.index("build/train")], help_of(str(RUN))),
 }
 STARTS = ("srun", "mpirun", "torchrun")
 ELSEWHERE = ("tessera",)  # test_pages.py
