@@ -174,10 +174,9 @@ void ClientOptimizer::check_cut(const config::Config& config, bool is_cut) const
   const auto& o = *optimizer_;
   const auto& type = typeid(o);
   const bool known = type == typeid(torch::optim::Adam) || type == typeid(torch::optim::AdamW) ||
-                     type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
-                     type == typeid(torch::optim::RMSprop) || type == typeid(ElementOptimizer);
+                     type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad);
   if (whole_ != nullptr || known) return;
-  config::refuse_slices(config, class_of(o), is_cut);
+  config::refuse_slices(config, type_ == nullptr ? class_of(o) : type_->name, is_cut);
 }
 
 std::string ClientOptimizer::description() const {

@@ -38,8 +38,8 @@ class ClientOptimizer final : public engine::KeptStates {
   // bounds, and for a vector in a group of matrices. Local.
   ClientOptimizer(const optim::Type& type, const std::vector<optim::GroupOptions>& groups,
                   const std::vector<engine::ParamSpec>& specs);
-  // Value error where states are cut (by the stage, and by tensor parallelism where `is_cut`) and the optimizer is not known to
-  // update element by element, unless the configuration allows it.
+  // Value error where states are cut (by the stage, and by tensor parallelism where `is_cut`) and the optimizer is not one of those
+  // that need no zero_allow_untested_optimizer, in Python neither; not for those of make_optimizer(), which says what they are.
   void check_cut(const config::Config& config, bool is_cut) const;
 
   // Class and rates, for ranks to compare.

@@ -91,7 +91,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
     options.client_type = client_->type();
     options.client_optimizer = client_->description();
     const bool is_cut = std::ranges::any_of(specs, [](const auto& spec) { return spec.cut != nullptr; });
-    client_->check_cut(config, is_cut);
+    if (made_ == nullptr) client_->check_cut(config, is_cut);
   }
   if (options.autocast.enabled) {
     mark_autocast(*module_, config.torch_autocast.lower_precision_safe_modules.value_or(default_autocast_modules()),

@@ -66,6 +66,12 @@ TEST(ClientOptimizer, OptimizersThatCannotBeRunAreRefused) {
   EXPECT_EQ(error(0, norms), "");
   EXPECT_HAS(error(1, norms), "is not known to work on slices of parameters, as stage 1 gives them");
   EXPECT_EQ(error(1, norms, R"(, "zero_allow_untested_optimizer": true)"), "");
+  const auto rmsprop = [](auto& model) { return std::make_shared<torch::optim::RMSprop>(model.parameters()); };
+  for (const int stage : {1, 2, 3}) {  // as Python's engine has it of torch's classes
+    EXPECT_HAS(error(stage, rmsprop), "RMSprop is not known to work on slices of parameters");
+    EXPECT_EQ(error(stage, rmsprop, R"(, "zero_allow_untested_optimizer": true)"), "");
+  }
+  EXPECT_EQ(error(0, rmsprop), "");
   testing::run_axes({{comm::Axis::Tp, 2}}, [&](int, const comm::Mesh& mesh) {
     const auto model = torch::nn::Sequential(torch::nn::Linear(4, 4));
     const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": 2,
@@ -73,6 +79,14 @@ TEST(ClientOptimizer, OptimizersThatCannotBeRunAreRefused) {
     EXPECT_HAS(testing::error_of([&] { initialize(model, config, mesh, Recipe{.optimizer = norms(*model)}); }),
                "as tensor_parallel.autotp_size gives them; set \"zero_allow_untested_optimizer\": true if it updates "
                "element by element, or use stage 0 without tensor parallelism");
+    for (const char* type : {"RMSprop", "NAdam"}) {
+      auto of_type = config;
+      of_type.optimizer.type = type;
+      EXPECT_HAS(testing::error_of([&] { initialize(model, of_type, mesh); }),
+                 c10::str(type, " is not known to work on slices of parameters, as tensor_parallel.autotp_size gives"));
+      of_type.zero_allow_untested_optimizer = true;
+      EXPECT_EQ(testing::error_of([&] { initialize(model, of_type, mesh).destroy(); }), "");
+    }
   });
   EXPECT_HAS(error(0, [](auto& m) { return std::make_shared<torch::optim::LBFGS>(m.parameters()); }),
              "needs a closure");

@@ -38,12 +38,12 @@ bool is_vector(const std::string&, const at::Tensor& param) {
 
 Config config_of_stage(int stage, const std::string& more = "") {
   return Config::from_json(
-      R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0,
+      R"({"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "zero_allow_untested_optimizer": true,
           "zero_optimization": {"reduce_scatter": false, "stage": )" +
       std::to_string(stage) + "}, \"checkpoint\": {\"random_state\": true}" + more + "}");
 }
 std::string optimizer_of(const std::string& type, const std::string& more = "") {
-  return R"(, "zero_allow_untested_optimizer": true, "optimizer": {"type": ")" + type +
+  return R"(, "optimizer": {"type": ")" + type +
          R"(", "params": {"lr": 0.01, "weight_decay": 0.1)" + more + "}}";
 }
 const std::string kAdamW = optimizer_of("AdamW");
