@@ -495,6 +495,7 @@ int64_t Engine::global_samples() const {
 }
 
 std::vector<std::string> Engine::take_notices() {
+  if (impl_->model != nullptr) impl_->notices.thawed(impl_->model->units);
   return impl_->notices.take();
 }
 

@@ -193,8 +193,9 @@ class Engine {
   // gradient_accumulation_steps; set_begun_micro_steps() sets it itself.
   void set_counters(int64_t micro_steps, int64_t global_steps, int64_t skipped_steps, int64_t global_samples);
   void set_begun_micro_steps(int64_t begun);
-  // Returns what a step that trains less than it seems has to say to the user (notices.h), each once; the front end says it. Only
-  // on the first rank of the engine.
+  // Returns what is to be said to the user of steps that train less than they seem, and of parameters that were thawed and no
+  // param group has (notices.h), each once; the front end says it, after a step and before a forward. Only on the first rank of
+  // the engine. Local.
   std::vector<std::string> take_notices();
   // The norm of the gradients as they are now, before a step. Error, on all ranks, where ranks differ in what they step by or one
   // cannot step, which `fault` says or the engine finds itself. Collective.

@@ -100,6 +100,17 @@ void Notices::updated(const zero::Units& units, const std::vector<bool>& present
     warn_of_unused(never_used(names, used, kWatched), c10::str("all of the first ", kWatched, " steps, which have"));
 }
 
+void Notices::thawed(const zero::Units& units) {
+  std::vector<std::string> names;
+  for (const zero::ParamId id : units.left_out())
+    if (units.params()[id].tensor.requires_grad() && thawed_.insert(id).second)
+      names.push_back(units.params()[id].name);
+  if (names.empty()) return;
+  add(c10::str("[engine] ", quoted(names),
+               ": requires gradients now, and is in no param group of the optimizer, which ",
+               "does not train it; add it with add_param_group(), or build the optimizer over what is frozen, too"));
+}
+
 void Notices::warn_of_unused(const std::vector<std::string>& names, const std::string& when) {
   if (names.empty()) return;
   add(c10::str("[engine.step] ", quoted(names), ": trained, and without a gradient in ", when,

@@ -1,6 +1,7 @@
 // Notices: what an engine says of steps that are no error and train less than they seem.
 #pragma once
 
+#include <set>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,8 @@ class Notices {
   // After an update: notes trained parameters whose gradient is missing on all ranks. The first update with gradients says which,
   // and so does update kWatched which were missing in all so far.
   void updated(const zero::Units& units, const std::vector<bool>& present);
+  // Notes parameters that were frozen and require gradients now, and that no param group has.
+  void thawed(const zero::Units& units);
   std::vector<std::string> take();
 
   static constexpr int kWatched = 10;
@@ -32,6 +35,7 @@ class Notices {
   bool mute_ = false, warned_of_step_ = false, watches_ = true;
   int updates_ = 0;
   std::vector<Use> uses_;  // by parameter
+  std::set<zero::ParamId> thawed_;
   std::vector<std::string> texts_;
 };
 

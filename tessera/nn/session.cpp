@@ -367,6 +367,7 @@ void Session::look_before_update() {
   for (auto& [param, note] : cuts_)
     keep_cut(param, note);
   live().held_error().rethrow();
+  warn(live().take_notices());
   if (!live().options().zero.update_in_backward || !c10::GradMode::is_enabled()) return;
   take_options();
   live().set_fault(fault());

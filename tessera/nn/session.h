@@ -355,7 +355,8 @@ class Session {
   };
   // Adds to an error of the module's which of the forward's inputs are not what the engine has.
   void explain(c10::Error& error, const std::vector<SeenInput>& inputs) const;
-  // Before a forward: with tessera.update_in_backward its backward refuses what step() would. Local.
+  // Before a forward: what the core has noticed is said, and with tessera.update_in_backward the backward refuses what step() would.
+  // Local.
   void look_before_update();
   // Warns, on one rank, that a forward has switched an autocast region of the caller's off.
   void warn_of_region();

@@ -16,7 +16,7 @@ namespace {
 
 using torch::optim::Optimizer;
 
-// A layer that is frozen at first, one that is trained, a factor without dims, and a bias that no optimizer has.
+// A layer that is frozen at first, one that is trained, a factor without dims, and a bias, frozen at first, that no optimizer has.
 struct Net : torch::nn::Module {
   Net() {
     first = register_module("first", testing::fresh(0, torch::nn::Linear(5, 7)));
@@ -28,6 +28,7 @@ struct Net : torch::nn::Module {
   void freeze(bool frozen) {
     for (at::Tensor& param : first->parameters())
       param.requires_grad_(!frozen);
+    left.requires_grad_(!frozen);
   }
   std::vector<at::Tensor> given() const {
     std::vector<at::Tensor> all = parameters();
@@ -133,13 +134,18 @@ void everywhere(const std::string& name, const F& f) {
 
 }  // namespace
 
-// What its groups have joins when it requires gradients, as in the plain loop; what none has is never trained.
+// What its groups have joins when it requires gradients, as in the plain loop; what none has is never trained, as one warning says.
 TEST(Thawing, TrainsWhatIsThawed) {
   for (const Row& row : own_optimizers()) {
     const Values want = plain(row);
     everywhere(row.name, [&](int stage, const comm::GroupPtr& group) {
       auto engine = engine_of(row, stage, group);
+      const testing::KeptWarnings kept;
       train(engine, kSteps);
+      const auto of_left = [](const std::string& line) {
+        return line.starts_with("[engine] 'left': requires gradients now");
+      };
+      EXPECT_EQ(std::ranges::count_if(kept.lines, of_left), group->rank() == 0 ? 1 : 0);
       expect_close(values_of(engine), want);
       EXPECT_TRUE(engine.module_state_dict()["left"].eq(0.5).all().item<bool>());
       auto rounded = engine_of(row, stage, group, /*thawed=*/false, /*bf16=*/true);

@@ -262,7 +262,7 @@ def thaw(engine: tessera.Engine, folder: Path) -> None:
 # What warns, at which stage, and what the warning begins with.
 WARNS = [
     (load_elsewhere, 0, "[checkpoint] "),
-    (thaw, 0, "[engine] bias: requires gradients now"),
+    (thaw, 0, "[engine] 'bias': requires gradients now"),
     (lambda engine, folder: engine.save_16bit_model(folder), 3, "[engine.save_16bit_model] nothing is written"),
     (lambda engine, folder: engine.offload_states(device="none"), 1, "[engine.offload_states] device 'none'"),
 ]

@@ -112,7 +112,6 @@ def updates_of(core: _core.Engine, specs: Specs, settings: _core.Config, ranks: 
         runner=None,
         index={id(spec.tensor): number for number, spec in enumerate(specs.params)},
         optimized=frozenset(number for number, spec in enumerate(specs.params) if spec.group >= 0),
-        frozen={s.name: s.tensor for s in specs.params if s.group < 0 > s.joins and not s.tensor.requires_grad},
         group_names=specs.group_names,
         params_are_masters=not shards and core.options().zero.precision.master_is_param(),
         cuts_states=shards and ranks.seq_dp_world_size > 1,

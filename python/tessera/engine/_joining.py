@@ -87,8 +87,7 @@ class Joining:
         runner = self._updates.runner
         if runner is not None and runner.has_grown():
             self._take_groups(runner)
-        if self._updates.frozen:
-            self._engine._warn_user(_thawed(self._updates))
+        self._engine._warn_user(self._core.take_notices())
 
     def settle(self) -> None:
         """The optimizer has what the core has let join since the last call."""
@@ -135,9 +134,7 @@ class Joining:
         for param, group in joining:
             number = updates.index[id(param)]
             core.set_joins(number, group)
-            name = core.param(number).name
-            updates.frozen.pop(name, None)
-            updates.group_names[group].append((name, False))
+            updates.group_names[group].append((core.param(number).name, False))
         runner.note_params()
 
     def _joining(self, runner: Runner, grown: list[tuple[int, list[torch.Tensor]]]) -> list[tuple[torch.Tensor, int]]:
@@ -185,15 +182,3 @@ def _strangers(module: nn.Module, group: dict[str, Any]) -> str:
     named = {id(param) for param in module.parameters()}
     others = [tuple(param.shape) for param in group["params"] if id(param) not in named]
     return f"; no module of the model has its parameters of the shapes {others}" if others else ""
-
-
-def _thawed(updates: Updates) -> list[str]:
-    """Once of each, a warning."""
-    thawed = [name for name, param in updates.frozen.items() if param.requires_grad]
-    updates.frozen = {name: param for name, param in updates.frozen.items() if name not in thawed}
-    if not thawed:
-        return []
-    return [
-        f"[engine] {', '.join(thawed)}: requires gradients now, and is in no param group of the optimizer, which "
-        "does not train it; add it: optimizer.add_param_group({'params': [...]})"
-    ]

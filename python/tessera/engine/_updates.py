@@ -17,7 +17,6 @@ class Updates:
     runner: Runner | None  # None: this engine only evaluates
     index: dict[int, int]  # the number in the core of all parameters, by id
     optimized: frozenset[int]  # numbers
-    frozen: dict[str, torch.Tensor]  # for these nobody knows who trains them
     # By param group, in its order: names, and whether each is trained. An optimizer may get other objects in their
     # place.
     group_names: list[list[tuple[str, bool]]]

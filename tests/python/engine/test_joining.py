@@ -225,12 +225,12 @@ def of_group(group: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: tessera.Engine(*args, **(kwargs | {"group": group}))
 
 
-def test_what_no_group_has_is_told() -> None:
+def test_a_warning_names_what_is_thawed_and_in_no_group() -> None:
     model = half_frozen()
     own = [p for p in model.parameters() if p.requires_grad]
     engine = tessera.Engine(model, config(1), optimizer=torch.optim.SGD(own, lr=0.1))
     model.head.bias.requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"head\.bias: requires gradients now.*add_param_group"):
+    with pytest.warns(UserWarning, match=r"'head\.bias': requires gradients now.*add_param_group"):
         engine(*batch(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
