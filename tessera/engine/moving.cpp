@@ -22,6 +22,7 @@ void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Re
                       " in the configuration, or pass such an optimizer of torch");
   TESSERA_CHECK_VALUE(to != shard::Residence::Nvme || !m.options.nvme_path.empty(), "engine.offload_states",
                       "device nvme needs a folder: set zero_optimization.offload_optimizer.nvme_path");
+  model.regions.check_none_open();
   if (m.checkpointer) m.checkpointer->wait();
   finish_update();
   zero::HomeMaker& home = m.homes[{to, pin_memory}];

@@ -22,8 +22,9 @@ class Regions {
   // Collective, all ranks with the same `params`. State error for a parameter that is in an open region; value error for a
   // `writer` that is no rank. `writes` None: for reading; it spares shared parameters a private copy. Nothing is open after an error.
   void open(const std::vector<ParamId>& params, Writes writes = Writes::Own, int writer = 0);
-  // Collective, also where an exception leaves the region: what was written before it holds, in every stage. `writer` counts as Ranks::rank() does; of a parameter that differs along axes, the values of the rank hold
-  // that has the writer's place along the others.
+  // Collective, also where an exception leaves the region: what was written before it holds, in every stage. `writer` counts as
+  // Ranks::rank() does; of a parameter that differs along axes, the values of the rank hold that has the writer's place along the
+  // others.
   void close(const std::vector<ParamId>& params, Writes writes = Writes::None, int writer = 0);
   // Copies of the partitioned parameters that are whole now, for who ends the engine. Local.
   std::vector<std::pair<ParamId, at::Tensor>> whole_copies() const;

@@ -136,7 +136,7 @@ TEST(Regions, WritingWithoutAWriterIsAnErrorAndIsUndone) {
 
 // In every stage, of parameters that are partitioned, resident, whole and frozen, for reading and for writing; what was written
 // holds.
-TEST(Regions, StepInsideARegionIsRefused) {
+TEST(Regions, StepAndStatesThatLeaveInsideARegionAreRefused) {
   for (int stage = 0; stage <= 3; ++stage)
     for (const bool share : {false, true})
       for (const int ranks : {1, 2})
@@ -156,6 +156,11 @@ TEST(Regions, StepInsideARegionIsRefused) {
               if (writes != zero::Writes::None) fill(toy.tensors[id], 1.5);
               EXPECT_HAS(error_of<UsageError>([&] { engine.step(); }), "is in use (inside GatheredParameters)");
               EXPECT_EQ(engine.global_steps(), 0);
+              if (stage > 0 && !share) {
+                const auto leave = [&] { engine.offload_states({zero::StateKind::Weights}, shard::Residence::Host); };
+                EXPECT_HAS(error_of<UsageError>(leave), "is in use (inside GatheredParameters)");
+                EXPECT_FALSE(engine.states_are_away());
+              }
               engine.regions().close({id}, writes, 0);
               engine.regions().open({id}, zero::Writes::None);
               EXPECT_EQ(toy.tensors[id].eq(1.5).all().item<bool>(), writes != zero::Writes::None);
