@@ -58,7 +58,7 @@ namespace tessera::checkpoint {
 
 namespace fs = std::filesystem;
 
-TEST(Writer, FilesAreSafetensorsWithNamesThatTell) {
+TEST(Writer, FilesAreSafetensorsNamedByQuantityAndParameter) {
   const io::TempFolder folder;
   const at::Tensor small = at::ones({3}, at::kBFloat16), large = at::arange(12, at::kFloat).view({3, 4});
   FileRecord file;

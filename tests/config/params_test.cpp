@@ -30,7 +30,7 @@ std::string schedule_error(const std::string& type, const Params& params) {
   return error_of([&] { report.raise(); });
 }
 
-TEST(Params, AdamIsAdamWUnlessToldOtherwise) {
+TEST(Params, AdamIsAdamWUnlessConfiguredOtherwise) {
   EXPECT_TRUE(optimizer("Adam", {})->defaults.decoupled);
   EXPECT_FALSE(optimizer("adam", {{"adam_w_mode", false}})->defaults.decoupled);
   EXPECT_FALSE(optimizer("adam", {{"adam_w_mode", 0}})->defaults.decoupled);

@@ -60,7 +60,7 @@ TEST(Agreement, RanksOfEveryAxisCompareRatesAtAStep) {
 }
 
 // What one rank alone has against its step, and numbers of micro-batches that differ.
-TEST(Agreement, RanksThatCannotStepAlikeAreToldAndGoOn) {
+TEST(Agreement, RanksThatCannotStepAlikeAreRefusedAndGoOn) {
   struct Case {
     std::string said;
     std::function<void(Engine&)> before, after;  // of rank 1: ahead of step(), and to mend it
@@ -167,7 +167,7 @@ TEST(Agreement, MicroBatchesAreCountedByForwards) {
   });
 }
 
-TEST(Agreement, ADigestTellsEveryFieldFromEveryOther) {
+TEST(Agreement, ADigestDistinguishesEveryField) {
   std::vector<optim::GroupOptions> groups{toy_adamw(), toy_adamw()};
   const auto digest = [&](const char* call, int64_t steps, int64_t empty, const char* fault = "") {
     return engine::StepTerms{

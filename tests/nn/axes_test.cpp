@@ -61,7 +61,7 @@ TEST(Axes, ASequenceThatNothingExchangesIsAnError) {
 }
 
 // Ranks along axes over which the model does nothing.
-TEST(Axes, AxesThatCutNothingAreToldOnce) {
+TEST(Axes, AxesThatCutNothingAreWarnedOfOnce) {
   for (const comm::Axis axis : {comm::Axis::Tp, comm::Axis::Sp}) {
     testing::run_axes({{axis, 2}}, [&](int rank, const comm::Mesh& mesh) {
       const testing::KeptWarnings kept;

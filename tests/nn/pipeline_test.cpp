@@ -221,7 +221,7 @@ TEST(Pipeline, StagesSkipAStepTogether) {
   });
 }
 
-TEST(Pipeline, OneStageTells) {
+TEST(Pipeline, OneStageLogs) {
   std::mutex mutex;
   std::vector<std::string> lines;
   const Case c{.ranks = 2, .zero = 1, .more = R"("data_parallel_size": 4, "steps_per_print": 1, )"};

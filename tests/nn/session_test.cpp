@@ -96,7 +96,7 @@ TEST(Session, TheScheduleMovesTheLearningRateAtEveryAppliedStep) {
   }
 }
 
-TEST(Session, AModelWithoutAnythingToTrainIsToldOnce) {
+TEST(Session, AModelWithoutAnythingToTrainIsWarnedOfOnce) {
   for (int stage = 0; stage < 4; ++stage) {
     testing::run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
       const testing::KeptWarnings kept;
@@ -469,7 +469,7 @@ TEST(Session, WhatOneRankCannotLoadIsAnErrorOnAll) {
 }
 
 // Two engines on two ranks each, where one rank of the first does what the other does not: an error on all four.
-TEST(Session, EnginesOfOneProgramHearOfRanksOfOneThatDiffer) {
+TEST(Session, RanksThatDifferInOneEngineAreAnErrorOfAllEngines) {
   comm::MeshShape pair;
   pair.sizes[static_cast<size_t>(comm::Axis::DpShard)] = 2;
   for (const std::string call : {"step", "save", "load", "rate", "no_sync"}) {

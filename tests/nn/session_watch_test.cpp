@@ -39,7 +39,7 @@ std::string text_of(const std::string& path) {
 }
 
 // All that has no effect, and progress, whatever axis the ranks are on.
-TEST(Session, OneRankTells) {
+TEST(Session, OneRankLogs) {
   using comm::Axis;
   const auto tells = [](const testing::AxisSizes& axes, int stage, int steps) {
     const auto config = Config::from_json(c10::str(R"({"train_micro_batch_size_per_gpu": 1, "steps_per_print": 2,

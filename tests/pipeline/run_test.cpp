@@ -235,7 +235,7 @@ TEST(Run, WhatOneRankCannotMakeIsAnErrorOfAll) {
   });
 }
 
-TEST(Run, WhatRanksTellEachOtherHasAnyLength) {
+TEST(Run, WhatRanksAnnounceHasAnyLength) {
   testing::run_ranks(3, [](int rank, const comm::GroupPtr& group) {
     const auto texts = texts_of(*group, std::string(static_cast<size_t>(rank), 'x'), "texts");
     EXPECT_EQ(texts, (std::vector<std::string>{"", "x", "xx"}));

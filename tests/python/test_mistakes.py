@@ -413,7 +413,7 @@ def test_a_launch_prints_what_the_program_prints(ranks: int, tmp_path: Path) -> 
     assert sorted(errors.splitlines()) == [f"[rank {n}] err {n}" for n in range(ranks)]
 
 
-def test_ranks_that_start_and_meet_print_nothing(tmp_path: Path) -> None:
+def test_ranks_that_start_and_connect_print_nothing(tmp_path: Path) -> None:
     """Over gloo, with an engine of several ranks."""
     program = tmp_path / "train.py"
     program.write_text(
@@ -456,7 +456,7 @@ INDEX = {
     "shapes of a checkpoint": "test_one_line_a_parameter_of_another_shape",
     "an estimate of a typo": "estimate 7X",
     "an interrupt": "test_an_interrupted_launch_says_one_line",
-    "lines of torch while ranks start": "test_ranks_that_start_and_meet_print_nothing",
+    "lines of torch while ranks start": "test_ranks_that_start_and_connect_print_nothing",
     "a world of one in each task": "tests/comm/launch_test.cpp torchrun in each task of a step",
     "a place in a larger dataset": "tests/python/test_data.py test_a_place_in_a_larger_dataset_is_refused",
 }

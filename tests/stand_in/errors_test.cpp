@@ -168,7 +168,7 @@ std::vector<Failing> rows_that_fail() {
 
 }  // namespace
 
-TEST(Errors, ThatAllRanksMeetLeaveTheEngineUsable) {
+TEST(Errors, ThatAllRanksHaveLeaveTheEngineUsable) {
   for (const Failing& f : rows_that_fail()) {
     SCOPED_TRACE(text_of(f));
     try {

@@ -489,7 +489,7 @@ TEST(UpdatesThatRunOn, EndBeforeAUseElsewhere) {
 }
 
 // On one rank the next call that waits; on several the others go on with it, and all hear of it in the next step at the latest.
-TEST(UpdatesThatRunOn, TellOfADiskThatFails) {
+TEST(UpdatesThatRunOn, NameADiskThatFails) {
   for (const Later& row : all_later()) {
     for (const bool finishes : {false, true}) {
       const std::string what = what_of(row);

@@ -67,7 +67,7 @@ TEST(StandIn, DevicesAreSeveral) {
 }
 
 // Ranks in one process, a device each: a hook of one may wait for a hook of the other.
-TEST(StandIn, BackwardPassesOfSeveralDevicesMeet) {
+TEST(StandIn, BackwardPassesOfSeveralDevicesJoin) {
   std::barrier<> meeting(2);
   const auto rank = [&](int index) {
     at::Tensor leaf = at::ones({3}, at::Device(at::kPrivateUse1, index)).requires_grad_();

@@ -100,7 +100,7 @@ TEST(Joining, AsTrainedFromTheStartInEveryStageAndPrecision) {
 }
 
 // What other ranks do not train is an error on all, with nothing updated; a second call of all goes on.
-TEST(Joining, RanksThatDifferAreTold) {
+TEST(Joining, RanksThatDifferAreAnErrorOnAll) {
   for (int stage = 0; stage <= 3; ++stage) {
     run_ranks(2, [&](int rank, const comm::GroupPtr& group) {
       const Toy toy;

@@ -139,7 +139,7 @@ TEST(EnvironmentGroup, ProcessesGetTheBitsOfTheReference) {
   group->barrier();
 }
 
-TEST(EnvironmentGroup, SharesMemoryOnOneHostUnlessToldOtherwise) {
+TEST(EnvironmentGroup, SharesMemoryOnOneHostUnlessConfiguredOtherwise) {
   if (!in_ranks({2})) return;
   EXPECT_EQ(environment_group(60s)->name(), "shared memory");
 }
@@ -250,7 +250,7 @@ TEST(EnvironmentMesh, AxesInTheirOrder) {
 }
 
 // Told before anybody waits in a group that not all ranks make.
-TEST(EnvironmentMesh, RanksThatAskForOthersAreTold) {
+TEST(EnvironmentMesh, RanksThatAskForOthersAreAnError) {
   if (!in_ranks({2, 4}, kGloo)) return;
   const bool odd = std::string(std::getenv("RANK")) == "1";
   const auto begin = std::chrono::steady_clock::now();

@@ -27,11 +27,11 @@ void add_over_gloo(bool loopback) {
     rank.join();
 }
 
-TEST(GlooBackend, MeetsOnTheLoopback) {
+TEST(GlooBackend, ConnectsOnTheLoopback) {
   add_over_gloo(true);
 }
 
-TEST(GlooBackend, MeetsOnTheInterfaceOfTheEnvironment) {
+TEST(GlooBackend, ConnectsOnTheInterfaceOfTheEnvironment) {
   setenv("GLOO_SOCKET_IFNAME", "lo", 1);
   add_over_gloo(false);
   setenv("GLOO_SOCKET_IFNAME", "no_such_interface", 1);

@@ -11,7 +11,7 @@ namespace tessera::comm {
 namespace {
 
 // Ranks that are threads and meet at a store as often as they like, in either way.
-TEST(PointToPoint, RanksMeetAtAStore) {
+TEST(PointToPoint, RanksConnectAtAStore) {
   const c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::HashStore>();
   for (const bool shares : {true, false, true}) {
     for (const int64_t size : {3, 1'000'000}) {

@@ -30,7 +30,7 @@ TEST(HostId, IsThatOfMachineAndUserUnlessSet) {
   unsetenv("TESSERA_HOST_ID");
 }
 
-TEST(Exchange, TellsEverybodyWhatEverybodySays) {
+TEST(Exchange, GivesEveryRankWhatEveryRankSays) {
   c10d::HashStore store;
   std::vector<std::vector<std::string>> heard(3);
   std::vector<std::thread> ranks;
@@ -42,7 +42,7 @@ TEST(Exchange, TellsEverybodyWhatEverybodySays) {
     EXPECT_EQ(list, (std::vector<std::string>{"c0", "c1", "c2"}));
 }
 
-TEST(StartOfProcess, TellsTheLivingFromTheDead) {
+TEST(StartOfProcess, DistinguishesTheLivingFromTheDead) {
   const uint64_t mine = start_of_process(getpid());
   EXPECT_GT(mine, 0u);
   EXPECT_EQ(start_of_process(getpid()), mine);

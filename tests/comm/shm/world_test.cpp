@@ -35,7 +35,7 @@ struct TwoRanks : ::testing::Test {
   ShmWorld a, b;
 };
 
-TEST_F(TwoRanks, MeetInAWait) {
+TEST_F(TwoRanks, RunALaunchInAWait) {
   EXPECT_TRUE(a.unseen().empty());
   const auto mine = launch(a, "x");
   std::thread other([&] { b.wait(0, *launch(b, "x"), {}); });

@@ -48,7 +48,7 @@ TEST(ShmBackend, MessagesAndCollectivesInTwoThreads) {
   });
 }
 
-TEST(ShmBackend, TellsItsNameOptionsAndNumbers) {
+TEST(ShmBackend, HasItsNameOptionsAndNumbers) {
   run(1, [](int, const BackendPtr& backend) {
     EXPECT_EQ(backend->getBackendName(), "tessera");
     EXPECT_EQ(backend->getBackendOptions()->timeout, 2min);
@@ -119,7 +119,7 @@ TEST(ShmBackend, RefusesWrongArgumentsWithoutHarm) {
 }
 
 // 0 is a time like others: only a negative one means that of the group.
-TEST(ShmBackend, WaitsNoTimeWhereToldSo) {
+TEST(ShmBackend, WaitsNoTimeWhereConfiguredSo) {
   run(2, [](int rank, const BackendPtr& backend) {
     if (rank == 1) return std::this_thread::sleep_for(500ms);
     c10d::BarrierOptions options;

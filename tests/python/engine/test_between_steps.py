@@ -270,7 +270,7 @@ def test_lazy_modules_are_refused_by_name() -> None:
         tessera.initialize(model=model, config=config(1))
 
 
-def test_ranks_that_registered_parameters_in_another_order_are_told() -> None:
+def test_ranks_that_registered_parameters_in_another_order_are_an_error_on_all() -> None:
     """A ModuleDict made from a set: another order in every process."""
 
     def body(rank: int, group: tessera.Group) -> None:
@@ -281,7 +281,7 @@ def test_ranks_that_registered_parameters_in_another_order_are_told() -> None:
     run_ranks(2, body)
 
 
-def test_clients_with_other_hyper_parameters_are_told() -> None:
+def test_clients_with_other_hyper_parameters_are_an_error_on_all() -> None:
     def body(rank: int, group: tessera.Group) -> None:
         model = make()
         client = torch.optim.RMSprop(model.parameters(), lr=0.1, alpha=0.9 + rank / 100)

@@ -209,7 +209,7 @@ def test_calls_with_other_parameters_go_on() -> None:
     engines(make(), 1, config(1), body)
 
 
-def test_a_frozen_part_that_comes_later_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_frozen_part_that_comes_later_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     def body(engine: Any, rank: int) -> None:
         engine.module.teacher = nn.Linear(2, 2).requires_grad_(False)
         for seed in range(3):

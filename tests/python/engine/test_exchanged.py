@@ -351,7 +351,7 @@ def test_gradients_put_by_hand_are_read_and_saved(stage: int, ranks: int, tmp_pa
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("differ", ["values", "one has none"])
-def test_ranks_that_put_other_gradients_are_told(differ: str, stage: int) -> None:
+def test_ranks_that_put_other_gradients_are_an_error_on_all(differ: str, stage: int) -> None:
     def body(engine: Any, rank: int) -> None:
         weight = engine.module.b.weight
         before = weights(engine.module)

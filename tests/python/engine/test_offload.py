@@ -383,7 +383,7 @@ def test_optimizers_that_bring_states(stage: int, name: str, tmp_path: Path) -> 
         assert all(same_bits(a, b) for a, b in zip(here, there, strict=True))
 
 
-def test_ranks_that_bring_other_states_are_told() -> None:
+def test_ranks_that_bring_other_states_are_an_error_on_all() -> None:
     def body(rank: int, group: Any) -> None:
         model = make(Net)
         optimizer = (stepped("adamw") if rank == 0 else OPTIMIZERS["adamw"])(model.parameters())

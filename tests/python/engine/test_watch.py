@@ -94,7 +94,7 @@ def test_the_breakdown_is_a_line_a_step(caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("every", [None, 2])
-def test_memory_is_told_with_the_progress_line_or_every_step(
+def test_memory_is_logged_with_the_progress_line_or_every_step(
     every: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     cfg = config(1, memory_breakdown=True, steps_per_print=every)

@@ -437,7 +437,7 @@ def test_a_file_whose_header_cannot_be_is_named(entry: Any, tmp_path: Path) -> N
 # ---------------------------------------------------------------- wrong use
 
 
-def test_ranks_with_different_data_are_told() -> None:
+def test_ranks_with_different_data_are_named() -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
         with pytest.raises(
             AssertionError,
@@ -483,7 +483,9 @@ def test_what_cannot_be_cut_says_so(rules: dict[str, Any], model: str, message: 
         ("", LEARNED[1:], ValueError, r"self_attention\.qn \(8\).*rule for '.*qn' .*and \"grad_allreduce\": true"),
     ],
 )
-def test_what_would_train_wrong_is_told(how: str, whole: tuple[str, ...], error: type[Exception], message: str) -> None:
+def test_what_would_train_wrong_is_an_error(
+    how: str, whole: tuple[str, ...], error: type[Exception], message: str
+) -> None:
     copies = [learned(how).train() for _ in range(2)]
 
     def body(rank: int, mesh: tessera.Mesh) -> None:

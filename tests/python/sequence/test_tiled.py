@@ -262,7 +262,7 @@ def test_wrong_use(case: str) -> None:
         call()
 
 
-def test_a_tensor_from_outside_is_told() -> None:
+def test_a_tensor_from_outside_is_an_error() -> None:
     x = torch.randn(1, 4, 2, requires_grad=True)
     outside = x * 2
     with pytest.raises(ValueError, match=r"computed outside of it and requires gradients.*pass it as an argument"):

@@ -300,7 +300,7 @@ def test_wrong_registrations(case: str) -> None:
 
 
 @pytest.mark.parametrize("registered", [False, True])
-def test_attention_that_stays_local_is_told_of(registered: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_attention_that_stays_local_is_named(registered: bool, caplog: pytest.LogCaptureFixture) -> None:
     def body(engine: tessera.Engine, rank: int) -> None:
         mesh = engine.core.mesh()
         if registered:  # after the engine is early enough

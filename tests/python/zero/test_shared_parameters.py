@@ -243,5 +243,5 @@ def over_gloo(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_that_cannot_share_are_told() -> None:
+def test_ranks_that_cannot_share_are_an_error_on_all() -> None:
     spawn(over_gloo)
