@@ -145,9 +145,9 @@ TEST(StateDict, MastersHaveWhatIsLoadedAsItIs) {
   checkpoint::write_weights(folder / "one", "model.safetensors", want);
   each([&](auto& engine, int) {
     const auto expect_loaded = [&](const char* when) {
+      const auto params = engine.module().named_parameters();
       for (const auto& item : want)
-        if (const at::Tensor* param = engine.module().named_parameters().find(item.key());
-            param != nullptr && param->requires_grad()) {
+        if (const at::Tensor* param = params.find(item.key()); param != nullptr && param->requires_grad()) {
           EXPECT_TRUE(engine.states().full_param(item.key()).equal(item.value())) << item.key() << " " << when;
         }
       expect_same(engine.module_state_dict(), want);
