@@ -335,6 +335,7 @@ void bind_counters(EngineClass& c) {
       .def("was_step_applied", &Engine::was_step_applied)
       .def("has_gradients", &Engine::has_gradients)
       .def("take_notices", &Engine::take_notices)
+      .def("sequence_fault", [](const Engine& engine) { return engine::sequence_fault(engine.mesh()); })
       .def("micro_steps", &Engine::micro_steps)
       .def("backwards", &Engine::backwards)
       .def("global_steps", &Engine::global_steps)

@@ -75,6 +75,7 @@ std::vector<Axes> MeshShape::groups() const {
 }
 
 MeshShape mesh_shape(int world, int shards, int sp, int tp) {
+  TESSERA_CHECK_VALUE(world >= 1, "comm.mesh", "a mesh has at least one rank, not ", world);
   TESSERA_CHECK_VALUE(sp >= 1 && tp >= 1 && world % (sp * tp) == 0, "comm.mesh", "sequence_parallel_size ", sp,
                       " x tensor_parallel.autotp_size ", tp, " does not divide the ", world,
                       " ranks: start a multiple of ", sp * tp, ", or lower the two");

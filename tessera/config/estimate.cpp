@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "tessera/base/error.h"
 #include "tessera/config/precision.h"
 #include "tessera/config/resolve.h"
 #include "tessera/config/served.h"
@@ -109,6 +110,7 @@ ModelSizes sizes_of(const std::vector<SizedParam>& params, const parallel::Plan*
 }
 
 ModelSizes sizes_of(int64_t count, const Config& config) {
+  TESSERA_CHECK_VALUE(count >= 0, "estimate", "a model has no ", count, " parameters");
   const int64_t ranks = tensor_parallel_ranks(config);
   return {.trained = (count + ranks - 1) / ranks};
 }

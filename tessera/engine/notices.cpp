@@ -49,6 +49,16 @@ std::string nothing_trained(const std::vector<zero::ParamSpec>& params) {
                   ": until something is, this engine only evaluates");
 }
 
+std::string sequence_fault(const comm::Mesh& mesh) {
+  const comm::GroupPtr sequence = mesh.group(comm::Axis::Sp);
+  if (sequence == nullptr || sequence->size() == 1 || sequence->stats().all_to_all.calls > 0) return "";
+  return c10::str("the mesh has ", sequence->size(),
+                  " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
+                  "sequence over its group of that axis: an attention needs SequenceAttention; where each part is "
+                  "treated alone, parts_alone of a Recipe says so in C++; without a cut sequence the ranks train the "
+                  "same twice");
+}
+
 std::vector<std::string> never_used(const std::vector<std::string>& names, const std::vector<int>& used, int steps) {
   std::set<std::string> may_be;
   for (size_t i = 0; i < names.size(); ++i)

@@ -47,6 +47,9 @@ inline constexpr const char* kWithoutAutocast =
     "[engine] forward runs without autocast: its configuration does not enable torch_autocast, so the autocast region "
     "around it is switched off inside";
 
+// What is wrong with a mesh whose ranks along sp have exchanged no parts of a sequence so far; empty where they have, or are one.
+std::string sequence_fault(const comm::Mesh& mesh);
+
 // Returns those of the named parameters that no step used; `used` says in how many of `steps` steps each was. Members of a list
 // (experts, layers; also numbered names as expert_3) are left out where their disuse may be meant: for one step, if another
 // member was used; for several, if another member was used in only some of them.

@@ -102,7 +102,7 @@ std::string Restore::other_optimizer() const {
   }
   return c10::str("its optimizer was ", there, ", here it is ", own,
                   ", to which states and rates of that one mean something else; load the weights alone: "
-                  "load_module_only=True (in C++ Restore::Options{.optimizer = false, .run = false})");
+                  "load_module_only=True in Python, Restore::Options{.optimizer = false, .run = false} in C++");
 }
 
 void Restore::plan(Engine& engine) {

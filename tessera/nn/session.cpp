@@ -12,6 +12,7 @@
 #include "tessera/config/served.h"
 #include "tessera/engine/build.h"
 #include "tessera/engine/inputs.h"
+#include "tessera/engine/notices.h"
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/cut_model.h"
 #include "tessera/nn/optimizers.h"
@@ -381,7 +382,7 @@ std::string Session::fault() {
 
 std::string Session::fault_of(const engine::ContentsReport& report) const {
   const bool looks = checks_sequence_ == SequenceCheck::Error && report.fault.empty() && live().backwards() > 0;
-  return looks ? sequence_fault() : report.fault;
+  return looks ? engine::sequence_fault(live().mesh()) : report.fault;
 }
 
 void Session::destroy() {

@@ -169,7 +169,10 @@ class Session {
   std::vector<at::Tensor> cast_inputs(std::vector<at::Tensor> inputs) const;
   // Whether every forward from here on does so with tensors, and vectors of them, among its arguments. With fp16.auto_cast forwards
   // cast to float16 in any case, and move nothing.
-  void cast_forward_inputs(bool on) { casts_and_moves_ = on; }
+  void cast_forward_inputs(bool on) {
+    live();
+    casts_and_moves_ = on;
+  }
   const comm::Mesh& mesh() const { return live().mesh(); }
   int rank() const { return live().mesh().rank(comm::kBatchAxes); }
   int size() const { return live().mesh().size(comm::kBatchAxes); }
@@ -184,8 +187,8 @@ class Session {
     using Call = void (engine::Engine::*)();
     // `begin` null: it has begun. `leave`: in place of `end` where an exception passes.
     Held(std::shared_ptr<engine::Engine> core, Call begin, Call end, Call leave);
-    // Where end() was not called: its error is that of the next forward or step(). Where an exception passes nothing is reduced, since other
-    // ranks may not come here: gradients stay this rank's own until the next reduction.
+    // Where end() was not called: its error is that of the next forward or step(). Where an exception passes nothing is reduced,
+    // since other ranks may not come here: gradients stay this rank's own until the next reduction.
     ~Held();
     Held(const Held&) = delete;
     Held& operator=(const Held&) = delete;
@@ -235,7 +238,10 @@ class Session {
   }
   void zero_grad() { live().zero_grad(); }
   int64_t micro_batch_size() const { return live().options().micro_batch_size; }  // samples of this rank
-  bool drops_last_batch() const { return drops_last_; }                           // dataloader_drop_last, for loaders
+  bool drops_last_batch() const {  // dataloader_drop_last, for loaders
+    live();
+    return drops_last_;
+  }
   // Samples of all ranks in one update.
   int64_t train_batch_size() const { return micro_batch_size() * gradient_accumulation_steps() * size(); }
   int64_t gradient_accumulation_steps() const { return live().options().gradient_accumulation_steps; }
@@ -410,7 +416,6 @@ class Session {
   void report_step();
   void show_profile();
   void warn_of_step();
-  std::string sequence_fault() const;
   std::string fault_of(const engine::ContentsReport& report) const;
   std::map<std::string, std::vector<std::string>> aliases() const;
 

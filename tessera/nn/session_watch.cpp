@@ -48,7 +48,7 @@ void Session::warn_of_cuts() {
   warn({c10::str(
       "[initialize] the mesh has ", ranks,
       " ranks along 'tp' (tensor_parallel.autotp_size), and no module of the model is cut over them: all train "
-      "the same whole model; build it of the layers in tessera/nn/parallel.h, or leave the ranks to data "
+      "the same whole model; build it of the layers in tessera/parallel.h, or leave the ranks to data "
       "parallelism")});
 }
 
@@ -60,21 +60,11 @@ void Session::warn_of_frozen() {
 void Session::warn_of_step() {
   warn(live().take_notices());
   if (checks_sequence_ == SequenceCheck::Off || !live().was_step_applied()) return;
-  const std::string fault = sequence_fault();
+  const std::string fault = engine::sequence_fault(live().mesh());
   // An update in the backward came before the fault could be seen: the next update is refused.
   if (checks_sequence_ == SequenceCheck::Error && !fault.empty()) return;
   if (live().mesh().rank(comm::Axis::Sp) == 0 && !fault.empty()) warn({"[engine.step] " + fault});
   checks_sequence_ = SequenceCheck::Off;
-}
-
-std::string Session::sequence_fault() const {
-  const comm::GroupPtr sequence = live().mesh().group(comm::Axis::Sp);
-  if (sequence->stats().all_to_all.calls > 0) return "";
-  return c10::str(
-      "the mesh has ", sequence->size(),
-      " ranks along 'sp' (sequence_parallel_size), and no attention of the model has exchanged parts of a "
-      "sequence over mesh.group(Axis::Sp): an attention needs parallel::SequenceAttention; where each part "
-      "is treated alone, Recipe::parts_alone says so; without a cut sequence the ranks train the same twice");
 }
 
 void Session::on_metric(OnMetric call) {

@@ -69,7 +69,7 @@ void Runner::read(Stage& stage, int64_t micro_batches) const {
     TESSERA_CHECK(has <= 0 || has >= wanted, "pipeline", "the data of ", ranks_.name(rank), " ended after ", has,
                   " of ", wanted,
                   " micro-batches; give whole batches, as an iterator over a loader with drop_last, or "
-                  "tessera.data.RepeatingLoader");
+                  "a RepeatingLoader");
     readers += has >= 0 ? 1 : 0;
     if (has == 0 && ended++ == 0) first_ended = rank;
   }

@@ -84,6 +84,8 @@ TEST(MeshShape, RefusesNumbersThatDoNotDivide) {
   };
   EXPECT_HAS(refused(6, -1, 1, 4),
              "sequence_parallel_size 1 x tensor_parallel.autotp_size 4 does not divide the 6 ranks");
+  for (const int world : {0, -3})
+    EXPECT_HAS(refused(world, -1, 1, 1), "a mesh has at least one rank, not ");
   EXPECT_HAS(refused(8, 3, 1, 2), "the 4 data-parallel ranks are not a multiple of the ranks of a shard group");
 }
 

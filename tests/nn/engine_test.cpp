@@ -425,9 +425,19 @@ TEST(Engine, WhatWasMovedFromSaysSo) {
            [&] { engine.module(); }, [&] { engine.module_ptr(); }, [&] { engine.expect(1); },
            [&] { engine.write_metrics({}); }, [&] { engine.on_metric({}); }, [&] { engine.zero_grad(); },
            [&] { std::ignore = engine.lr(); }, [&] { std::ignore = engine.device(); }, [&] { engine.comm_summary(); },
+           [&] { engine.cast_forward_inputs(true); }, [&] { std::ignore = engine.drops_last_batch(); },
            [&] { std::ignore = engine.step_seconds(); }, [&] { std::ignore = engine.parallel_plan(); },
            [&] { engine.destroy(); }})  // NOLINT
     EXPECT_HAS(testing::error_of<UsageError>(call), "[engine] this object was moved from");
+}
+
+TEST(Engine, AveragesOfNothingAreRefused) {
+  auto engine = initialize(torch::nn::Linear(2, 2), adamw_config(1, 1), comm::Mesh());
+  const at::Tensor one = at::ones({}), none;
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { engine.mean(none); }, [&] { engine.sum(none); }, [&] { engine.token_mean(one, none); },
+           [&] { engine.token_mean(none, one); }})
+    EXPECT_HAS(testing::error_of<c10::ValueError>(call), "tensor is undefined");
 }
 
 TEST(Engine, AutocastAsByHand) {

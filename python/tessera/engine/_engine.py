@@ -268,6 +268,7 @@ class Engine(nn.Module):
         shares, casts = self._ranks.sp_world_size > 1, self._program.casts_inputs
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares, casts)
         self.cast_forward_inputs = False
+        self._watches_sequence = shares and self._settings.sequence_parallel_size > 1
 
     def _visible_optimizer(self, options: _core.EngineOptions) -> torch.optim.Optimizer | None:
         """The client's own object where its states can be what it expects (stage 0, fp32), else a wrapper."""
@@ -352,6 +353,9 @@ class Engine(nn.Module):
         if core.global_steps() == steps:
             return
         runner.after_step(applied)
+        if applied and self._watches_sequence:
+            self._watches_sequence = False
+            self._warn([f"[engine.step] {fault}" for fault in [core.sequence_fault()] if fault])
         if isinstance(self.optimizer, Optimizer):
             mark_stepped(self.optimizer)
         if applied and self.lr_scheduler is not None:

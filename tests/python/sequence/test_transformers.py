@@ -313,6 +313,20 @@ def test_attention_that_stays_local_is_named(registered: bool, caplog: pytest.Lo
     assert len(told) == (0 if registered else 1)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_ranks_that_share_sequences_and_exchange_nothing_are_named_once(
+    stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(engine: tessera.Engine, rank: int) -> None:
+        for _ in range(2):
+            engine(torch.ones(2, 8)).sum().backward()
+            engine.step()
+
+    engines(torch.nn.Linear(8, 8), {"sp": 2}, config(stage, sequence_parallel_size=2), body)
+    named = [record.message for record in caplog.records if "no attention of the model has exchanged" in record.message]
+    assert len(named) == 1 and named[0].startswith("[engine.step] the mesh has 2 ranks along 'sp'")
+
+
 def test_groups_of_another_size() -> None:
     def body(rank: int, mesh: tessera.Mesh) -> None:
         with pytest.raises(ValueError, match="sequence_parallel_size is 4, the groups have 2 ranks a sequence"):
