@@ -1,6 +1,7 @@
 // Public: update rules and schedules without an engine.
 #pragma once
 
+#include "tessera/optim/advice.h"
 #include "tessera/optim/optimizer.h"
 #include "tessera/optim/schedule.h"
 #include "tessera/optim/tensors.h"

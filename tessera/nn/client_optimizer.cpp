@@ -133,10 +133,9 @@ std::vector<std::vector<at::Tensor>> mark_groups(torch::optim::Optimizer& optimi
     groups.push_back(optimizer.param_groups()[number].params());
     for (const at::Tensor& param : groups.back()) {
       const auto found = known.find(param.unsafeGetTensorImpl());
-      TESSERA_CHECK_VALUE(
-          found != known.end(), "initialize", "the optimizer's param group ", number, " has a tensor of shape ",
-          param.sizes(),
-          " that is no parameter of the module: build it over the parameters of the module that is given");
+      TESSERA_CHECK_VALUE(found != known.end(), "initialize", "the optimizer's param group ", number,
+                          " has a tensor of shape ", param.sizes(),
+                          " that is no parameter of the module: ", kRegisterBeside);
       engine::ParamSpec& spec = *found->second;
       TESSERA_CHECK_VALUE(spec.joins < 0, "initialize", "the optimizer has '", spec.name, "' twice");
       spec.joins = static_cast<int>(number);  // also of what is frozen: trained once it requires gradients
@@ -145,6 +144,19 @@ std::vector<std::vector<at::Tensor>> mark_groups(torch::optim::Optimizer& optimi
   }
   return groups;
 }
+
+namespace {
+
+void check_matrix(const optim::Type& type, const std::vector<optim::GroupOptions>& groups,
+                  const engine::ParamSpec& spec) {
+  const int number = std::max(spec.group, spec.joins);
+  TESSERA_CHECK_VALUE(
+      type.rule != optim::Rule::Muon || number < 0 || !groups[number].use_muon || spec.tensor.dim() >= 2, "initialize",
+      "Muon updates matrices, and '", spec.name, "' has ", spec.tensor.dim(),
+      " dimensions: put it into a group whose use_muon is false");
+}
+
+}  // namespace
 
 ClientOptimizer::ClientOptimizer(std::shared_ptr<torch::optim::Optimizer> optimizer,
                                  std::vector<engine::ParamSpec>& specs)
@@ -155,10 +167,7 @@ ClientOptimizer::ClientOptimizer(const optim::Type& type, const std::vector<opti
     : type_(&type), groups_(groups), originals_(groups.size()) {
   const optim::Rule rule = type.rule;
   for (const engine::ParamSpec& spec : specs) {
-    const int number = std::max(spec.group, spec.joins);
-    TESSERA_CHECK_VALUE(rule != optim::Rule::Muon || number < 0 || !groups[number].use_muon || spec.tensor.dim() >= 2,
-                        "initialize", "Muon updates matrices, and '", spec.name, "' has ", spec.tensor.dim(),
-                        " dimensions: put it into a group whose use_muon is false");
+    check_matrix(type, groups, spec);
     if (spec.group >= 0) originals_[spec.group].push_back(spec.tensor);
   }
   if (rule == optim::Rule::External) {
@@ -231,6 +240,13 @@ void ClientOptimizer::put_momenta(const optim::ScheduleOptions& schedule, const 
   }
 }
 
+bool ClientOptimizer::has_betas() const {
+  return std::ranges::any_of(optimizer_->param_groups(), [](const auto& group) {
+    const auto* const of = &group.options();
+    return dynamic_cast<const torch::optim::AdamOptions*>(of) || dynamic_cast<const torch::optim::AdamWOptions*>(of);
+  });
+}
+
 // Torch's Adagrad has its states from its constructor on, and its step needs them.
 void ClientOptimizer::begin_state(const at::Tensor& target, const torch::optim::OptimizerParamGroup& group) {
   if (dynamic_cast<torch::optim::Adagrad*>(optimizer_.get()) == nullptr) return;
@@ -277,6 +293,33 @@ void ClientOptimizer::take(engine::Engine& core, bool on_params) {
   });
 }
 
+void ClientOptimizer::check_added(const std::vector<optim::GroupOptions>& groups,
+                                  const std::vector<engine::ParamSpec>& specs) const {
+  if (type_ == nullptr) return;
+  std::vector<optim::GroupOptions> all = groups_;
+  all.insert(all.end(), groups.begin(), groups.end());
+  for (const engine::ParamSpec& spec : specs)
+    check_matrix(*type_, all, spec);
+}
+
+void ClientOptimizer::add_group(const optim::GroupOptions& options) {
+  originals_.emplace_back();
+  if (type_ == nullptr) return;  // the program has added it
+  groups_.push_back(options);
+  optimizer_->add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
+  put_group(groups_.size() - 1);
+}
+
+void ClientOptimizer::take_added(size_t number, const std::vector<at::Tensor>& params) {
+  if (type_ != nullptr) return;
+  std::vector<at::Tensor>& original = originals_.at(number);
+  original.insert(original.end(), params.begin(), params.end());
+  const auto is_added = [&](const at::Tensor& listed) {
+    return std::ranges::any_of(params, [&](const at::Tensor& param) { return param.is_same(listed); });
+  };
+  std::erase_if(optimizer_->param_groups().at(number).params(), is_added);
+}
+
 // Takes parameters that began to be trained in this step.
 void ClientOptimizer::take_joined(engine::Engine& core) {
   for (const int param : core.take_joined()) {
@@ -291,7 +334,8 @@ void ClientOptimizer::take_joined(engine::Engine& core) {
 
 void ClientOptimizer::release() {
   if (!on_params_) optimizer_->state().clear();
-  for (size_t number = 0; number < originals_.size(); ++number) {
+  const size_t there = optimizer_->param_groups().size();  // the program may have taken one out
+  for (size_t number = 0; number < std::min(there, originals_.size()); ++number) {
     auto& group = optimizer_->param_groups()[number];
     group.params() = originals_[number];
     for (const at::Tensor& param : on_params_ ? std::vector<at::Tensor>() : originals_[number])

@@ -25,6 +25,12 @@
 
 namespace tessera::nn {
 
+// What to do with a parameter that the engine's module does not have.
+inline constexpr const char* kRegisterBeside =
+    "a C++ engine trains what its module has; register the module that has it, as a loss with weights, beside the "
+    "model "
+    "in one module, and give the engine and the optimizer that one";
+
 // Marks in `specs` the groups of the optimizer's parameters, and returns these by group. Value error: one is not in `specs`, or in two
 // groups. Not-implemented error for LBFGS. Local.
 std::vector<std::vector<at::Tensor>> mark_groups(torch::optim::Optimizer& optimizer,
@@ -47,6 +53,11 @@ class ClientOptimizer final : public engine::KeptStates {
   std::vector<optim::GroupOptions> groups() const;
   // Updates the masters from here on. `on_params`: these are the parameters. An error of one rank is an error on all. Collective.
   void take(engine::Engine& core, bool on_params);
+  // What the core has taken, too (Note [Joining]): one more group of an optimizer of the configuration; parameters that were added to
+  // a group of the program's own, which leave it until they join. check_added(): value error for a vector in a group of matrices. Local.
+  void check_added(const std::vector<optim::GroupOptions>& groups, const std::vector<engine::ParamSpec>& specs) const;
+  void add_group(const optim::GroupOptions& options);
+  void take_added(size_t number, const std::vector<at::Tensor>& params);
   // Takes parameters that have joined the core since, as run() does. Local.
   void take_joined(engine::Engine& core);
   void release();
@@ -58,6 +69,7 @@ class ClientOptimizer final : public engine::KeptStates {
   void keep_options(engine::Engine& core) const;
   // Gives a client's own optimizer what a schedule says of momentum, as optim::put_momenta() does.
   void put_momenta(const optim::ScheduleOptions& schedule, const std::vector<double>& momenta);
+  bool has_betas() const;                            // a client's own
   const optim::Type* type() const { return type_; }  // null: it is the client's own
   // The update.
   void run(engine::Engine& core);

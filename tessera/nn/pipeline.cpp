@@ -253,6 +253,7 @@ double Pipeline::train_batch(const BatchSource& data) {
   const pipeline::Shape shape{stages(), micro_batches, options_.chunks};
   Batch batch(*this, data);
   running().check("train_batch");
+  follow_groups();
   module_->train();
   return runner_->train_batch(batch, pipeline::training(schedule_, shape, stage()), shape)
       .value_or(std::numeric_limits<double>::quiet_NaN());
@@ -320,8 +321,8 @@ bool Pipeline::save_16bit_model(const std::string& dir, const std::string& name,
 }
 
 int Pipeline::add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options) {
-  if (!params.empty() || options_.optimizer) return Session::add_param_group(params, options);
-  return core().add_group(options);
+  const auto call = core().enter("add_param_group");
+  return Session::add_group(params, options);
 }
 
 Tensors Pipeline::forward(int chunk, const Tensors& inputs) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 
 #include "tessera/base/error.h"
@@ -18,6 +19,7 @@
 #include "tessera/nn/optimizers.h"
 #include "tessera/nn/parallel.h"
 #include "tessera/nn/sequence_layers.h"
+#include "tessera/optim/advice.h"
 #include "tessera/parallel/sequence_regions.h"
 
 namespace tessera::nn {
@@ -107,6 +109,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   if (client_ != nullptr)
     client_->take(*core_,
                   !config::placements(config).shards_states() && live().options().zero.precision.master_is_param());
+  if (recipe.optimizer != nullptr) own_ = std::make_unique<OwnGroups>(recipe.optimizer);
   if (config::placements(config).shards_params() && live().mesh().size(comm::kStateAxes) > 1)
     sequences_ = std::make_shared<GatheredSequences>(module_, leaves_);
   rest_ = connect_scopes(*module_, core_, leaves_);
@@ -115,6 +118,7 @@ Session::Session(std::shared_ptr<torch::nn::Module> module, const Config& config
   const auto kept = config.data_types.keep_in_fp32_modules.value_or(std::vector<std::string>());
   cast_buffers(*module_, config.data_types.buffer_dtype, is_16bit ? kept : std::vector<std::string>());
   apply_schedule();
+  warn_of_betas();
   give_options();
   watch_.attach(live(), logs_);
   if (!logs_) return;
@@ -160,6 +164,15 @@ void Session::prepare_optimizer(const Config& config, const Recipe& recipe, bool
   if (schedule_) optim::check(*schedule_, groups_.size());
 }
 
+void Session::warn_of_betas() {
+  if (!schedule_) return;
+  const optim::Type* const type = client_ ? client_->type() : &optim::type_of(live().options().rule);
+  const auto is_betas = [](const optim::Field& field) { return field.name == std::string_view("betas"); };
+  const bool has_betas = type != nullptr ? std::ranges::any_of(type->fields, is_betas) : client_->has_betas();
+  const std::string text = optim::warn_of_betas(*schedule_, has_betas, type != nullptr ? type->name : client_->name());
+  if (!text.empty()) warn({text});
+}
+
 // An optimizer of make_optimizer() says which rule runs on what; any other one updates by itself.
 void Session::take_optimizer(const std::shared_ptr<torch::optim::Optimizer>& optimizer,
                              std::vector<engine::ParamSpec>& specs, engine::Options& options) {
@@ -198,43 +211,97 @@ engine::Engine& Session::trained_by(const char* call) const {
 
 int Session::add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options) {
   const auto call = trained_by("add_param_group").enter("add_param_group");
-  TESSERA_CHECK(client_ == nullptr, "engine.add_param_group",
-                "the engine has an optimizer that updates by itself, whose groups are its own");
   TESSERA_CHECK_VALUE(!params.empty(), "engine.add_param_group", "the param group has no parameters");
+  return add_group(params, options);
+}
+
+int Session::add_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options) {
   const int group = static_cast<int>(live().groups().size());
-  const auto named = module_->named_parameters();
-  std::vector<engine::ParamSpec> added;
-  std::vector<int> known;
-  for (const at::Tensor& param : params) {
-    const auto name = std::ranges::find_if(named, [&](const auto& item) { return item.value().is_same(param); });
-    TESSERA_CHECK_VALUE(name != named.end(), "engine.add_param_group", "a tensor of shape ", param.sizes(),
-                        " is no parameter of the module");
-    const auto& specs = live().params();
-    const auto found = std::ranges::find_if(specs, [&](const auto& spec) { return spec.tensor.is_same(param); });
-    if (found == specs.end()) {
-      added.push_back({.name = name->key(), .tensor = param, .unit = zero::kRootUnit, .joins = group});
-      continue;
-    }
-    const int present = found->group >= 0 ? found->group : found->joins;
-    TESSERA_CHECK_VALUE(present < 0, "engine.add_param_group", "'", name->key(), "' is in param group ", present,
-                        " already: change the rates of that one");
-    known.push_back(static_cast<int>(found - specs.begin()));
-  }
-  live().check_addition({options}, added, known);
-  live().add_group(options);
-  if (made_ != nullptr) {
+  if (made_ != nullptr) {  // which has it first, as where the program adds it there
+    follow_groups();
     made_->add_param_group(torch::optim::OptimizerParamGroup(params));
     group_options(made_->param_groups().back()) = options;
+    follow_groups();
+    return group;
+  }
+  TESSERA_CHECK(client_ == nullptr || client_->type() != nullptr, "engine.add_param_group",
+                "the engine's optimizer is a ", client_->name(),
+                " of the program's own, with options of its own: call its add_param_group() in place of the engine's, "
+                "which follows");
+  grow({options}, {{group, params}});
+  return group;
+}
+
+void Session::follow_groups() {
+  if (own_ == nullptr) return;
+  const std::vector<OwnGroups::Added> added = own_->added();
+  if (added.empty()) return;
+  try {
+    const size_t present = live().groups().size();
+    std::vector<optim::GroupOptions> options;
+    if (made_ == nullptr) {
+      const auto all = client_->groups();
+      options.assign(all.begin() + static_cast<std::ptrdiff_t>(present), all.end());
+    } else {
+      for (size_t number = present; number < made_->param_groups().size(); ++number)
+        options.push_back(group_options(made_->param_groups()[number]));
+    }
+    grow(options, added);
+  } catch (c10::Error& error) {
+    own_->take_back();
+    error.add_context("what was added to the optimizer's param groups is out of them again");
+    throw;
+  }
+  own_->note();
+}
+
+void Session::take_joined() {
+  if (client_ == nullptr) return;
+  client_->take_joined(*core_);
+  if (own_ != nullptr) own_->note();
+}
+
+// The parameters join with the next step, save or load. Nothing is changed where one is refused.
+void Session::grow(const std::vector<optim::GroupOptions>& options, const std::vector<OwnGroups::Added>& groups) {
+  std::vector<engine::ParamSpec> added, all;
+  std::vector<std::pair<int, int>> known;  // by number, with the group
+  const auto named = module_->named_parameters();
+  const auto& specs = live().params();
+  for (const auto& [group, params] : groups)
+    for (const at::Tensor& param : params) {
+      const auto name = std::ranges::find_if(named, [&](const auto& item) { return item.value().is_same(param); });
+      TESSERA_CHECK_VALUE(name != named.end(), "engine", "a tensor of shape ", param.sizes(),
+                          " is no parameter of the module: ", kRegisterBeside);
+      engine::ParamSpec spec{.name = name->key(), .tensor = param, .unit = zero::kRootUnit, .joins = group};
+      const auto found = std::ranges::find_if(specs, [&](const auto& one) { return one.tensor.is_same(param); });
+      int present = found == specs.end() ? -1 : std::max(found->group, found->joins);
+      for (const engine::ParamSpec& other : all)
+        if (other.tensor.is_same(param)) present = other.joins;
+      TESSERA_CHECK_VALUE(present < 0, "engine", "'", name->key(), "' is in param group ", present,
+                          " already: change the rates of that one");
+      all.push_back(spec);
+      if (found == specs.end())
+        added.push_back(std::move(spec));
+      else
+        known.emplace_back(static_cast<int>(found - specs.begin()), group);
+    }
+  std::vector<int> ids;
+  std::ranges::transform(known, std::back_inserter(ids), [](const auto& one) { return one.first; });
+  live().check_addition(options, added, ids);
+  if (client_ != nullptr) client_->check_added(options, all);
+  for (const optim::GroupOptions& group : options) {
+    live().add_group(group);
+    if (client_ != nullptr) client_->add_group(group);
   }
   for (const engine::ParamSpec& spec : added)
     live().add_param(spec);
-  for (const int id : known)
+  for (const auto& [id, group] : known)
     live().set_joins(id, group);
-  if (!added.empty()) {
-    if (sequences_ != nullptr) sequences_->wrap();
-    rest_ = connect_scopes(*module_, core_, leaves_);
-  }
-  return group;
+  for (const auto& [group, params] : groups)
+    if (client_ != nullptr) client_->take_added(group, params);
+  if (added.empty()) return;
+  if (sequences_ != nullptr) sequences_->wrap();
+  rest_ = connect_scopes(*module_, core_, leaves_);
 }
 
 void Session::register_external_parameter(const torch::nn::Module& reader, const ParamKey& param) {
@@ -267,13 +334,17 @@ bool Session::step(std::optional<double> global_norm) {
   const int64_t steps = trained_by("step").global_steps();
   live().held_error().rethrow();
   const bool boundary = !live().options().managed_accumulation || live().is_gradient_accumulation_boundary();
+  const std::string wrong = boundary ? fault() : "";  // follows groups, too
   std::function<void()> update;
   take_options();
   if (client_ != nullptr) {
     client_->publish(*core_);
-    update = [this] { client_->run(*core_); };
+    update = [this] {
+      take_joined();
+      client_->run(*core_);
+    };
   }
-  const bool applied = noting([&] { return live().step(update, global_norm, boundary ? fault() : ""); });
+  const bool applied = noting([&] { return live().step(update, global_norm, wrong); });
   warn_of_step();
   if (applied) {
     ++schedule_steps_;
@@ -368,6 +439,7 @@ void Session::look_before_update() {
   for (auto& [param, note] : cuts_)
     keep_cut(param, note);
   live().held_error().rethrow();
+  follow_groups();
   warn(live().take_notices());
   if (!live().options().zero.update_in_backward || !c10::GradMode::is_enabled()) return;
   take_options();
@@ -375,6 +447,12 @@ void Session::look_before_update() {
 }
 
 std::string Session::fault() {
+  try {
+    follow_groups();
+  } catch (const c10::Error& error) {  // which all ranks are to have
+    const std::string text = error.what_without_backtrace();
+    return text.starts_with("[engine] ") ? text.substr(9) : text;
+  }
   const engine::ContentsReport report = contents_->report(live().params());
   if (!report.warning.empty() && !std::exchange(warned_of_frozen_, true)) warn({report.warning});
   return fault_of(report);
@@ -388,6 +466,7 @@ std::string Session::fault_of(const engine::ContentsReport& report) const {
 void Session::destroy() {
   live().destroy();
   sequences_.reset();
+  own_.reset();
   if (client_ != nullptr) client_->release();
 }
 

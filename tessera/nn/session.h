@@ -31,6 +31,7 @@
 #include "tessera/nn/contents.h"
 #include "tessera/nn/cut_layers.h"
 #include "tessera/nn/flops_profiler.h"
+#include "tessera/nn/own_groups.h"
 #include "tessera/nn/recipe.h"
 #include "tessera/nn/scope.h"
 #include "tessera/nn/sizes.h"
@@ -150,7 +151,9 @@ class Session {
   // Adds a param group of parameters of modules that came after the engine was built. (Frozen ones that require gradients again
   // join their group.) They join with the next step, save or load; a schedule leaves their rate. Returns its number. Value
   // error, with nothing changed, for what the module does not have, what is in another group and what cannot be trained with the
-  // others; state error with an optimizer of one's own. On all ranks alike; local.
+  // others. An optimizer of one's own is added to by its own add_param_group(), at the same times: the next forward, step, save or
+  // load follows, and takes out again what it refuses; one of make_optimizer() also by this call, others not: state error. On all
+  // ranks alike; local.
   int add_param_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);
   // Learning rates that the next update uses, one per param group.
   std::vector<double> lr() const;
@@ -364,6 +367,11 @@ class Session {
   // Before a forward: what the core has noticed is said, and with tessera.update_in_backward the backward refuses what step() would.
   // Local.
   void look_before_update();
+  // What the program has added to the param groups of its optimizer joins as by add_param_group(). c10::Error, with all as before,
+  // where that is refused. Local.
+  void follow_groups();
+  // add_param_group(), also without parameters.
+  int add_group(const std::vector<at::Tensor>& params, const optim::GroupOptions& options);
   // Warns, on one rank, that a forward has switched an autocast region of the caller's off.
   void warn_of_region();
   // Warns that nothing is cut along tp. (One stage of a pipeline may be so, not all.)
@@ -389,11 +397,16 @@ class Session {
                          engine::Options& options);
   void take_optimizer(const std::shared_ptr<torch::optim::Optimizer>& optimizer, std::vector<engine::ParamSpec>& specs,
                       engine::Options& options);
+  // Adds groups with these options, and parameters to groups.
+  void grow(const std::vector<optim::GroupOptions>& options, const std::vector<OwnGroups::Added>& groups);
+  // client_ has what has joined the core.
+  void take_joined();
   void put_rates(const std::vector<double>& rates);
   // The hyper-parameters of made_ become those of the core, or the other way round.
   void take_options();
   void give_options();
   void apply_schedule();
+  void warn_of_betas();  // which the configuration's schedule would move, and the optimizer does not have
   engine::ClientPart client_part(const ClientValues& client) const;
   void check_contents(const char* call);
   void read_checkpoint_section(const Config& config);
@@ -432,6 +445,7 @@ class Session {
   std::unique_ptr<ClientOptimizer> client_;       // in place of the core's
   std::shared_ptr<torch::optim::Optimizer>
       made_;                                 // the program's, of make_optimizer(), whose rule the core or client_ runs
+  std::unique_ptr<OwnGroups> own_;           // of the program's optimizer; null: there is none
   bool evaluates_ = false;                   // there is no optimizer
   std::vector<optim::GroupOptions> groups_;  // at the start
   std::optional<optim::ScheduleOptions> schedule_;

@@ -142,7 +142,7 @@ Loaded Session::load_checkpoint(const std::string& dir, const std::string& tag, 
   options.from_master = options.from_master && loads_masters_;
   live().checkpoints().on_all([&] {  // what was thawed before the load has states there
     live().join();
-    if (client_ != nullptr) client_->take_joined(*core_);
+    take_joined();
   });
   engine::Foreign from = load_from_;
   if (client_ != nullptr) from.groups = client_->names(*core_);

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "tessera/base/error.h"
+#include "tessera/optim/advice.h"
 
 namespace tessera::optim {
 namespace {
@@ -280,6 +281,20 @@ void check_has_momentum(const ScheduleOptions& schedule, bool has) {
   TESSERA_CHECK_VALUE(has || !is_torchs(schedule), "optim.schedule", name_of(schedule),
                       " cycles momentum, and the optimizer has neither betas nor momentum: set cycle_momentum to false "
                       "in scheduler.params");
+}
+
+std::string use_native() {
+  return "name one of " + native_types() +
+         " in the configuration, or pass one of these that Tessera runs itself: an object of torch's class in Python, "
+         "of "
+         "tessera::nn::make_optimizer() in C++";
+}
+
+std::string warn_of_betas(const ScheduleOptions& schedule, bool has_betas, const std::string& optimizer) {
+  const auto* const cycle = std::get_if<OneCycle>(&schedule);
+  if (cycle == nullptr || !cycle->cycle_momentum || has_betas) return "";
+  return "[optim.schedule] OneCycle cycles betas; " + optimizer +
+         " has none and keeps its momentum: set cycle_momentum to false, or take an optimizer that has betas";
 }
 
 void put_momenta(const Type& type, const ScheduleOptions& schedule, const std::vector<double>& momenta,

@@ -235,17 +235,20 @@ TEST(PipelineCalls, FilesOfDeepSpeedAreOfOneStage) {
   EXPECT_FALSE(std::filesystem::exists(folder / "none"));
 }
 
-// Of both stages, or of the second alone; the numbers are those of the whole model.
-TEST(PipelineCalls, LayersMayGrowAParamGroup) {
+// Of both stages, or of the second alone, by the engine or by the program's optimizer; the numbers are those of the whole model.
+void grows_a_group(const int from, const bool own, const std::string& optimizer) {
   constexpr int kSteps = 3;
-  for (const int from : {0, 2}) {
+  {
     std::vector<double> whole;
     for (const int stages : {1, 2}) {
-      const Case c{.stages = stages, .zero = stages - 1};
+      const Case c{.stages = stages, .zero = stages - 1, .optimizer = optimizer, .own = own};
       const io::TempFolder folder;
       testing::run_stages(c, [&](const comm::Parts& parts) {
         std::vector<Grafted> made;
-        Pipeline engine(grafted(made), c.config(), parts, c.options());
+        auto options = c.options();
+        std::shared_ptr<torch::optim::Optimizer> mine;
+        if (own) options.optimizer = [&](const StageLayers& stage) { return mine = c.optimizer_of(stage); };
+        Pipeline engine(grafted(made), c.config(), parts, options);
         std::vector<double> losses;
         for (int step = 0; step < kSteps; ++step) {
           if (step == 1) {
@@ -257,21 +260,34 @@ TEST(PipelineCalls, LayersMayGrowAParamGroup) {
               for (const at::Tensor& param : made[i]->second->parameters())
                 added.push_back(param);
             }
-            optim::GroupOptions options = engine.groups().front();
-            options.lr = 0.02;
-            EXPECT_EQ(engine.add_param_group(added, options), 1);
+            optim::GroupOptions rates = engine.groups().front();
+            rates.lr = 0.02;
+            if (own)
+              mine->add_param_group(torch::optim::OptimizerParamGroup(
+                  added, std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.02).momentum(0.9))));
+            else
+              EXPECT_EQ(engine.add_param_group(added, rates), 1);
           }
           losses.push_back(engine.train_batch(data_of(c, parts, step)));
         }
-        EXPECT_EQ(engine.lr(), std::vector<double>({0.01, 0.02}));
+        EXPECT_EQ(engine.lr().size(), 2U);
+        EXPECT_EQ(engine.lr()[1], 0.02);
         engine.save_checkpoint(folder.path());
         if (stages == 1) {
           whole = losses;
         } else {
-          EXPECT_EQ(losses, whole) << "from layer " << from;
+          EXPECT_EQ(losses, whole) << "from layer " << from << ", " << optimizer << ", own " << own;
         }
       });
     }
+  }
+}
+
+TEST(PipelineCalls, LayersMayGrowAParamGroup) {
+  for (const int from : {0, 2}) {
+    grows_a_group(from, false, "AdamW");
+    grows_a_group(from, false, "NAdam");
+    grows_a_group(from, true, "AdamW");
   }
 }
 
