@@ -167,8 +167,10 @@ void bind_attention(py::module_& m) {
       .def_readonly("queries", &Heads::queries)
       .def_readonly("keys", &Heads::keys)
       .def_readonly("repeat", &Heads::repeat);
+  m.def("check_sequence_dim", &check_sequence_dim, py::arg("sequence_dim"), py::arg("label") = "SequenceAttention");
+  m.def("check_parts", &check_parts, py::arg("parts"), py::arg("label") = "SequenceAttention");
   m.def("deal_heads", &deal_heads, py::arg("queries"), py::arg("keys"), py::arg("ranks"),
-        py::arg("label") = "parallel");
+        py::arg("label") = "SequenceAttention");
   py::class_<HeadParts>(m, "HeadParts")
       .def(py::init<const at::Tensor&, const at::Tensor&, const at::Tensor&, const SequenceCut&>(), py::arg("query"),
            py::arg("key"), py::arg("value"), py::arg("cut"), NoGil())

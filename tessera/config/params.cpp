@@ -274,6 +274,11 @@ bool flag_of(const Params& params, const std::string& name, bool fallback) {
   return found == params.end() ? fallback : as_flag(found->second).value_or(fallback);
 }
 
+bool has_maximize(const optim::Type& type) {
+  return std::ranges::any_of(type.fields,
+                             [](const auto& field) { return field.name == std::string_view("maximize"); });
+}
+
 // Reads the options that the table has for a schedule.
 template <class Schedule>
 void read_options(Reader& in, Schedule& schedule) {
@@ -357,14 +362,16 @@ std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& opt
   read_fields(in, *type, options.defaults);
   check_together(in, *type, options.defaults);
   bool maximize = false;
-  const bool has_it =
-      std::ranges::any_of(type->fields, [](const auto& field) { return field.name == std::string_view("maximize"); });
-  if (!has_it) in.flag("maximize", maximize);
-  if (maximize) in.refuse("maximize", c10::str("torch::optim::", type->name, " of C++ has it not; leave it out"));
+  if (!has_maximize(*type)) in.flag("maximize", maximize);
   if (kind) in.ignored({"adam_w_mode", "torch_adam"});
   in.ignored({"foreach", "fused", "capturable", "differentiable", "max_grad_norm", "fp32_optimizer_states"});
   in.finish();
   return options;
+}
+
+void refuse_outside_python(const Optimizer& optimizer, const optim::Type& type, Report& report) {
+  if (!has_maximize(type) && flag_of(optimizer.params, "maximize", false))
+    report.error("optimizer.params.maximize", c10::str("torch::optim::", type.name, " of C++ has it not; leave it out"));
 }
 
 std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report,

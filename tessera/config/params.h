@@ -19,11 +19,13 @@ std::vector<std::string> optimizer_types();
 std::optional<optim::OptimizerOptions> kind_of(const Optimizer& optimizer);
 
 // Reads the optimizer. Empty for no type, for a type of torch.optim and for what a rule does not do (amsgrad with
-// torch_adam); the parameters of such a type are not looked at, except max_grad_norm.
+// torch_adam); read_torch_optimizer() looks at the parameters of such a type, max_grad_norm excepted.
 std::optional<optim::OptimizerOptions> read_optimizer(const Optimizer& optimizer, Report& report);
 
 // Reads an optimizer that read_optimizer() leaves to torch.optim and that torch::optim has in C++, too; empty for others.
 std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& optimizer, Report& report);
+// Reports what the class of such a type has in Python only.
+void refuse_outside_python(const Optimizer& optimizer, const optim::Type& type, Report& report);
 
 // Reads the schedule. Empty for no type and for a type of torch.optim.lr_scheduler.
 std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report,

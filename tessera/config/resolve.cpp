@@ -119,6 +119,7 @@ std::optional<optim::OptimizerOptions> torch_optimizer(const Config& config) {
   Report report;
   if (read_optimizer(config.optimizer, report)) return std::nullopt;
   auto options = read_torch_optimizer(config.optimizer, report);
+  if (options) refuse_outside_python(config.optimizer, *options->type, report);
   report.raise();
   return options;
 }

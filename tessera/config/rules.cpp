@@ -152,7 +152,7 @@ void check_unmanaged(const Config& c, Report& report) {
 }
 
 void check_optimizer(const Config& c, Report& report) {
-  read_optimizer(c.optimizer, report);
+  if (!read_optimizer(c.optimizer, report)) read_torch_optimizer(c.optimizer, report);
   read_schedule(c.scheduler, report);
   if (c.optimizer.type.empty() && !c.optimizer.params.empty()) {
     report.error("optimizer.type", "is required beside optimizer.params");

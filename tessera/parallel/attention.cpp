@@ -14,27 +14,31 @@ constexpr int64_t kHeadDim = 2;
 constexpr const char* kThere = "query, key and value to heads";
 constexpr const char* kBack = "result of attention to the sequence";
 
+constexpr const char* kNames[] = {"query", "key", "value"};
+
 void check_group(const SequenceCut& cut) {
-  TESSERA_CHECK_VALUE(cut.group != nullptr, "parallel",
+  TESSERA_CHECK_VALUE(cut.group != nullptr, "SequenceAttention",
                       "sequence parallel attention has no group: set SequenceCut::group; an attention that was moved "
                       "from has none any more");
 }
 
 void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut) {
   check_group(cut);
-  TESSERA_CHECK_VALUE(cut.sequence_dim == 0 || cut.sequence_dim == 1, "parallel",
-                      "sequence parallel attention: the sequence is dim 0 or 1 of a tensor of 4, not ",
-                      cut.sequence_dim);
-  for (const at::Tensor* t : {&query, &key, &value})
-    TESSERA_CHECK_VALUE(t->dim() == 4, "parallel",
-                        "sequence parallel attention: query, key and value have 4 dims, not ", t->sizes());
-  TESSERA_CHECK_VALUE(key.size(kHeadDim) == value.size(kHeadDim), "parallel",
+  check_sequence_dim(cut.sequence_dim);
+  check_parts(cut.parts);
+  const at::Tensor* const all[] = {&query, &key, &value};
+  for (size_t i = 0; i < 3; ++i)
+    TESSERA_CHECK_VALUE(all[i]->dim() == 4 && query.dim() == 4 &&
+                            all[i]->size(cut.sequence_dim) == query.size(cut.sequence_dim),
+                        "SequenceAttention", kNames[i], " has the sizes ", all[i]->sizes(), ", query ", query.sizes(),
+                        ": all must be 4-D with the sequence, as long, in dim ", cut.sequence_dim);
+  TESSERA_CHECK_VALUE(key.size(kHeadDim) == value.size(kHeadDim), "SequenceAttention",
                       "sequence parallel attention: ", key.size(kHeadDim), " key heads and ", value.size(kHeadDim),
                       " value heads");
 }
 
 void check_result(const at::Tensor& result, int64_t heads) {
-  TESSERA_CHECK_VALUE(result.dim() == 4 && result.size(kHeadDim) == heads, "parallel",
+  TESSERA_CHECK_VALUE(result.dim() == 4 && result.size(kHeadDim) == heads, "SequenceAttention",
                       "sequence parallel attention: the local attention returned ", result.sizes(),
                       ", which does not have the ", heads, " heads of its query at dim ", kHeadDim);
 }
@@ -59,6 +63,15 @@ std::vector<at::Tensor> split(const at::Tensor& t, int64_t ranks, const Sizes& p
 }
 
 }  // namespace
+
+void check_sequence_dim(int64_t sequence_dim, const std::string& label) {
+  if (sequence_dim != 0 && sequence_dim != 1)
+    TESSERA_FAIL(::c10::ValueError, "[", label, "] sequence_dim must be 0 or 1, got ", sequence_dim);
+}
+
+void check_parts(int64_t parts, const std::string& label) {
+  if (parts < 1) TESSERA_FAIL(::c10::ValueError, "[", label, "] parts must be an integer of 1 or more, got ", parts);
+}
 
 Heads deal_heads(int64_t queries, int64_t keys, int ranks, const std::string& label) {
   if (keys <= 0 || queries % keys != 0)
@@ -136,7 +149,7 @@ void HeadParts::give(int part, const at::Tensor& result) {
 }
 
 at::Tensor HeadParts::join() {
-  TESSERA_CHECK(back_.size() == there_.size(), "parallel", "sequence parallel attention: results of ", back_.size(),
+  TESSERA_CHECK(back_.size() == there_.size(), "SequenceAttention", "sequence parallel attention: results of ", back_.size(),
                 " of ", there_.size(), " parts are there");
   if (back_.size() == 1) return back_[0].wait()[0];
   std::vector<at::Tensor> results;

@@ -24,6 +24,9 @@ struct SequenceCut {
   // has fewer key/value heads; one where the ranks have unequally many heads.
   int parts = 1;
 };
+// Value errors, of the origin `label`: another than 0 or 1; fewer than 1.
+void check_sequence_dim(int64_t sequence_dim, const std::string& label = "SequenceAttention");
+void check_parts(int64_t parts, const std::string& label = "SequenceAttention");
 
 // The heads of one call: how many each rank has.
 struct Heads {
@@ -31,12 +34,13 @@ struct Heads {
   int64_t repeat = 1;   // of each key/value head, where there are fewer than ranks
 };
 // Value errors, of the origin `label`: fewer query heads than ranks; query heads that the key/value heads do not divide.
-Heads deal_heads(int64_t queries, int64_t keys, int ranks, const std::string& label = "parallel");
+Heads deal_heads(int64_t queries, int64_t keys, int ranks, const std::string& label = "SequenceAttention");
 
 struct Dealt {
   at::Tensor query, key, value;  // whole sequence, this rank's heads; strided views where that saves a copy
   Heads heads;
 };
+// Value errors: a query, key or value that is not 4-D, or of another length than the query; key and value of unlike heads.
 // Exchanges: collective and differentiable, as all of functions.h. The number of key/value heads may be a part of the query's;
 // a rank's query heads are those of its key/value heads.
 Dealt to_heads(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut);
@@ -65,7 +69,10 @@ class HeadParts {
 template <class Local>
 class SequenceAttention {
  public:
-  explicit SequenceAttention(Local local, SequenceCut cut) : local_(std::move(local)), cut_(std::move(cut)) {}
+  explicit SequenceAttention(Local local, SequenceCut cut) : local_(std::move(local)), cut_(std::move(cut)) {
+    check_sequence_dim(cut_.sequence_dim);
+    check_parts(cut_.parts);
+  }
 
   template <class... A>
   at::Tensor operator()(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const A&... more) {

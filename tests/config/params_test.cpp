@@ -139,7 +139,25 @@ TEST(Params, ReadsTorchsOptimizersOfCpp) {
   const auto error = [&](const Params& params) { return error_of([&] { read("RMSprop", params); }); };
   EXPECT_HAS(error({{"alpa", 0.9}}), "did you mean \"alpha\"?");
   EXPECT_HAS(error({{"momentum", -1}}), "momentum: must be a number >= 0");
-  EXPECT_HAS(error({{"maximize", true}}), "torch::optim::RMSprop of C++ has it not");
+  EXPECT_EQ(error({{"maximize", true}}), "") << "Python's class has it";
+  const auto cpp = [](const std::string& text) {
+    return error_of([&] { torch_optimizer(Config::from_json(R"({"train_batch_size": 1, "optimizer": )" + text + "}")); });
+  };
+  EXPECT_HAS(cpp(R"({"type": "RMSprop", "params": {"maximize": true}})"), "torch::optim::RMSprop of C++ has it not");
+}
+
+// Whatever front end reads the configuration.
+TEST(Params, ConfigurationsNameWrongParametersOfTorchsOptimizers) {
+  const auto error = [](const std::string& text) {
+    return error_of([&] { Config::from_json(R"({"train_batch_size": 1, "optimizer": )" + text + "}"); });
+  };
+  EXPECT_HAS(error(R"({"type": "RAdam", "params": {"betaz": [0.9, 0.99]}})"),
+             "optimizer.params.betaz: unknown parameter; did you mean \"betas\"?");
+  EXPECT_HAS(error(R"({"type": "Rprop", "params": {"etas": [2, 3]}})"),
+             "optimizer.params.etas: must have 0 < etas[0] < 1 < etas[1], got 2 and 3");
+  EXPECT_HAS(error(R"({"type": "Adamax", "params": {"lr": -1}})"), "optimizer.params.lr: must be a number >= 0.0, got -1");
+  EXPECT_HAS(error(R"({"type": "Adam", "params": {"torch_adam": true, "amsgrad": true, "lr": -1}})"),
+             "optimizer.params.lr: must be a number >= 0.0, got -1");
 }
 
 TEST(Params, AdafactorsFirstEpsMayBeNull) {

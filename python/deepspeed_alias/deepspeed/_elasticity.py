@@ -19,6 +19,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tessera import _core
 from tessera.errors import ConfigError
 
 import tessera
@@ -71,7 +72,7 @@ def compute_elastic_config(
     in the environment; else the result depends on the arguments alone, so that a scheduler may call it, too.
 
     `target_deepspeed_version` is accepted and changes nothing. ElasticityConfigError for a wrong section, one that is
-    off or missing, and a missing WORLD_SIZE; ElasticityIncompatibleWorldSize where the batch does not fit the ranks."""
+    off or missing, and where no launcher says the ranks; ElasticityIncompatibleWorldSize where the batch does not fit the ranks."""
     if not elasticity_enabled(ds_config):
         raise ElasticityConfigError("[elasticity] the configuration has no section elasticity that is enabled")
     with _elastic_errors():
@@ -88,10 +89,14 @@ def compute_elastic_config(
 
 
 def _world_size() -> int:
-    text = os.environ.get("WORLD_SIZE", "")
-    if not text.isdecimal():
+    """What a launcher has said, srun and mpirun too: a scheduler, which is no rank, sets WORLD_SIZE alone."""
+    try:
+        launch = _core.read_launch(0, -1, True, False, 0)
+    except ConfigError as error:
+        raise ElasticityConfigError(str(error)) from None
+    if launch.size == 1 and not os.environ.get("WORLD_SIZE"):
         raise ElasticityConfigError(
-            "[elasticity] the micro-batch size depends on the number of ranks: give world_size, or set WORLD_SIZE in "
-            f"the environment, which is {text!r}"
+            "[elasticity] the micro-batch size depends on the number of ranks, and no launcher says that there are "
+            "several: give world_size, or set WORLD_SIZE in the environment"
         )
-    return int(text)
+    return launch.size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -201,6 +202,8 @@ def _from_config(
     name, params = config.optimizer.type, _given(config.optimizer.params)
     kind = _core.optimizer_kind(config)
     params.pop("fp32_optimizer_states", None)  # the configuration's precision says it
+    for unused in ("capturable", "differentiable", "set_grad_none"):  # no update of an engine is captured or recorded
+        params.pop(unused, None)
     cls: type[torch.optim.Optimizer]
     if kind is not None and kind.rule in (_core.Rule.Lamb, _core.Rule.Muon, _core.Rule.Adafactor):
         configured = _core.configured_optimizer(config)
@@ -232,6 +235,8 @@ def _from_config(
         cls = {_core.Rule.Sgd: torch.optim.SGD, _core.Rule.Adagrad: torch.optim.Adagrad, _core.Rule.Lion: optim.Lion}[
             kind.rule
         ]
+    taken = inspect.signature(cls).parameters
+    params = {key: value for key, value in params.items() if key in taken or key not in ("foreach", "fused")}
     return _construct(f"optimizer.params of {name}", cls, groups, params)
 
 
@@ -243,7 +248,7 @@ def _meant(name: str, own: Sequence[str], torchs: ModuleType, base: type) -> str
 
 
 def _construct(what: str, cls: Callable[..., Any], first: Any, params: dict[str, Any]) -> Any:
-    params = {name: tuple(value) if name == "betas" else value for name, value in params.items()}
+    params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     try:
         return cls(first, **params)
     except TypeError as error:  # an unknown or missing argument

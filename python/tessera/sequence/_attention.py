@@ -19,24 +19,13 @@ _HEADS = 2  # dim of [sequence, batch, heads, head_dim] and of [batch, sequence,
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
-def check_parts(parts: object, label: str) -> None:
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-        raise ConfigError(f"[{label}] parts must be an integer of 1 or more, got {parts!r}")
-
-
-def check_sequence_dim(sequence_dim: Any, label: str) -> int:
-    if sequence_dim not in (0, 1) or isinstance(sequence_dim, bool):
-        raise ConfigError(f"[{label}] sequence_dim must be 0 or 1, got {sequence_dim!r}")
-    return sequence_dim
-
-
 def to_heads(x: torch.Tensor, group: OneGroup, *, sequence_dim: int = 1) -> torch.Tensor:
     """Turns this rank's part of the sequence with all heads into the whole sequence with this rank's heads. `x`:
     [batch, sequence, heads, ...], or [sequence, batch, heads, ...] with sequence_dim 0. Heads need not divide: rank r
     has the r-th of nearly equal parts, the larger ones first. `group`: a torch ProcessGroup or a group of tessera.
     Collective, in the backward too."""
     ranks = core_group(group)
-    check_sequence_dim(sequence_dim, "to_heads")
+    _core.check_sequence_dim(sequence_dim, "to_heads")
     if ranks.size == 1:
         return x
     sizes = _core.part_sizes(x.size(_HEADS), ranks.size)
@@ -52,7 +41,7 @@ def to_sequence(x: torch.Tensor, group: OneGroup, *, sequence_dim: int = 1, head
     """Turns what to_heads() gave back. `heads`: how many there are in all; if not given, the ranks ask each other.
     Collective, in the backward too."""
     ranks = core_group(group)
-    check_sequence_dim(sequence_dim, "to_sequence")
+    _core.check_sequence_dim(sequence_dim, "to_sequence")
     if ranks.size == 1:
         return x
     if x.size(sequence_dim) % ranks.size:
@@ -83,8 +72,9 @@ class SequenceAttention(nn.Module):
         self, local_attention: Callable[..., torch.Tensor], group: OneGroup, *, sequence_dim: int = 1, parts: int = 1
     ) -> None:
         super().__init__()
-        check_parts(parts, "SequenceAttention")
-        self.sequence_dim = check_sequence_dim(sequence_dim, "SequenceAttention")
+        _core.check_parts(parts)
+        _core.check_sequence_dim(sequence_dim)
+        self.sequence_dim = sequence_dim
         self.local_attn = local_attention
         self.parts = parts
         self.group = core_group(group)
@@ -110,16 +100,6 @@ class SequenceAttention(nn.Module):
         with 0. Key and value may have fewer heads. rotary: (cosines, sines) [sequence, batch or 1, 1, width] of the
         whole sequence, applied to query and key inside. Collective."""
         sequence = self.sequence_dim
-        for name, t in (("query", query), ("key", key), ("value", value)):
-            if t.dim() != 4 or t.size(sequence) != query.size(sequence):
-                raise ConfigError(
-                    f"[SequenceAttention] {name} has the sizes {list(t.shape)}, query {list(query.shape)}: all must be "
-                    f"4-D with the sequence in dim {sequence}"
-                )
-        if self.group.size == 1:
-            query, key = self._rotated(query, key, rotary, sequence)
-            return self.local_attn(query, key, value, *args, **kwargs)
-        _core.deal_heads(query.size(_HEADS), key.size(_HEADS), self.group.size, "SequenceAttention")
         parts = _core.HeadParts(query, key, value, _core.SequenceCut(self.group, sequence, parts=self.parts))
         flat = False
         for part in range(len(parts)):

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from tessera import _core
 from tessera.errors import ConfigError
-from tessera.sequence._attention import SequenceAttention, check_sequence_dim, to_heads, to_sequence
+from tessera.sequence._attention import SequenceAttention, to_heads, to_sequence
 from tessera.sequence._tiled import tiled, tiled_loss, tiled_mlp
 
 Function = Callable[..., torch.Tensor]
@@ -41,7 +42,8 @@ class DistributedAttention(SequenceAttention):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        self.sequence_dim = check_sequence_dim(1 - batch_dim_idx, "DistributedAttention")
+        _core.check_sequence_dim(1 - batch_dim_idx, "DistributedAttention")
+        self.sequence_dim = 1 - batch_dim_idx
         return super().forward(query, key, value, *args, rotary=rotary_pos_emb, **kwargs)
 
 

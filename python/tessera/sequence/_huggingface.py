@@ -21,7 +21,6 @@ from torch import nn
 
 from tessera import _core
 from tessera.errors import ConfigError
-from tessera.sequence._attention import check_parts
 from tessera.sequence._documents import Attention, Ranges, attend, documents
 from tessera.sequence._groups import SequenceParallelGroups, make_groups
 
@@ -94,7 +93,7 @@ class TransformersAttention:
         processes. parts: of the heads, as in SequenceAttention. tensor_parallel_size: of the new groups, where
         tensor_parallel.autotp_size is more than 1. Collective.
         """
-        check_parts(parts, _LABEL)
+        _core.check_parts(parts, _LABEL)
         if sequence_parallel_size == 1:
             return None
         _check_implementation(core_attn_implementation)

@@ -64,6 +64,22 @@ def test_the_micro_batch_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         compute_elastic_config(section(), return_microbatch=True)
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"},
+        {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"},
+        {"RANK": "3", "WORLD_SIZE": "4"},
+    ],
+    ids=["mpirun", "srun", "torchrun"],
+)
+def test_the_ranks_are_those_of_any_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = section(prefer_larger_batch=False)
+    assert compute_elastic_config(config, return_microbatch=True)[2] == 2
+
+
 def test_enabled() -> None:
     assert (
         elasticity_enabled(section()) and not elasticity_enabled({}) and not elasticity_enabled(section(enabled=False))

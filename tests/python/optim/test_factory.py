@@ -115,3 +115,32 @@ def test_untested_optimizers_are_gated(stage: int) -> None:
     for kind, says in ((torch.optim.LBFGS, "needs a closure"), (torch.optim.SparseAdam, "sparse gradients only")):
         with pytest.raises(NotImplementedError, match=f"{kind.__name__} .*{says}"):
             tessera.Engine(make(), config(stage), optimizer=kind)
+
+
+# The core's text, with the path, of every type that it knows; tests/config/params_test.cpp has more of them.
+@pytest.mark.parametrize(
+    ("kind", "params", "says"),
+    [
+        ("RAdam", {"betaz": [0.9, 0.99]}, r'params\.betaz: unknown parameter; did you mean "betas"\?'),
+        ("Rprop", {"etas": [2, 3]}, r"params\.etas: must have 0 < etas\[0\] < 1 < etas\[1\], got 2 and 3"),
+        ("Adamax", {"lr": -1}, r"params\.lr: must be a number >= 0.0, got -1"),
+        ("Adam", {"torch_adam": True, "amsgrad": True, "eps": -1}, r"params\.eps: must be a number >= 0.0, got -1"),
+    ],
+)
+def test_wrong_parameters_of_torchs_optimizers_are_named(kind: str, params: dict[str, Any], says: str) -> None:
+    with pytest.raises(tessera.ConfigError, match=rf"(?s)^\[config\].*optimizer\.{says}"):
+        tessera.initialize(model=make(), config=config(0, optimizer={"type": kind, "params": params}))
+
+
+@pytest.mark.parametrize("kind", ["Adadelta", "RMSprop", "Rprop", "SGD", "Lion"])
+def test_choices_of_an_implementation_change_nothing(kind: str) -> None:
+    native = kind in ("SGD", "Lion")
+    choices = {"capturable": True, "fused": True, "set_grad_none" if native else "differentiable": True}
+    results = []
+    for params in ({"lr": 0.01}, {"lr": 0.01, **choices}):
+        model = make()
+        engine = tessera.initialize(model=model, config=config(0, optimizer={"type": kind, "params": params}))[0]
+        run(engine, 0, 2)
+        results.append(weights(model))
+        engine.destroy()
+    assert_close(*results)

@@ -155,6 +155,8 @@ def wrong(case: str, group: tessera.Group) -> None:
         SequenceAttention(Local(1), group, parts=0)
     elif case == "dim":
         SequenceAttention(Local(1), group, sequence_dim=2)
+    elif case == "few dims":
+        SequenceAttention(Local(1), group)(x[0], x, x)
     elif case == "sizes":
         SequenceAttention(Local(1), group)(x, x[:, :4], x)
     elif case == "length":
@@ -166,10 +168,11 @@ def wrong(case: str, group: tessera.Group) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("heads", r"3 query heads are too few for 4 ranks \(sequence_parallel_size\)"),
+        ("heads", r"^\[SequenceAttention\] sequence parallel attention: 3 query heads are too few for 4 ranks \(sequence_parallel_size\)"),
         ("parts", "parts must be an integer of 1 or more, got 0"),
         ("dim", "sequence_dim must be 0 or 1, got 2"),
-        ("sizes", r"key has the sizes \[1, 4, 3, 2\], query \[1, 6, 3, 2\]"),
+        ("few dims", r"^\[SequenceAttention\] query has the sizes \[6, 3, 2\], query \[6, 3, 2\]: all must be 4-D"),
+        ("sizes", r"^\[SequenceAttention\] key has the sizes \[1, 4, 3, 2\], query \[1, 6, 3, 2\]"),
         ("length", "a sequence of 6 tokens is not divisible by the 4 ranks of sequence_parallel_size"),
         ("few", "3 heads cannot be dealt out to 4"),
     ],
@@ -177,6 +180,12 @@ def wrong(case: str, group: tessera.Group) -> None:
 def test_wrong_use(case: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         wrong(case, tessera.thread_groups(4)[0])
+
+
+def test_one_rank_refuses_what_several_do() -> None:
+    x = torch.ones(1, 12, 3, 2)
+    with pytest.raises(ValueError, match="2 key/value heads do not divide 3 query heads"):
+        SequenceAttention(Local(1), tessera.single_group())(x, x[:, :, :2], x[:, :, :2], 1.0)
 
 
 def test_an_output_with_other_heads() -> None:
