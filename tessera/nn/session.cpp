@@ -190,15 +190,38 @@ void Session::take_optimizer(const std::shared_ptr<torch::optim::Optimizer>& opt
   if (!optim::has_kernel(options.rule)) client_ = std::make_unique<ClientOptimizer>(*made->type, groups_, specs);
 }
 
+std::string Session::pass_on_options() {
+  auto& groups = live().groups();
+  for (size_t i = 0; own_ != nullptr && i < std::min(given_.size(), groups.size()); ++i) {
+    if (groups[i] == given_[i]) continue;
+    if (made_ != nullptr) {
+      group_options(made_->param_groups().at(i)) = groups[i];
+      continue;
+    }
+    optim::GroupOptions other = groups[i];
+    other.lr = given_[i].lr;
+    client_->set_rate(i, groups[i].lr);
+    groups[i] = given_[i];
+    if (other != given_[i])
+      return c10::str("engine.groups()[", i, "] is of a ", client_->name(),
+                      " of the program's own, whose options are in its param groups: change there what is not lr");
+  }
+  return "";
+}
+
 void Session::take_options() {
-  if (made_ == nullptr) return;
-  const std::vector<optim::GroupOptions> groups = made_optimizer(*made_)->groups;
-  std::copy_n(groups.begin(), std::min(groups.size(), live().groups().size()), live().groups().begin());
+  if (made_ != nullptr) {
+    const std::vector<optim::GroupOptions> groups = made_optimizer(*made_)->groups;
+    std::copy_n(groups.begin(), std::min(groups.size(), live().groups().size()), live().groups().begin());
+  }
+  if (client_ != nullptr) client_->publish(*core_);
+  given_ = live().groups();
 }
 
 void Session::give_options() {
   for (size_t i = 0; made_ != nullptr && i < made_->param_groups().size(); ++i)
     group_options(made_->param_groups()[i]) = live().groups().at(i);
+  given_ = live().groups();
 }
 
 engine::Engine& Session::trained_by(const char* call) const {
@@ -334,11 +357,15 @@ bool Session::step(std::optional<double> global_norm) {
   const int64_t steps = trained_by("step").global_steps();
   live().held_error().rethrow();
   const bool boundary = !live().options().managed_accumulation || live().is_gradient_accumulation_boundary();
-  const std::string wrong = boundary ? fault() : "";  // follows groups, too
+  std::string wrong;
   std::function<void()> update;
-  take_options();
+  if (boundary) {
+    wrong = fault();  // follows groups, too
+    const std::string options = pass_on_options();
+    if (wrong.empty()) wrong = options;
+    take_options();
+  }
   if (client_ != nullptr) {
-    client_->publish(*core_);
     update = [this] {
       take_joined();
       client_->run(*core_);
@@ -442,8 +469,10 @@ void Session::look_before_update() {
   follow_groups();
   warn(live().take_notices());
   if (!live().options().zero.update_in_backward || !c10::GradMode::is_enabled()) return;
+  const std::string options = pass_on_options();
   take_options();
-  live().set_fault(fault());
+  const std::string wrong = fault();
+  live().set_fault(wrong.empty() ? options : wrong);
 }
 
 std::string Session::fault() {

@@ -145,7 +145,7 @@ class Session {
   }
 
   // Hyper-parameters by param group, which may be changed between steps, on all ranks alike. With an optimizer of one's own its
-  // groups are in the optimizer.
+  // groups are in the optimizer, too, and what is written here goes there with the next step: of torch's classes the rate alone.
   std::vector<optim::GroupOptions>& groups() { return live().groups(); }
   const std::vector<optim::GroupOptions>& groups() const { return live().groups(); }
   // Adds a param group of parameters of modules that came after the engine was built. (Frozen ones that require gradients again
@@ -405,6 +405,9 @@ class Session {
   // The hyper-parameters of made_ become those of the core, or the other way round.
   void take_options();
   void give_options();
+  // What the program has changed in the core's groups since these were given last holds for an optimizer of its own, too; returns what
+  // that optimizer has of its own.
+  std::string pass_on_options();
   void apply_schedule();
   void warn_of_betas();  // which the configuration's schedule would move, and the optimizer does not have
   engine::ClientPart client_part(const ClientValues& client) const;
@@ -450,6 +453,7 @@ class Session {
   std::vector<optim::GroupOptions> groups_;  // at the start
   std::optional<optim::ScheduleOptions> schedule_;
   std::shared_ptr<Schedule> own_schedule_;  // in the place of the configuration's
+  std::vector<optim::GroupOptions> given_;  // the core's groups, as they were taken or given last
   std::vector<double> base_lrs_;
   int64_t schedule_steps_ = 0;
   optim::ScheduleCursor schedule_at_;

@@ -51,6 +51,8 @@ struct GroupOptions {
   double beta2_decay = -0.8, d = 1;                                                  // Adafactor
   double eps1 =
       kOfDtype;  // Adafactor, beside `eps`; torch's None: the smallest difference from 1 of the parameter's dtype
+
+  bool operator==(const GroupOptions&) const = default;
 };
 
 // Names of the state tensors of a rule in torch's terms, e.g. {"exp_avg", "exp_avg_sq"}. At most 2. Muon's are those of the first

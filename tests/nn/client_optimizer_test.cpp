@@ -133,6 +133,43 @@ TEST(ClientOptimizer, OptimizersOfTesseraKeepTheirGroups) {
   }
 }
 
+// What is written to the engine's groups holds for the program's optimizer: all of one of Tessera's, the rate of torch's.
+TEST(ClientOptimizer, WhatIsWrittenToTheEnginesGroupsHolds) {
+  for (const int accumulation : {1, 2})
+    for (const char* type : {"AdamW", "Lamb", "torch::optim::SGD"}) {
+      const bool of_torch = type == std::string("torch::optim::SGD");
+      auto model = net();
+      const std::shared_ptr<Optimizer> optimizer =
+          of_torch ? std::make_shared<torch::optim::SGD>(model->parameters(), 0.1) : of_tessera(*model, type);
+      const auto more = c10::str(R"(, "gradient_accumulation_steps": )", accumulation);
+      auto engine = initialize(model, config_of_stage(1, more), comm::Mesh(), Recipe{.optimizer = optimizer});
+      const auto train = [&] {
+        for (int micro = 0; micro < accumulation; ++micro) {
+          engine.forward(batch(micro)).square().mean().backward();
+          engine.step();
+        }
+      };
+      train();
+      const at::Tensor before = model->parameters()[0].detach().clone();
+      engine.groups()[0].lr = 0;
+      if (!of_torch) engine.groups()[0].weight_decay = 0.25;
+      if (!of_torch) engine.groups()[1].lr = 0;
+      train();
+      EXPECT_TRUE(model->parameters()[0].equal(before)) << type;
+      EXPECT_EQ(engine.lr()[0], 0) << type;
+      EXPECT_EQ(
+          of_torch ? optimizer->param_groups()[0].options().get_lr() : group_options(optimizer->param_groups()[0]).lr,
+          0);
+      if (!of_torch) {
+        EXPECT_EQ(group_options(optimizer->param_groups()[0]).weight_decay, 0.25);
+        continue;
+      }
+      engine.groups()[0].momentum = 0.9;
+      EXPECT_HAS(testing::error_of([&] { train(); }), "of the program's own, whose options are in its param groups");
+      train();
+    }
+}
+
 TEST(ClientOptimizer, OptimizersOfTesseraThatAnEngineCannotRunAreRefused) {
   const auto error = [](const OptimizerArguments& arguments, const std::function<void(Optimizer&)>& change = {}) {
     auto model = net();
