@@ -9,6 +9,7 @@
 #include "json_values.h"
 #include "tessera/config/convert.h"
 #include "tessera/config/params.h"
+#include "tessera/optim/advice.h"
 
 namespace tessera::python {
 namespace {
@@ -46,6 +47,14 @@ void bind_schedule(py::module_& m) {
         return config::schedule_of(type, std::get<config::Params>(config::to_value(to_json(arguments)).data));
       },
       py::arg("type"), py::arg("arguments"));
+  m.def(
+      "schedule_name",
+      [](const std::string& type) {
+        const auto found = find_schedule(type);
+        return found ? std::string(name_of(*found)) : "";
+      },
+      py::arg("type"));
+  m.def("warn_of_betas", &warn_of_betas, py::arg("schedule"), py::arg("has_betas"), py::arg("optimizer"));
 
   py::class_<ScheduleValues>(m, "ScheduleValues")
       .def_readonly("lr", &ScheduleValues::lr)

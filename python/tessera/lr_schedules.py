@@ -233,12 +233,11 @@ class OneCycle(Schedule):
         decay_mom_rate: float = _CYCLE.decay_mom_rate,
         last_batch_iteration: int = -1,
     ) -> None:
-        if cycle_momentum and not any("betas" in group for group in optimizer.param_groups):
-            warnings.warn(
-                f"[lr_schedules] OneCycle cycles betas; {type(optimizer).__name__} has none and keeps its momentum",
-                stacklevel=2,
-            )
-        super().__init__(optimizer, _options(ONE_CYCLE, locals()), last_batch_iteration)
+        options = _options(ONE_CYCLE, locals())
+        has_betas = any("betas" in group for group in optimizer.param_groups)
+        if warning := _core.warn_of_betas(options, has_betas, type(optimizer).__name__):
+            warnings.warn(warning, stacklevel=2)
+        super().__init__(optimizer, options, last_batch_iteration)
 
 
 class LRRangeTest(Schedule):

@@ -3,7 +3,7 @@
 #include "tessera/engine/checkpoint.h"
 #include "tessera/engine/impl.h"
 #include "tessera/offload/states.h"
-#include "tessera/optim/types.h"
+#include "tessera/optim/advice.h"
 #include "tessera/shard/placement.h"
 
 namespace tessera::engine {
@@ -18,8 +18,7 @@ void Engine::offload_states(const std::vector<zero::StateKind>& kinds, shard::Re
   TESSERA_CHECK_VALUE(!zero.weight_home, "engine.offload_states",
                       "zero_optimization.offload_param is configured: parameters do not live on the device anyway");
   TESSERA_CHECK_VALUE(m.options.rule != optim::Rule::External, "engine.offload_states",
-                      "a client's own optimizer holds tensors of its own; name one of ", optim::native_types(),
-                      " in the configuration, or pass such an optimizer of torch");
+                      "a client's own optimizer holds tensors of its own; ", optim::use_native());
   TESSERA_CHECK_VALUE(to != shard::Residence::Nvme || !m.options.nvme_path.empty(), "engine.offload_states",
                       "device nvme needs a folder: set zero_optimization.offload_optimizer.nvme_path");
   model.regions.check_none_open();

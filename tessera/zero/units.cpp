@@ -6,7 +6,7 @@
 #include <functional>
 
 #include "tessera/base/error.h"
-#include "tessera/optim/types.h"
+#include "tessera/optim/advice.h"
 #include "tessera/shard/device.h"
 #include "tessera/zero/memory_for.h"
 #include "tessera/zero/rank_guard.h"
@@ -216,10 +216,8 @@ void Units::check_client(const std::vector<ParamSpec>& params) const {
   if (rule_ != optim::Rule::External || trained_ids_.empty()) return;
   const at::TensorOptions options = params[trained_ids_.front()].tensor.options().requires_grad(false);
   TESSERA_CHECK_VALUE(options_.home(shard::Quantity::Master, 0, options) == nullptr, "zero",
-                      "a client's own optimizer updates its states itself, so they cannot be offloaded: name one of ",
-                      optim::native_types(),
-                      " in the configuration, pass such an optimizer of torch, or leave "
-                      "offload_optimizer out");
+                      "a client's own optimizer updates its states itself, so they cannot be offloaded: ",
+                      optim::use_native(), "; or leave offload_optimizer out");
 }
 
 // Where a unit's states live: the same on all ranks that exchange gradients or weights, as are sizes and the order of building.
@@ -253,12 +251,11 @@ void Units::build_unit(const PlannedUnit& planned, const std::vector<const Param
     const Param& p = unit->params()[i];
     places_[p.id] = {&unit->flat(), static_cast<int>(i), number, unit, &p};
   }
-  TESSERA_CHECK_VALUE(
-      rule_ != optim::Rule::External || !unit->master_is_weight() ||
-          unit->flat().residence() == shard::Residence::Device,
-      "zero",
-      "a client's own optimizer updates the parameters themselves here, so they cannot be offloaded: name one of ",
-      optim::native_types(), " in the configuration, pass such an optimizer of torch, or leave offload_param out");
+  TESSERA_CHECK_VALUE(rule_ != optim::Rule::External || !unit->master_is_weight() ||
+                          unit->flat().residence() == shard::Residence::Device,
+                      "zero",
+                      "a client's own optimizer updates the parameters themselves here, so they cannot be offloaded: ",
+                      optim::use_native(), "; or leave offload_param out");
   unit->make_root(planned.root);
   unit->travel_as(planner_->travel_of(*originals.front()));
   unit->flat().gather_in(planner_->gather_dtype_of(*originals.front()));

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "tessera/base/error.h"
+#include "tessera/optim/advice.h"
 #include "tessera/optim/norm.h"
 #include "tessera/shard/side_stream.h"
 #include "tessera/zero/update_lane.h"
@@ -65,12 +66,13 @@ void UpdateInBackward::compare_by(std::function<Terms()> terms, std::function<vo
 
 std::vector<std::string> UpdateInBackward::excluded(const Options& options, optim::Rule rule, const comm::Mesh& mesh) {
   std::vector<std::string> all;
-  const auto add = [&](bool excludes, const char* what) {
-    if (excludes) all.emplace_back(what);
+  const auto add = [&](bool excludes, const std::string& what) {
+    if (excludes) all.push_back(what);
   };
   add(!shard::placements_of_stage(options.stage).shards_grads(),
       "stage 0, where p.grad shows the gradients (use stage 1, 2 or 3)");
-  add(rule == optim::Rule::External, "an optimizer that Tessera does not run itself");
+  add(rule == optim::Rule::External,
+      c10::str("an optimizer that Tessera does not run itself (", optim::use_native(), ")"));
   add(options.precision.skip_nonfinite,
       "steps that are skipped when gradients are not finite (fp16; bf16 unless bf16.check_grad_overflow is false)");
   add(options.reduce_at_step, "unmanaged accumulation");

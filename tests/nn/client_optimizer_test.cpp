@@ -90,8 +90,9 @@ TEST(ClientOptimizer, OptimizersThatCannotBeRunAreRefused) {
   });
   EXPECT_HAS(error(0, [](auto& m) { return std::make_shared<torch::optim::LBFGS>(m.parameters()); }),
              "needs a closure");
-  EXPECT_HAS(error(0, [](auto&) { return std::make_shared<torch::optim::SGD>(net()->parameters(), 0.1); }),
-             "that is no parameter of the module");
+  EXPECT_HAS(
+      error(0, [](auto&) { return std::make_shared<torch::optim::SGD>(net()->parameters(), 0.1); }),
+      "that is no parameter of the module: a C++ engine trains what its module has; register the module that has it");
   EXPECT_HAS(error(0,
                    [](auto& model) {
                      auto adam = std::make_shared<torch::optim::Adam>(model.parameters());
@@ -100,6 +101,48 @@ TEST(ClientOptimizer, OptimizersThatCannotBeRunAreRefused) {
                      return adam;
                    }),
              "has states already");
+}
+
+// The way out works in C++: the same optimizer, of make_optimizer().
+TEST(ClientOptimizer, WhatOnlyTheEnginesOwnRulesCanDoNamesOneThatCan) {
+  const io::TempFolder folder;
+  const auto error = [&](const std::string& more, bool of_torch, const auto& then) {
+    auto model = net();
+    std::shared_ptr<Optimizer> own = of_tessera(*model, "AdamW");
+    if (of_torch) own = std::make_shared<torch::optim::AdamW>(model->parameters());
+    return testing::error_of([&] {
+      auto engine = initialize(model, config_of_stage(3, more), comm::Mesh(), Recipe{.optimizer = own});
+      then(engine);
+    });
+  };
+  const auto nothing = [](auto&) {};
+  const auto leaves = [](auto& engine) {
+    engine.offload_states();
+    engine.reload_states();
+  };
+  const std::string nvme = R"({"device": "nvme", "nvme_path": ")" + folder.path() + R"("}})";
+  const std::string said =
+      "name one of Adam, AdamW, SGD, Lion, Adagrad in the configuration, or pass one of these that Tessera runs "
+      "itself: "
+      "an object of torch's class in Python, of tessera::nn::make_optimizer() in C++";
+  const auto both = [&](const std::string& more, const auto& then) {
+    EXPECT_HAS(error(more, true, then), said);
+    EXPECT_EQ(error(more, false, then), "");
+  };
+  both("", leaves);
+  both(R"(, "tessera": {"update_in_backward": true})", nothing);
+  for (const char* key : {"offload_optimizer", "offload_param"}) {
+    const auto start = [&](bool of_torch) {
+      auto model = net();
+      std::shared_ptr<Optimizer> own = of_tessera(*model, "AdamW");
+      if (of_torch) own = std::make_shared<torch::optim::AdamW>(model->parameters());
+      const auto away = Config::from_json(c10::str(
+          R"({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, ")", key, R"(": )", nvme, "}"));
+      return testing::error_of([&] { initialize(model, away, comm::Mesh(), Recipe{.optimizer = own}).destroy(); });
+    };
+    EXPECT_HAS(start(true), said);
+    EXPECT_EQ(start(false), "");
+  }
 }
 
 // The groups stay the program's: what it changes there holds from the next step on, and what the engine changes stands there.

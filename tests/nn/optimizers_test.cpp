@@ -396,6 +396,41 @@ TEST(Optimizers, WrongArgumentsAndArchivesAreRefusedByName) {
              "[Adam.load] the archive has 2 param groups, the optimizer has 1");
 }
 
+// Of an optimizer without betas OneCycle says that it moves nothing, once.
+TEST(Schedules, OneCycleNeedsBetas) {
+  const auto warnings = [](const std::string& type, const auto& make, bool cycles = true) {
+    const testing::KeptWarnings kept;
+    auto model = net();
+    const std::shared_ptr<Optimizer> own = make(model->parameters());
+    const auto config = Config::from_json(c10::str(
+        R"({"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": "onecycle", "params": {"cycle_min_lr": 0.01,
+            "cycle_max_lr": 0.1, "cycle_momentum": )",
+        cycles ? "true" : "false", R"(}}, "optimizer": {"type": ")", type, R"("}})"));
+    auto engine = initialize(model, config, comm::Mesh(), Recipe{.optimizer = own});
+    for (int64_t step = 0; step < 3; ++step) {
+      engine.backward(engine.forward(at::ones({2, 5})).square().mean());
+      engine.step();
+    }
+    std::string found;
+    for (const std::string& line : kept.lines)
+      if (line.find("OneCycle") != std::string::npos) found += line + "\n";
+    return found;
+  };
+  const auto none = [](const auto&) { return nullptr; };
+  const auto sgd = [](const auto& params) { return std::make_shared<torch::optim::SGD>(params, 0.1); };
+  const auto adam = [](const auto& params) { return std::make_shared<torch::optim::Adam>(params, 0.1); };
+  const char* const said =
+      " has none and keeps its momentum: set cycle_momentum to false, or take an optimizer that has betas\n";
+  const std::string begins = "[optim.schedule] OneCycle cycles betas; ";
+  EXPECT_EQ(warnings("SGD", none), begins + "SGD" + said);
+  EXPECT_EQ(warnings("Adagrad", none), begins + "Adagrad" + said);
+  EXPECT_EQ(warnings("AdamW", sgd), begins + "torch::optim::SGD" + said);
+  EXPECT_EQ(warnings("SGD", none, /*cycles=*/false), "");
+  for (const char* type : {"AdamW", "Lamb", "NAdam"})
+    EXPECT_EQ(warnings(type, none), "") << type;
+  EXPECT_EQ(warnings("SGD", adam), "");
+}
+
 // As torch: the first beta, or the momentum; of optimizers of the program's own, too.
 TEST(Schedules, OfTorchMoveMomentum) {
   const optim::OneCycleLR options{.max_lr = {0.1}, .total_steps = 8};

@@ -57,6 +57,23 @@ def test_rates(name: str, kwargs: dict[str, Any], expected: list[float]) -> None
     assert rates(getattr(lr_schedules, name)(base, **kwargs), len(expected)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("change", [str.lower, str.upper, str.title])
+@pytest.mark.parametrize("name", lr_schedules.VALID_LR_SCHEDULES)
+def test_a_configured_schedule_is_named_in_any_letter_case(name: str, change: Any) -> None:
+    params = {
+        "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1},
+        "WarmupDecayLR": {"total_num_steps": 8},
+        "WarmupCosineLR": {"total_num_steps": 8},
+    }.get(name, {})
+    sections = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "scheduler": {"type": change(name), "params": params},
+    }
+    engine = tessera.Engine(make(), config(0, **sections))
+    assert type(engine.lr_scheduler) is getattr(lr_schedules, name)
+    engine.destroy()
+
+
 def test_one_cycle_moves_momentum_the_other_way() -> None:
     base = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=0.1)
     schedule = lr_schedules.OneCycle(base, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=4)
@@ -74,7 +91,7 @@ def test_one_cycle_moves_momentum_the_other_way() -> None:
 
 def test_one_cycle_leaves_the_momentum_of_sgd_alone() -> None:
     base = optimizer(momentum=0.5)
-    with pytest.warns(UserWarning, match="keeps its momentum"):
+    with pytest.warns(UserWarning, match="OneCycle cycles betas; SGD has none and keeps its momentum: set cycle_mom"):
         schedule = lr_schedules.OneCycle(base, cycle_min_lr=0.01, cycle_max_lr=0.1)
     schedule.step()
     assert base.param_groups[0]["momentum"] == 0.5

@@ -294,8 +294,9 @@ def _check_of_optimizer(schedule: Any, base: torch.optim.Optimizer | None) -> No
 
 
 def _schedule_from_config(kind: str, params: dict[str, Any], base: torch.optim.Optimizer) -> Any:
-    if kind in lr_schedules.VALID_LR_SCHEDULES:
-        found = getattr(lr_schedules, kind)
+    name = _core.schedule_name(kind)  # of DeepSpeed's five in any letter case, as in C++
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        found = getattr(lr_schedules, name)
     else:
         found = getattr(torch.optim.lr_scheduler, kind, None)
         if not isinstance(found, type):
