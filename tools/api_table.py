@@ -373,7 +373,8 @@ def pages_of(rows: list[Row]) -> dict[Path, str]:
     for page, topic in dict.fromkeys((row.page, row.topic) for row in rows):
         both = [row for row in rows if row.topic == topic and row.python and row.cpp]
         lines = [[code(row.python), code(row.cpp), row.text] for row in both]
-        pages[Path(page[0])] += table(topic, "| Python | C++ | |", lines)
+        if lines:
+            pages[Path(page[0])] += table(topic, "| Python | C++ | |", lines)
     for side, other in (("Python", "cpp"), ("C++", "python")):
         alone = [[row.topic, code(row.python + row.cpp), row.text] for row in rows if not getattr(row, other)]
         pages[Path(ALONE[0])] += table(f"In {side} alone", "| topic | names | why |", alone)

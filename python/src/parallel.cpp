@@ -329,6 +329,8 @@ void bind_plan(py::module_& m) {
       .def_readonly("warnings", &Plan::warnings)
       .def_readonly("widths", &Plan::widths)
       .def("text", &Plan::text);
+  m.def("check_embedding", &check_embedding, py::arg("path"), py::arg("max_norm"), py::arg("scale_grad_by_freq"),
+        py::arg("sparse"), py::arg("rule"));
   m.def("check_matrix", &check_matrix, py::arg("path"), py::arg("dims"), py::arg("rule"));
   m.def(
       "check_bias",

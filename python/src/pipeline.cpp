@@ -273,6 +273,7 @@ void bind_pipeline(py::module_& m) {
   m.def("training_table", &training, py::arg("name"), py::arg("shape"), py::arg("stage"));
   m.def("forward_table", &forward_only, py::arg("shape"), py::arg("stage"));
   m.def("split_weights", &split, py::arg("weights"), py::arg("parts"));
+  m.def("check_stages", &check_stages, py::arg("ranks"), py::arg("stages"));
   m.def(
       "partition_bounds",
       [](const std::string& method, int parts, int count, std::function<int64_t(int)> trained_elements,

@@ -72,6 +72,13 @@ py::dict seconds_of(const engine::Watch& watch) {
   return seconds;
 }
 
+std::vector<io::Metric> metrics_of(const std::vector<Event>& events) {
+  std::vector<io::Metric> metrics;
+  for (const auto& [name, value, step] : events)
+    metrics.push_back({name, value, step});
+  return metrics;
+}
+
 }  // namespace
 
 void bind_watch(py::module_& m) {
@@ -83,13 +90,13 @@ void bind_watch(py::module_& m) {
           "write",
           [](MetricWriter& writer, const std::vector<Event>& events) {
             const py::gil_scoped_release no_gil;
-            std::vector<io::Metric> metrics;
-            for (const auto& [name, value, step] : events)
-              metrics.push_back({name, value, step});
-            writer.write(metrics);
+            writer.write(metrics_of(events));
           },
           py::arg("events"))
       .def("warn", &MetricWriter::warn, py::arg("text"), py::arg("step"));
+  m.def(
+      "check_metrics", [](const std::vector<Event>& events) { io::check_metrics(metrics_of(events)); },
+      py::arg("events"));
   m.def("csv_metrics", &io::csv_metrics, py::arg("folder"));
   m.def("tensorboard_metrics", &io::tensorboard_metrics, py::arg("folder"));
   m.def("json_metrics", &io::json_metrics, py::arg("path"));

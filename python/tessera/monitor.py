@@ -263,6 +263,7 @@ class Monitor:
         cannot be written (IoError) is warned of once, until it can be again, and is no error."""
         self.send_warnings()
         checked = [_checked(event) for event in events]
+        _core.check_metrics(checked)
         for writer in list(self.writers.values()):
             self._give(writer, partial(writer.write, checked))
 
@@ -292,7 +293,7 @@ def _checked(event: object) -> Event:
     try:
         name, value, x = given
         checked = (name, float(value), int(x))
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str):
             raise ValueError
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(

@@ -275,8 +275,7 @@ bool flag_of(const Params& params, const std::string& name, bool fallback) {
 }
 
 bool has_maximize(const optim::Type& type) {
-  return std::ranges::any_of(type.fields,
-                             [](const auto& field) { return field.name == std::string_view("maximize"); });
+  return std::ranges::any_of(type.fields, [](const auto& field) { return field.name == std::string_view("maximize"); });
 }
 
 // Reads the options that the table has for a schedule.
@@ -371,7 +370,8 @@ std::optional<optim::OptimizerOptions> read_torch_optimizer(const Optimizer& opt
 
 void refuse_outside_python(const Optimizer& optimizer, const optim::Type& type, Report& report) {
   if (!has_maximize(type) && flag_of(optimizer.params, "maximize", false))
-    report.error("optimizer.params.maximize", c10::str("torch::optim::", type.name, " of C++ has it not; leave it out"));
+    report.error("optimizer.params.maximize",
+                 c10::str("torch::optim::", type.name, " of C++ has it not; leave it out"));
 }
 
 std::optional<optim::ScheduleOptions> read_schedule(const Scheduler& scheduler, Report& report,

@@ -129,6 +129,7 @@ class Csv final : public MetricWriter {
   ~Csv() override { give_back(fd_); }
 
   void write(const std::vector<Metric>& metrics) override {
+    check_metrics(metrics);
     for (const Metric& metric : metrics)
       check_name(metric.name);
     for (const Metric& metric : metrics) {
@@ -150,7 +151,7 @@ class Csv final : public MetricWriter {
   }
 
   static void check_name(const std::string& name) {
-    TESSERA_CHECK_VALUE(!name.empty() && name.find('\0') == std::string::npos && name != kWarnings, "metrics",
+    TESSERA_CHECK_VALUE(name.find('\0') == std::string::npos && name != kWarnings, "metrics",
                         "a number for CSV files cannot have the name ", json_text(name),
                         ": its file is called as it is, and warnings.csv has the warnings");
   }
@@ -229,6 +230,7 @@ class TensorBoard final : public MetricWriter {
   }
 
   void write(const std::vector<Metric>& metrics) override {
+    check_metrics(metrics);
     std::string records;
     for (const Metric& metric : metrics)
       records += record(scalar(metric));
@@ -250,6 +252,7 @@ class JsonLines final : public MetricWriter {
   ~JsonLines() override { ::flock(file_.descriptor(), LOCK_UN); }  // a child that was forked has the descriptor, too
 
   void write(const std::vector<Metric>& metrics) override {
+    check_metrics(metrics);
     std::string lines;
     for (const Metric& metric : metrics)
       lines += "{\"name\": " + json_text(metric.name) +
@@ -275,6 +278,12 @@ class JsonLines final : public MetricWriter {
 };
 
 }  // namespace
+
+void check_metrics(const std::vector<Metric>& metrics) {
+  for (const Metric& metric : metrics)
+    TESSERA_CHECK_VALUE(!metric.name.empty(), "metrics", "a number (", shortest(metric.value), ", at ", metric.step,
+                        ") has no name: give each one, as \"Own/loss\"");
+}
 
 std::string missing_numbers(const std::string& error) {
   return error + "; the run goes on, and these numbers are missing until they can be written again";

@@ -27,6 +27,9 @@ class MetricWriter {
   virtual void warn(const std::string& text, int64_t step);
 };
 
+// Value error for a number without a name, before any is written. Writers below ask it; others are for who calls them to ask.
+void check_metrics(const std::vector<Metric>& metrics);
+
 // A warning that a writer has failed so: a run does not end for its numbers.
 std::string missing_numbers(const std::string& error);
 

@@ -228,11 +228,10 @@ class Cutter {
       const at::Tensor weight = own_param(*parts_.at(d.path), "weight");
       parallel::check_matrix(d.path, weight.dim(), d.rule);
       const auto* embedding = parts_.at(d.path)->as<EmbeddingImpl>();
-      const bool plain =
-          embedding == nullptr ||
-          (!embedding->options.max_norm() && !embedding->options.scale_grad_by_freq() && !embedding->options.sparse());
-      TESSERA_CHECK_VALUE(plain, "tensor_parallel", d.path,
-                          ": an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut (", d.rule, ")");
+      if (embedding == nullptr) continue;
+      const auto& options = embedding->options;
+      parallel::check_embedding(d.path, options.max_norm().has_value(), options.scale_grad_by_freq(), options.sparse(),
+                                d.rule);
     }
     if (!regions_) return;
     for (const std::string& path : regions_->inner)

@@ -11,6 +11,7 @@
 #include "tessera/nn/together.h"
 #include "tessera/optim/types.h"
 #include "tessera/pipeline/alike.h"
+#include "tessera/pipeline/partition.h"
 
 namespace tessera::nn {
 namespace {
@@ -123,8 +124,7 @@ Recipe recipe_of(const PipelineOptions& options, const StageLayers& module) {
 
 comm::Parts environment_stages(const Config& config, int stages) {
   const auto world = comm::environment_size();
-  TESSERA_CHECK_VALUE(stages >= 1 && world % stages == 0, "pipeline", world, " ranks cannot be ", stages,
-                      " stages of equal size");
+  pipeline::check_stages(world, stages);
   const auto shape = comm::mesh_shape(world / stages, static_cast<int>(config.zero_optimization.mics_shard_size),
                                       static_cast<int>(config.sequence_parallel_size),
                                       static_cast<int>(std::max<int64_t>(1, config.tensor_parallel.autotp_size)));

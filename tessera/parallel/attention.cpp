@@ -28,10 +28,10 @@ void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& val
   check_parts(cut.parts);
   const at::Tensor* const all[] = {&query, &key, &value};
   for (size_t i = 0; i < 3; ++i)
-    TESSERA_CHECK_VALUE(all[i]->dim() == 4 && query.dim() == 4 &&
-                            all[i]->size(cut.sequence_dim) == query.size(cut.sequence_dim),
-                        "SequenceAttention", kNames[i], " has the sizes ", all[i]->sizes(), ", query ", query.sizes(),
-                        ": all must be 4-D with the sequence, as long, in dim ", cut.sequence_dim);
+    TESSERA_CHECK_VALUE(
+        all[i]->dim() == 4 && query.dim() == 4 && all[i]->size(cut.sequence_dim) == query.size(cut.sequence_dim),
+        "SequenceAttention", kNames[i], " has the sizes ", all[i]->sizes(), ", query ", query.sizes(),
+        ": all must be 4-D with the sequence, as long, in dim ", cut.sequence_dim);
   TESSERA_CHECK_VALUE(key.size(kHeadDim) == value.size(kHeadDim), "SequenceAttention",
                       "sequence parallel attention: ", key.size(kHeadDim), " key heads and ", value.size(kHeadDim),
                       " value heads");
@@ -149,8 +149,8 @@ void HeadParts::give(int part, const at::Tensor& result) {
 }
 
 at::Tensor HeadParts::join() {
-  TESSERA_CHECK(back_.size() == there_.size(), "SequenceAttention", "sequence parallel attention: results of ", back_.size(),
-                " of ", there_.size(), " parts are there");
+  TESSERA_CHECK(back_.size() == there_.size(), "SequenceAttention", "sequence parallel attention: results of ",
+                back_.size(), " of ", there_.size(), " parts are there");
   if (back_.size() == 1) return back_[0].wait()[0];
   std::vector<at::Tensor> results;
   for (Exchanging& part : back_)

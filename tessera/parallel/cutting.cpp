@@ -56,6 +56,16 @@ std::string key_of(const std::string& path, const std::string& param) {
 }
 }  // namespace
 
+void check_embedding(const std::string& path, bool max_norm, bool scale_grad_by_freq, bool sparse,
+                     const std::string& rule) {
+  std::vector<std::string> given;
+  if (max_norm) given.emplace_back("max_norm");
+  if (scale_grad_by_freq) given.emplace_back("scale_grad_by_freq");
+  if (sparse) given.emplace_back("sparse");
+  TESSERA_CHECK_VALUE(given.empty(), "tensor_parallel", path, ": an embedding with ", c10::Join(", ", given),
+                      " cannot be cut (", rule, ")");
+}
+
 void check_matrix(const std::string& path, int64_t dims, const std::string& rule) {
   TESSERA_CHECK_VALUE(dims == 2, "tensor_parallel", path, ": a weight of ", dims, " dims cannot be cut (", rule, ")");
 }

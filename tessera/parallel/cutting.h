@@ -25,6 +25,9 @@ std::string attention_around(const std::string& path);
 // Value error for a weight that is no matrix, for a bias that does not fit the outputs of its weight, and for a model that was cut as
 // another rank than this one of `group`.
 void check_matrix(const std::string& path, int64_t dims, const std::string& rule);
+// Value error for an embedding that is to be cut and does more than look up rows.
+void check_embedding(const std::string& path, bool max_norm, bool scale_grad_by_freq, bool sparse,
+                     const std::string& rule);
 void check_bias(const std::string& path, at::IntArrayRef sizes, int64_t outputs);
 void check_same_ranks(int rank, int size, const comm::Group& group);
 

@@ -10,6 +10,13 @@
 
 namespace tessera::pipeline {
 
+void check_stages(int ranks, int stages) {
+  TESSERA_CHECK_VALUE(
+      stages >= 1 && ranks % stages == 0, "pipeline", ranks, " ranks cannot be ", stages, " stages of equal size",
+      stages >= 1 ? c10::str("; start a multiple of ", stages, " ranks, or take another number of stages")
+                  : std::string("; a pipeline has 1 stage at least"));
+}
+
 std::vector<int> split(const std::vector<double>& weights, int parts) {
   const int count = static_cast<int>(weights.size());
   TESSERA_CHECK_VALUE(count >= parts, "pipeline", count, " layers cannot be cut into ", parts,

@@ -8,6 +8,9 @@
 
 namespace tessera::pipeline {
 
+// Value error for ranks that cannot be so many stages of equal size.
+void check_stages(int ranks, int stages);
+
 // Boundaries [0, ..., n] of `parts` runs of neighbours among n weights, of which the heaviest is as light as can be; of two
 // such cuts the one whose later parts are fuller. No part is empty: value error for fewer weights than parts.
 std::vector<int> split(const std::vector<double>& weights, int parts);

@@ -1,6 +1,7 @@
 #include "tessera/config/params.h"
 
 #include "support.h"
+#include "tessera/config/resolve.h"
 
 namespace tessera::config {
 namespace {
@@ -141,7 +142,8 @@ TEST(Params, ReadsTorchsOptimizersOfCpp) {
   EXPECT_HAS(error({{"momentum", -1}}), "momentum: must be a number >= 0");
   EXPECT_EQ(error({{"maximize", true}}), "") << "Python's class has it";
   const auto cpp = [](const std::string& text) {
-    return error_of([&] { torch_optimizer(Config::from_json(R"({"train_batch_size": 1, "optimizer": )" + text + "}")); });
+    return error_of(
+        [&] { torch_optimizer(Config::from_json(R"({"train_batch_size": 1, "optimizer": )" + text + "}")); });
   };
   EXPECT_HAS(cpp(R"({"type": "RMSprop", "params": {"maximize": true}})"), "torch::optim::RMSprop of C++ has it not");
 }
@@ -155,7 +157,8 @@ TEST(Params, ConfigurationsNameWrongParametersOfTorchsOptimizers) {
              "optimizer.params.betaz: unknown parameter; did you mean \"betas\"?");
   EXPECT_HAS(error(R"({"type": "Rprop", "params": {"etas": [2, 3]}})"),
              "optimizer.params.etas: must have 0 < etas[0] < 1 < etas[1], got 2 and 3");
-  EXPECT_HAS(error(R"({"type": "Adamax", "params": {"lr": -1}})"), "optimizer.params.lr: must be a number >= 0.0, got -1");
+  EXPECT_HAS(error(R"({"type": "Adamax", "params": {"lr": -1}})"),
+             "optimizer.params.lr: must be a number >= 0.0, got -1");
   EXPECT_HAS(error(R"({"type": "Adam", "params": {"torch_adam": true, "amsgrad": true, "lr": -1}})"),
              "optimizer.params.lr: must be a number >= 0.0, got -1");
 }

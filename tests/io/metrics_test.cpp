@@ -226,11 +226,24 @@ TEST(Metrics, WhatCannotBeWrittenWholeIsNotWritten) {
 
 TEST(Metrics, NamesOfCsvFiles) {
   const TempFolder folder;
-  for (const std::string& name : {std::string(), std::string("warnings"), std::string("a\0b", 3)})
+  for (const std::string& name : {std::string("warnings"), std::string("a\0b", 3)})
     EXPECT_HAS(
         testing::error_of<c10::ValueError>([&] { csv_metrics(folder.path())->write({{"a", 1, 1}, {name, 1, 1}}); }),
         "[metrics] a number for CSV files cannot have the name \"");
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+}
+
+TEST(Metrics, ANumberWithoutANameIsRefused) {
+  const TempFolder folder;
+  const auto refused = [](MetricWriter& writer) {
+    EXPECT_HAS(testing::error_of<c10::ValueError>([&] { writer.write({{"a", 1, 8}, {"", 0.5, 8}}); }),
+               "[metrics] a number (0.5, at 8) has no name: give each one, as \"Own/loss\"");
+  };
+  refused(*csv_metrics(folder / "csv"));
+  refused(*json_metrics(folder / "lines"));
+  refused(*tensorboard_metrics(folder / "board"));
+  EXPECT_TRUE(std::filesystem::is_empty(folder / "csv"));
+  EXPECT_EQ(text_of(folder / "lines"), "");
 }
 
 TEST(Metrics, APathBelowTheUsersFolder) {

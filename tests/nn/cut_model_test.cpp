@@ -487,7 +487,7 @@ TEST(CutModel, WhatIsWrongIsNamed) {
     model->push_back("embed", torch::nn::AnyModule(net));
     EXPECT_HAS(
         error_of<c10::ValueError>([&] { initialize(model, config_of(specs(R"({"patterns": ["embed"]})")), mesh); }),
-        "embed: an embedding with max_norm");
+        "[tensor_parallel] embed: an embedding with max_norm cannot be cut (");
     EXPECT_EQ(net->weight.sizes(), at::IntArrayRef({8, 4}));
   });
 }

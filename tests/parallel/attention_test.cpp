@@ -97,7 +97,8 @@ TEST(Attention, Errors) {
     return query.narrow(2, 0, 1);
   };
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q, q); }), "does not have the 2 heads");
-  EXPECT_HAS(error_of([&] { SequenceAttention(local, {group, 2}); }), "[SequenceAttention] sequence_dim must be 0 or 1, got 2");
+  EXPECT_HAS(error_of([&] { SequenceAttention(local, {group, 2}); }),
+             "[SequenceAttention] sequence_dim must be 0 or 1, got 2");
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group, 0, {}, 0}); }),
              "[SequenceAttention] parts must be an integer of 1 or more, got 0");
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q, q.narrow(2, 0, 1)); }),

@@ -113,7 +113,6 @@ def test_a_loss_that_is_not_finite_is_warned_of_once(tmp_path: Path) -> None:
         [("a", "high", 8)],
         [("a", torch.ones(2), 8)],
         [("a", 1.0, None)],
-        [("", 1.0, 8)],
         [3],
     ],
     ids=str,
@@ -126,6 +125,15 @@ def test_what_is_no_event_is_an_error(events: Any, tmp_path: Path) -> None:
     with pytest.raises(tessera.ConfigError, match="a list of \\(name, number, samples\\), as"):
         monitor.write_events(events)
     assert (tmp_path / "run.jsonl").read_text() == before
+
+
+def test_an_event_without_a_name_is_an_error_for_functions_too(tmp_path: Path) -> None:
+    seen: list[str] = []
+    monitor = Monitor(loaded())
+    monitor.on_metric(lambda name, *_: seen.append(name))
+    with pytest.raises(tessera.ConfigError, match=r"^\[metrics\] a number \(1\.0, at 8\) has no name: give each one"):
+        monitor.write_events([("a", 2.0, 8), ("", 1.0, 8)])
+    assert seen == []
 
 
 def test_functions_are_kept_apart_when_some_are_removed() -> None:

@@ -19,10 +19,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tessera import _core
 from tessera.errors import ConfigError
 
 import tessera
+from tessera import _core
 
 _BY_NODES = 0.2  # the version
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -68,11 +68,13 @@ def compute_elastic_config(
     return_microbatch: bool = False,
 ) -> Any:
     """Returns (train batch size, numbers of data-parallel ranks that it fits); with a `world_size` (> 0) of ranks also
-    the largest micro-batch size that fits there. With `return_microbatch` alone, the size for the WORLD_SIZE (devices)
-    in the environment; else the result depends on the arguments alone, so that a scheduler may call it, too.
+    the largest micro-batch size that fits there. With `return_microbatch` alone, the size for the devices that
+    WORLD_SIZE or another launcher's variable says; else the result depends on the arguments alone, so that a scheduler
+    may call it, too.
 
     `target_deepspeed_version` is accepted and changes nothing. ElasticityConfigError for a wrong section, one that is
-    off or missing, and where no launcher says the ranks; ElasticityIncompatibleWorldSize where the batch does not fit the ranks."""
+    off or missing, and where no launcher says the ranks; ElasticityIncompatibleWorldSize where the batch does not fit
+    the ranks."""
     if not elasticity_enabled(ds_config):
         raise ElasticityConfigError("[elasticity] the configuration has no section elasticity that is enabled")
     with _elastic_errors():

@@ -263,7 +263,7 @@ class Engine(nn.Module):
         self._joining = Joining(weak(self), self._updates, self._partition)
         self._look = Look(weak(self), self._settings, self._updates, self._joining, self._contents)
         self._norms = Norms(self._updates, self._joining, self._look, self.device)
-        self._moving = Moving(core, self._settings, self._updates.runner, lambda lines: this._warn_user(lines))
+        self._moving = Moving(core, lambda lines: this._warn_user(lines))
         self._accumulation = Accumulation(core, self._settings.managed_gradient_accumulation)
         shares, casts = self._ranks.sp_world_size > 1, self._program.casts_inputs
         self._forward = Forward(core, self._parallel, self._partition, self._look, self.device, warn, shares, casts)

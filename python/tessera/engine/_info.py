@@ -94,8 +94,6 @@ class Info:
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the micro batch; the train batch follows, the accumulation steps stay."""
-        if micro_batch_size <= 0:
-            raise ConfigError(f"[engine.set_train_micro_batch_size] must be positive, got {micro_batch_size}")
         self._engine.core.set_micro_batch_size(micro_batch_size)
 
     # ---- forward

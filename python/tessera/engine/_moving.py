@@ -8,8 +8,7 @@ from enum import Enum
 import torch
 
 from tessera import _core
-from tessera.errors import ConfigError, UsageError
-from tessera.optim.engines import NativeRunner, Runner
+from tessera.errors import ConfigError
 
 KINDS = {
     "optim_states": _core.StateKind.OptimizerStates,
@@ -36,12 +35,10 @@ def kinds_of(include: Iterable[str | Enum] | None) -> list[_core.StateKind]:
 
 
 class Moving:
-    """`settings`: of the engine; `runner`: of its optimizer; `warn`: shows warnings."""
+    """`warn`: shows warnings."""
 
-    def __init__(
-        self, core: _core.Engine, settings: _core.Config, runner: Runner | None, warn: Callable[[list[str]], None]
-    ) -> None:
-        self._core, self._settings, self._runner, self._warn_user = core, settings, runner, warn
+    def __init__(self, core: _core.Engine, warn: Callable[[list[str]], None]) -> None:
+        self._core, self._warn_user = core, warn
 
     def offload_states(
         self,
@@ -55,11 +52,6 @@ class Moving:
         kinds, place = kinds_of(include), _name(device)
         if place not in DEVICES:
             raise ConfigError(f"[engine.offload_states] device must be one of {list(DEVICES)}, got '{place}'")
-        if not isinstance(self._runner, NativeRunner):
-            raise UsageError("[engine.offload_states] needs an optimizer that the engine runs itself, as AdamW")
-        partitions = self._settings.placements.shards_params
-        if partitions and self._settings.zero_optimization.offload_param.device != "none":
-            raise UsageError("[engine.offload_states] cannot be combined with zero_optimization.offload_param")
         to = DEVICES[place]
         if to is None:
             self._warn_user(["[engine.offload_states] device 'none': nothing is moved"])

@@ -170,7 +170,7 @@ class Cutter:
         cut.vocabulary, cut.tail = decision.vocabulary, tuple(decision.tail)
         mixin: type[_modules._CutModule]
         if isinstance(module, nn.Embedding):
-            _check_embedding(module, decision.path, decision.dim)
+            _check_embedding(module, decision)
             cut.kind = "vocabulary" if decision.dim == 0 else "embedding"
             mixin = _modules._VocabEmbedded if decision.dim == 0 else _modules._Embedded
         else:
@@ -417,15 +417,15 @@ class VocabularyLoss:
             )
 
 
-def _check_embedding(module: nn.Embedding, path: str, dim: int) -> None:
-    if dim == 0 and type(module).forward is not nn.Embedding.forward:
+def _check_embedding(module: nn.Embedding, decision: _core.Decision) -> None:
+    if decision.dim == 0 and type(module).forward is not nn.Embedding.forward:
         raise ConfigError(
-            f"[tensor_parallel] {path}: a {type(module).__name__} does more than look up rows, so it cannot be "
-            "cut over the vocabulary"
+            f"[tensor_parallel] {decision.path}: a {type(module).__name__} does more than look up rows, so it cannot "
+            "be cut over the vocabulary"
         )
-    used = {"max_norm": module.max_norm, "scale_grad_by_freq": module.scale_grad_by_freq, "sparse": module.sparse}
-    if given := [name for name, value in used.items() if value]:
-        raise ConfigError(f"[tensor_parallel] {path}: an embedding with {', '.join(given)} cannot be cut")
+    _core.check_embedding(
+        decision.path, module.max_norm is not None, module.scale_grad_by_freq, module.sparse, decision.rule
+    )
 
 
 def ranks_of(model: nn.Module) -> Ranks:

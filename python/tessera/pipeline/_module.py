@@ -100,10 +100,12 @@ class PipelineModule(nn.Module):
         num_chunks: int = 1,
     ) -> None:
         super().__init__()
-        if num_stages < 1 or _world() % num_stages:
-            started = "" if _world() > 1 else "; start the ranks and call tessera.init_distributed() before"
-            started = started or f"; start a multiple of {num_stages}, or give another num_stages" * (num_stages > 0)
-            raise ConfigError(f"[PipelineModule] {_world()} ranks cannot be {num_stages} stages of equal size{started}")
+        if num_stages > 1 and not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                f"[PipelineModule] {num_stages} stages need the ranks, which have no process group yet: start them and "
+                "call tessera.init_distributed() before"
+            )
+        _core.check_stages(_world(), num_stages)
         self.num_stages = num_stages
         self.num_chunks = num_chunks
         self.stage_id = _rank() // (_world() // self.num_stages)

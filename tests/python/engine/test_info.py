@@ -21,6 +21,8 @@ def test_batch_setters() -> None:
     assert batch_of(engine) == (16, 4, 4)
     with pytest.raises(ValueError, match="not divisible"):
         engine.set_train_batch_size(10)
+    with pytest.raises(ValueError, match=r"^\[engine\] the micro batch must be >= 1, got 0"):
+        engine.set_train_micro_batch_size(0)
     engine.set_train_micro_batch_size(3)
     assert batch_of(engine) == (12, 3, 4)
     for k in range(4):

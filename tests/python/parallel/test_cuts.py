@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import pytest
 import torch
 from support import config, run_ranks
 from torch import nn
@@ -31,3 +33,15 @@ def test_slices_join_to_the_whole() -> None:
             assert all(param.equal(whole[name]) for name, param in copies[rank].named_parameters())
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("given", [{"max_norm": 1.0}, {"scale_grad_by_freq": True, "sparse": True}])
+def test_an_embedding_that_does_more_than_look_up_is_refused(given: dict[str, Any]) -> None:
+    """In the words of the C++ front end: tests/nn/cut_model_test.cpp."""
+    rules = {"use_default_specs": False, "layer_specs": [{"patterns": [r"0\.weight"]}]}
+    cfg = config() | {"tensor_parallel": {"autotp_size": 2, "partition_config": rules}}
+    model = nn.Sequential(nn.Embedding(8, 4, **given))
+    says = rf"^\[tensor_parallel\] 0: an embedding with {', '.join(given)} cannot be cut \("
+    with pytest.raises(tessera.ConfigError, match=says):
+        tessera.parallel.shard_model(model, cfg, group=tessera.thread_groups(2)[0])
+    assert model[0].weight.shape == (8, 4)

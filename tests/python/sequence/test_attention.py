@@ -168,7 +168,7 @@ def wrong(case: str, group: tessera.Group) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("heads", r"^\[SequenceAttention\] sequence parallel attention: 3 query heads are too few for 4 ranks \(sequence_parallel_size\)"),
+        ("heads", r"^\[SequenceAttention\] sequence parallel attention: 3 query heads are too few for 4 ranks"),
         ("parts", "parts must be an integer of 1 or more, got 0"),
         ("dim", "sequence_dim must be 0 or 1, got 2"),
         ("few dims", r"^\[SequenceAttention\] query has the sizes \[6, 3, 2\], query \[6, 3, 2\]: all must be 4-D"),
