@@ -286,7 +286,6 @@ void grows_a_group(const int from, const bool own, const std::string& optimizer)
 TEST(PipelineCalls, LayersMayGrowAParamGroup) {
   for (const int from : {0, 2}) {
     grows_a_group(from, false, "AdamW");
-    grows_a_group(from, false, "NAdam");
     grows_a_group(from, true, "AdamW");
   }
 }
