@@ -87,6 +87,7 @@ void Session::add_writer(std::unique_ptr<io::MetricWriter> writer) {
 
 void Session::write_metrics(const std::vector<io::Metric>& metrics) {
   live();
+  io::check_metrics(metrics);
   // A function may add others, which get what comes after.
   for (size_t i = 0, count = writers_.size(); i < count; ++i)
     give(*writers_[i], [&] { writers_[i]->write(metrics); });
