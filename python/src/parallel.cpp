@@ -167,6 +167,7 @@ void bind_attention(py::module_& m) {
       .def_readonly("queries", &Heads::queries)
       .def_readonly("keys", &Heads::keys)
       .def_readonly("repeat", &Heads::repeat);
+  m.def("check_parts", &parallel::detail::check_parts, py::arg("parts"), py::arg("label"));
   m.def("deal_heads", &deal_heads, py::arg("queries"), py::arg("keys"), py::arg("ranks"),
         py::arg("label") = "parallel");
   py::class_<HeadParts>(m, "HeadParts")

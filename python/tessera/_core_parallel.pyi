@@ -136,6 +136,7 @@ class Heads:
     keys: list[int]
     repeat: int
 
+def check_parts(parts: int, label: str) -> None: ...
 def deal_heads(queries: int, keys: int, ranks: int, label: str = "parallel") -> Heads: ...
 
 class HeadParts:

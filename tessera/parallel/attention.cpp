@@ -60,6 +60,10 @@ std::vector<at::Tensor> split(const at::Tensor& t, int64_t ranks, const Sizes& p
 
 }  // namespace
 
+void detail::check_parts(int64_t parts, const std::string& label) {
+  if (parts < 1) TESSERA_FAIL(::c10::ValueError, "[", label, "] parts must be an integer of 1 or more, got ", parts);
+}
+
 Heads deal_heads(int64_t queries, int64_t keys, int ranks, const std::string& label) {
   if (keys <= 0 || queries % keys != 0)
     TESSERA_FAIL(::c10::ValueError, "[", label, "] sequence parallel attention: ", keys,
@@ -92,11 +96,12 @@ at::Tensor to_sequence(const at::Tensor& result, const Heads& heads, const Seque
 HeadParts::HeadParts(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const SequenceCut& cut)
     : cut_(cut) {
   check(query, key, value, cut);
+  detail::check_parts(cut.parts, "parallel");
   const int ranks = cut.group->size();
   heads_ = deal_heads(query.size(kHeadDim), key.size(kHeadDim), ranks);
   const int64_t keys = heads_.keys[0];
   const bool even = keys * ranks == key.size(kHeadDim) * heads_.repeat;
-  keys_ = part_sizes(keys, static_cast<int>(even && ranks > 1 ? std::clamp<int64_t>(cut.parts, 1, keys) : 1));
+  keys_ = part_sizes(keys, static_cast<int>(even && ranks > 1 ? std::min<int64_t>(cut.parts, keys) : 1));
   const at::Tensor all[] = {query, repeated(key, heads_), repeated(value, heads_)};
   if (keys_.size() == 1) {
     there_.emplace_back(std::vector<at::Tensor>{all[0], all[1], all[2]}, cut.group, kHeadDim, cut.sequence_dim,

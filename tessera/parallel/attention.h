@@ -25,6 +25,11 @@ struct SequenceCut {
   int parts = 1;
 };
 
+namespace detail {
+// Value error, of the origin `label`, for SequenceCut::parts that are no number of parts.
+void check_parts(int64_t parts, const std::string& label);
+}  // namespace detail
+
 // The heads of one call: how many each rank has.
 struct Heads {
   Sizes queries, keys;  // [rank]
@@ -65,7 +70,9 @@ class HeadParts {
 template <class Local>
 class SequenceAttention {
  public:
-  explicit SequenceAttention(Local local, SequenceCut cut) : local_(std::move(local)), cut_(std::move(cut)) {}
+  explicit SequenceAttention(Local local, SequenceCut cut) : local_(std::move(local)), cut_(std::move(cut)) {
+    detail::check_parts(cut_.parts, "SequenceAttention");
+  }
 
   template <class... A>
   at::Tensor operator()(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const A&... more) {

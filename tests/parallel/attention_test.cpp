@@ -101,6 +101,11 @@ TEST(Attention, Errors) {
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q, q.narrow(2, 0, 1)); }),
              "2 key heads and 1 value heads");
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q[0], q, q); }), "4 dims");
+  for (const int parts : {0, -3}) {
+    const std::string text = c10::str("parts must be an integer of 1 or more, got ", parts);
+    EXPECT_HAS(error_of([&] { SequenceAttention(local, {group, 0, {}, parts}); }), "[SequenceAttention] " + text);
+    EXPECT_HAS(error_of([&] { HeadParts(q, q, q, {group, 0, {}, parts}); }), "[parallel] " + text);
+  }
   SequenceAttention attention(local, {group});
   const auto other = std::move(attention);
   EXPECT_HAS(error_of([&] { attention(q, q, q); }), "an attention that was moved from");  // NOLINT

@@ -20,8 +20,9 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def check_parts(parts: object, label: str) -> None:
-    if not isinstance(parts, int) or isinstance(parts, bool) or parts < 1:
-        raise ConfigError(f"[{label}] parts must be an integer of 1 or more, got {parts!r}")
+    if not isinstance(parts, int) or isinstance(parts, bool):
+        raise ConfigError(f"[{label}] parts is a {type(parts).__name__}, not an integer")
+    _core.check_parts(parts, label)
 
 
 def check_sequence_dim(sequence_dim: Any, label: str) -> int:
