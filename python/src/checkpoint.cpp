@@ -279,7 +279,7 @@ void bind_checkpoint(py::module_& m) {
         return with_warnings([&] { return checkpoint::to_universal(dir, out, tag, objects, name); });
       },
       py::arg("dir"), py::arg("out"), py::arg("tag"), py::arg("objects"), py::arg("name"));
-  m.def("check_client_keys", &checkpoint::deepspeed::check_client_keys, py::arg("keys"));
+  m.def("check_client_keys", &checkpoint::deepspeed::check_client_keys, py::arg("keys"), py::arg("as_deepspeed"));
   m.def("wrong_field", &engine::wrong_field, py::arg("name"), py::arg("value"));
   m.def(
       "group_fields",

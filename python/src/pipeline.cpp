@@ -104,6 +104,10 @@ class Batch final : public pipeline::EngineStage<engine::Engine> {
 class Member final : public pipeline::Stepping {
  public:
   explicit Member(py::object member) : member_(std::move(member)) {}
+  const void* engine() const override {
+    const py::gil_scoped_acquire locked;
+    return py::object(member_.attr("engine")).ptr();
+  }
   bool at_boundary() override { return call<bool>("at_boundary"); }
   void check(bool at_boundary) override { call<py::object>("check", at_boundary); }
   void checked() override { call<py::object>("checked"); }
@@ -274,6 +278,16 @@ void bind_pipeline(py::module_& m) {
   m.def("forward_table", &forward_only, py::arg("shape"), py::arg("stage"));
   m.def("split_weights", &split, py::arg("weights"), py::arg("parts"));
   m.def("check_stages", &check_stages, py::arg("ranks"), py::arg("stages"));
+  m.def(
+      "check_listed_once",
+      [](const std::vector<py::object>& modules, const std::function<std::string(int)>& class_name,
+         const std::string& remedy) {
+        std::vector<const void*> ids;
+        for (const py::object& module : modules)
+          ids.push_back(module.is_none() ? nullptr : module.ptr());
+        check_listed_once(ids, class_name, remedy);
+      },
+      py::arg("modules"), py::arg("class_name"), py::arg("remedy"));
   m.def(
       "partition_bounds",
       [](const std::string& method, int parts, int count, std::function<int64_t(int)> trained_elements,

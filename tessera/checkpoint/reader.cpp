@@ -36,6 +36,7 @@ struct Reader::Files {
 namespace {
 
 constexpr int64_t kManifestLimit = int64_t{1} << 31;
+constexpr const char* kRemedy = ": copy the checkpoint again, or load another tag";
 constexpr int kOpenFiles = 256;  // at once; the limit of a process is often 1024
 
 const Slice* first(const std::vector<Slice>& slice) {
@@ -92,15 +93,18 @@ std::shared_ptr<const io::File> Reader::file(int number) const {
   std::shared_ptr<const io::File>& place = files_->open[number];
   if (place) return place;
   const FileRecord& expected = manifest_.files[number];
-  auto file =
-      std::make_shared<const io::File>(io::File::open((std::filesystem::path(folder_) / expected.name).string()));
+  const std::string path = (std::filesystem::path(folder_) / expected.name).string();
+  std::error_code ignored;
+  const bool missing = std::filesystem::status(path, ignored).type() == std::filesystem::file_type::not_found;
+  TESSERA_CHECK_IO(!missing, "checkpoint", "there is no file '", path, "', which the manifest requires", kRemedy);
+  auto file = std::make_shared<const io::File>(io::File::open(path));
   TESSERA_CHECK_IO(file->size() == expected.bytes, "checkpoint", "'", file->path(), "' has ", file->size(),
-                   " bytes, the manifest says ", expected.bytes);
+                   " bytes, the manifest says ", expected.bytes, kRemedy);
   if (!expected.raw) {
     const io::SafeTensors header = io::read_safetensors(*file);
     const auto id = header.metadata.find("id");
     TESSERA_CHECK_IO(id != header.metadata.end() && id->second == manifest_.id, "checkpoint", "'", file->path(),
-                     "' belongs to another checkpoint than the manifest beside it");
+                     "' belongs to another checkpoint than the manifest beside it", kRemedy);
   }
   if (++files_->count > kOpenFiles) {
     for (auto& other : files_->open)

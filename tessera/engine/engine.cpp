@@ -330,7 +330,7 @@ double Engine::clip_grad_norm(double max_norm, const std::string& fault) try {
   const char* const name = m.options.names.clip_grad_norm;
   const OneThread::Call call = m.enter_all(name);
   zero::ShardedModel& model = m.live(name);
-  m.check_keeps_gradients(name);
+  m.check_clips(name);
   Impl::Fault why{fault, nullptr};
   m.check_for_all(true, why, [&] {
     if (!(max_norm >= 0))

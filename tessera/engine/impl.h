@@ -97,6 +97,13 @@ struct Engine::Impl {
         "it off");
   }
 
+  void check_clips(const char* call) const {
+    if (live(call).early.on())
+      TESSERA_FAIL(UsageError, "[engine.", call,
+                   "] tessera.update_in_backward has used the gradients when it is called; set gradient_clipping and "
+                   "tessera.clip, or switch update_in_backward off");
+  }
+
   // Value error for a batch whose samples nobody could count.
   void check_batch(int64_t steps, int64_t samples) const {
     int64_t batch = 0;

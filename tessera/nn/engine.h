@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/nn/holder.h"
 #include "tessera/nn/outputs.h"
 #include "tessera/nn/session.h"
 
@@ -182,17 +183,17 @@ nn::Engine<M> initialize(std::shared_ptr<M> module, const Config& config, const 
 template <class M>
 nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config, comm::Mesh mesh,
                          const nn::Recipe& recipe = {}) {
-  return initialize(module.ptr(), config, std::move(mesh), recipe);
+  return initialize(nn::detail::module_of(module), config, std::move(mesh), recipe);
 }
 template <class M>
 nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config,
                          const nn::Recipe& recipe = {}) {
-  return initialize(module.ptr(), config, recipe);
+  return initialize(nn::detail::module_of(module), config, recipe);
 }
 template <class M>
 nn::Engine<M> initialize(const torch::nn::ModuleHolder<M>& module, const Config& config,
                          const nn::Construction& building, const nn::Recipe& recipe = {}) {
-  return initialize(module.ptr(), config, building, recipe);
+  return initialize(nn::detail::module_of(module), config, building, recipe);
 }
 
 }  // namespace tessera

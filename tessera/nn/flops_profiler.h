@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "tessera/engine/flops_profile.h"
+#include "tessera/nn/holder.h"
 
 namespace tessera::nn {
 
@@ -37,7 +38,7 @@ class FlopsProfiler {
   explicit FlopsProfiler(std::shared_ptr<torch::nn::Module> model, double recompute = 0);
   template <class M>
   explicit FlopsProfiler(const torch::nn::ModuleHolder<M>& model, double recompute = 0)
-      : FlopsProfiler(model.ptr(), recompute) {}
+      : FlopsProfiler(detail::module_of(model), recompute) {}
 
   // Counts in this thread until the object goes.
   class [[nodiscard]] Counting {

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/base/error.h"
 #include "tessera/nn/outputs.h"
 #include "tessera/nn/scope.h"
 
@@ -142,6 +143,7 @@ using UnitOf = torch::nn::ModuleHolder<Unit<typename Holder::ContainedType>>;
 // unit_as<at::Tensor(at::Tensor)>(module).
 template <class M>
 [[nodiscard]] torch::nn::ModuleHolder<Unit<M>> unit(const torch::nn::ModuleHolder<M>& module) {
+  TESSERA_CHECK_VALUE(!module.is_empty(), "unit", "the module is null");
   static_cast<void>(module->name());  // the copy keeps the name of the class
   return torch::nn::ModuleHolder<Unit<M>>(std::make_shared<Unit<M>>(*module));
 }
@@ -151,6 +153,7 @@ template <class M>
 }
 template <class Signature, class M>
 [[nodiscard]] torch::nn::ModuleHolder<Unit<M, Signature>> unit_as(const torch::nn::ModuleHolder<M>& module) {
+  TESSERA_CHECK_VALUE(!module.is_empty(), "unit_as", "the module is null");
   static_cast<void>(module->name());
   return torch::nn::ModuleHolder<Unit<M, Signature>>(std::make_shared<Unit<M, Signature>>(*module));
 }

@@ -39,6 +39,7 @@ Layers::Layers(const torch::nn::Sequential& sequential) {
 }
 
 Layers& Layers::add(const torch::nn::AnyModule& module) {
+  TESSERA_CHECK_VALUE(!module.is_empty(), "pipeline", "a layer is a null module");
   Layer layer{.name = class_of(*module.ptr()), .module = module.ptr()};
   layer.call = [any = module, name = layer.name](const Tensors& x) mutable { return detail::call_any(any, name, x); };
   list_.push_back(std::move(layer));
@@ -60,6 +61,14 @@ int stage_of(const std::vector<int>& bounds, int stages, int layer) {
   while (bounds[part + 1] <= layer)
     ++part;
   return part % stages;
+}
+
+void check_listed_once(const Layers& layers) {
+  std::vector<const void*> modules;
+  for (int number = 0; number < layers.size(); ++number)
+    modules.push_back(layers[number].module.get());
+  pipeline::check_listed_once(
+      modules, [&](int number) { return layers[number].name; }, "use Layers::tied() with one key in each place");
 }
 
 // Refuses a parameter in layers of two stages: it would be two, each with a part of the gradient.
@@ -149,6 +158,7 @@ StageLayers::StageLayers(Layers layers, std::vector<int> bounds, int stages, int
       bounds_(std::move(bounds)),
       stages_(stages),
       stage_(stage) {
+  check_listed_once(layers);
   refuse_ties(layers, bounds_, stages);
   const auto list = register_module("layers", std::make_shared<torch::nn::Module>("Layers"));
   std::shared_ptr<torch::nn::Module> tied_list;

@@ -29,6 +29,7 @@
 
 #include "tessera/base/error.h"
 #include "tessera/engine/unit_policy.h"
+#include "tessera/nn/holder.h"
 #include "tessera/nn/outputs.h"
 #include "tessera/nn/recompute.h"
 
@@ -91,7 +92,7 @@ Tensors call_any(torch::nn::AnyModule& module, const std::string& name, const Te
 template <class L>
 auto pointer_of(const L& module) {
   if constexpr (requires { module.ptr(); }) {
-    return module.ptr();
+    return module_of(module);
   } else {
     return module;
   }
@@ -162,6 +163,7 @@ class Layers {
     Layer layer;
     layer.key = key;
     layer.bind = [key, forward = std::move(forward)](Layer& place, const std::shared_ptr<torch::nn::Module>& module) {
+      TESSERA_CHECK_VALUE(module != nullptr, "pipeline", "tied layer '", key, "' is a null module");
       auto own = std::dynamic_pointer_cast<Module>(module);
       TESSERA_CHECK_VALUE(own, "pipeline", "tied layers '", key, "' are modules of two classes, one of them ",
                           class_of(*module));
@@ -208,7 +210,7 @@ class Layers {
   template <class L>
   static Layer made_of(L layer) {
     if constexpr (requires { layer.ptr(); }) {
-      return of_module(layer.ptr());
+      return of_module(detail::module_of(layer));
     } else {
       return {.name = "function", .call = [f = std::move(layer)](const Tensors& x) mutable {
                 return detail::call_with("of a function", f, x, std::make_index_sequence<detail::kMostArguments>());

@@ -1,5 +1,7 @@
 #include "tessera/nn/link.h"
 
+#include <utility>
+
 #include "tessera/base/error.h"
 
 namespace tessera::nn {
@@ -10,6 +12,9 @@ constexpr int kTags = 3;                       // tags of a link
 
 pipeline::LinkRanks ranks_of(const Link& link, const comm::Parts& parts, const engine::Engine* engine, bool sends) {
   const int mine = sends ? link.source : link.target, count = static_cast<int>(parts.shapes.size());
+  for (const auto& [end, part] : {std::pair("source", link.source), std::pair("target", link.target)})
+    TESSERA_CHECK_VALUE(part >= 0 && part < count, "hybrid", "the ", end, " of the link is part ", part,
+                        "; the parts are 0 to ", count - 1);
   TESSERA_CHECK_VALUE(link.source != link.target && parts.part == mine, "hybrid", "this rank is of part ", parts.part,
                       "; the ", sends ? "source" : "target", " of the link is part ", mine);
   if (engine != nullptr) {

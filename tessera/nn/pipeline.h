@@ -75,8 +75,14 @@ class Pipeline : private Session {
   // Whether train_batch() has updated the weights, the last time.
   bool was_step_applied() const { return core().was_step_applied(); }
 
-  int stage() const { return parts_.part; }
-  int stages() const { return static_cast<int>(parts_.shapes.size()); }
+  int stage() const {
+    core();
+    return parts_.part;
+  }
+  int stages() const {
+    core();
+    return static_cast<int>(parts_.shapes.size());
+  }
   bool is_first_stage() const { return stage() == 0; }
   bool is_last_stage() const { return stage() == stages() - 1; }
   // The most micro-batches (times chunks) whose activations this stage has held.

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "tessera/amp/autocast.h"
+#include "tessera/base/error.h"
 #include "tessera/base/generators.h"
 #include "tessera/parallel/held.h"
 
@@ -158,6 +159,7 @@ RecomputeOptions recompute_options(const config::Config& config, const comm::Mes
 }
 
 Tensors recompute(Call f, const Tensors& inputs, const RecomputeOptions& options) {
+  TESSERA_CHECK_VALUE(f != nullptr, "recompute", "the function is null; pass one that computes the outputs");
   return Recompute::apply(at::TensorList(inputs), at::empty({0}).requires_grad_(), f, options);
 }
 

@@ -95,7 +95,7 @@ std::string Session::save_checkpoint(const std::string& dir, std::optional<engin
     std::vector<std::string> keys;
     for (const auto& [name, value] : client)
       keys.push_back(name);
-    if (chosen.deepspeed) checkpoint::deepspeed::check_client_keys(keys);
+    checkpoint::deepspeed::check_client_keys(keys, chosen.deepspeed.has_value());
     part = client_part(client);
   });
   return noting([&] { return live().checkpoints().save(dir, chosen, std::move(part)); });

@@ -17,6 +17,7 @@ class Member final : public pipeline::Stepping {
     std::ranges::copy_if(copies, std::back_inserter(copies_), [&](int id) { return params[id].group >= 0; });
   }
 
+  const void* engine() const override { return &engine_; }
   bool at_boundary() override {
     const engine::Engine& core = engine_.core();
     return !core.options().managed_accumulation || core.is_gradient_accumulation_boundary();
@@ -36,8 +37,10 @@ class Member final : public pipeline::Stepping {
 
 bool step_all(const std::vector<Session*>& engines, const comm::Parts& parts, const std::vector<int>& copies) {
   std::vector<Member> members;
-  for (Session* engine : engines)
+  for (Session* engine : engines) {
+    TESSERA_CHECK_VALUE(engine != nullptr, "step_together", "an engine is null; pass engines only");
     members.emplace_back(*engine, copies);
+  }
   std::vector<pipeline::Stepping*> stepping;
   for (Member& member : members)
     stepping.push_back(&member);
@@ -51,7 +54,7 @@ bool step_together(Session& engine, const comm::Parts& parts, const std::vector<
 }
 
 bool step_together(const std::vector<Session*>& engines, const comm::Parts& parts) {
-  TESSERA_CHECK_VALUE(!engines.empty(), "engine.step", "there is no engine to step");
+  TESSERA_CHECK_VALUE(!engines.empty(), "step_together", "there are no engines; pass those of this process");
   return step_all(engines, parts, {});
 }
 

@@ -109,7 +109,7 @@ HeadParts::HeadParts(const at::Tensor& query, const at::Tensor& key, const at::T
   heads_ = deal_heads(query.size(kHeadDim), key.size(kHeadDim), ranks);
   const int64_t keys = heads_.keys[0];
   const bool even = keys * ranks == key.size(kHeadDim) * heads_.repeat;
-  keys_ = part_sizes(keys, static_cast<int>(even && ranks > 1 ? std::clamp<int64_t>(cut.parts, 1, keys) : 1));
+  keys_ = part_sizes(keys, static_cast<int>(even && ranks > 1 ? std::min<int64_t>(cut.parts, keys) : 1));
   const at::Tensor all[] = {query, repeated(key, heads_), repeated(value, heads_)};
   if (keys_.size() == 1) {
     there_.emplace_back(std::vector<at::Tensor>{all[0], all[1], all[2]}, cut.group, kHeadDim, cut.sequence_dim,

@@ -109,8 +109,9 @@ struct EntropyCall {
   int64_t begin = 0, ignored = 0;
   comm::GroupPtr group;
   bool give_away = false;
-  at::Tensor logits;  // where they are given away
-  Sizes sizes;        // of the caller's logits
+  const char* name = "";   // of the caller's function
+  at::Tensor logits = {};  // where they are given away
+  Sizes sizes = {};        // of the caller's logits
 };
 
 // For each row [tokens]: the column of its target here (0 where elsewhere), whether the target is here, whether the row counts.
@@ -163,9 +164,9 @@ struct EntropyFunction : torch::autograd::Function<EntropyFunction> {
     return losses;
   }
   static variable_list backward(AutogradContext* ctx, variable_list& gradients) {
-    TESSERA_CHECK_BUILT(!c10::GradMode::is_enabled(), "parallel",
-                        "vocab_cross_entropy cannot be differentiated twice (create_graph)");
     EntropyCall& call = held<EntropyCall>(ctx);
+    TESSERA_CHECK_BUILT(!c10::GradMode::is_enabled(), "parallel", call.name,
+                        " cannot be differentiated twice (create_graph)");
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor logits = call.give_away ? std::exchange(call.logits, {}) : saved[0];
     TESSERA_CHECK(logits.defined(), "parallel",
@@ -185,6 +186,14 @@ struct EntropyFunction : torch::autograd::Function<EntropyFunction> {
   }
 };
 
+at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& target, int64_t vocabulary, EntropyCall call) {
+  check_indices(target, vocabulary, call.ignored, c10::str("target of ", call.name));
+  const at::Tensor tokens = target.reshape({-1});
+  const at::Tensor losses = records(logits) ? EntropyFunction::apply(logits, tokens, std::move(call))
+                                            : entropy(as_rows(logits), tokens, call).second;
+  return losses.view(target.sizes());
+}
+
 }  // namespace
 
 at::Tensor vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& target, int64_t begin, int64_t vocabulary,
@@ -196,21 +205,19 @@ at::Tensor vocab_cross_entropy(const at::Tensor& logits, const at::Tensor& targe
       target.sizes());
   TESSERA_CHECK_VALUE(begin >= 0 && begin + logits.size(-1) <= vocabulary, "parallel", "vocab_cross_entropy: columns ",
                       begin, " to ", begin + logits.size(-1), " do not lie in a vocabulary of ", vocabulary);
-  check_indices(target, vocabulary, ignore_index, "target of vocab_cross_entropy");
-  EntropyCall call;
-  call.begin = begin;
-  call.ignored = ignore_index;
-  call.group = group;
-  call.give_away = give_away;
-  const at::Tensor tokens = target.reshape({-1});
-  const at::Tensor losses =
-      records(logits) ? EntropyFunction::apply(logits, tokens, call) : entropy(as_rows(logits), tokens, call).second;
-  return losses.view(target.sizes());
+  return token_losses(logits, target, vocabulary, {begin, ignore_index, group, give_away, "vocab_cross_entropy"});
 }
 
 at::Tensor sequence_cross_entropy(const at::Tensor& logits, const at::Tensor& target, const comm::GroupPtr& group,
                                   int64_t ignore_index, const Sizes& sizes) {
-  const at::Tensor own = vocab_cross_entropy(logits, target, 0, logits.size(-1), comm::single_group(), ignore_index);
+  TESSERA_CHECK_VALUE(group != nullptr, "sequence_cross_entropy", "there is no group");
+  TESSERA_CHECK_VALUE(logits.dim() == 3 && target.sizes() == logits.sizes().slice(0, 2), "sequence_cross_entropy",
+                      "logits have the sizes ", logits.sizes(), ", target ", target.sizes(),
+                      "; they must be [sequence, batch, vocabulary] and [sequence, batch]");
+  TESSERA_CHECK_VALUE(logits.is_floating_point(), "sequence_cross_entropy", "logits are floating-point numbers, not ",
+                      logits.scalar_type());
+  const at::Tensor own = token_losses(logits, target, logits.size(-1),
+                                      {0, ignore_index, comm::single_group(), false, "sequence_cross_entropy"});
   return gather_from_ranks(own, group, 0, sizes, "losses of the parts of a sequence");
 }
 

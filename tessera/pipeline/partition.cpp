@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 #include <set>
+#include <unordered_set>
 
 #include "tessera/base/error.h"
 
@@ -71,6 +72,14 @@ std::vector<double> weights_by_type(const std::string& method, int parts, const 
 }
 
 }  // namespace
+
+void check_listed_once(const std::vector<const void*>& modules, const std::function<std::string(int layer)>& class_name,
+                       const std::string& remedy) {
+  std::unordered_set<const void*> seen;
+  for (int layer = 0; layer < static_cast<int>(modules.size()); ++layer)
+    TESSERA_CHECK_VALUE(modules[layer] == nullptr || seen.insert(modules[layer]).second, "pipeline", "layer ", layer,
+                        " (", class_name(layer), ") is in the list twice; ", remedy);
+}
 
 std::vector<int> bounds_of(const std::string& method, int parts, const ListedLayers& layers) {
   std::string wanted = method;

@@ -26,6 +26,11 @@ struct ListedLayers {
   std::function<Predicate(const std::string& pattern)> matcher;
 };
 
+// Value error for a module that is in two places of a list. `modules`: null for a place that is none, or not built. `remedy`: how
+// the caller writes layers that share their weights.
+void check_listed_once(const std::vector<const void*>& modules, const std::function<std::string(int layer)>& class_name,
+                       const std::string& remedy);
+
 // Boundaries as split() gives them of `parts` runs of layers: "uniform" (numbers of layers), "parameters" (of trained elements) or
 // "type:REGEX" (of layers whose class the expression finds). Value error for another method, and for a type that is in fewer layers
 // than there are parts. Local.

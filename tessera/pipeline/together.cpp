@@ -4,6 +4,7 @@
 #include <cmath>
 #include <exception>
 #include <string>
+#include <unordered_set>
 #include <utility>
 
 #include "tessera/base/error.h"
@@ -82,9 +83,19 @@ double common_norm(const Engines& engines, const AllRanks& all) {
   return std::sqrt(square);
 }
 
+void check_named(const Engines& engines, bool alone) {
+  TESSERA_CHECK_VALUE(!alone || !engines.empty(), "step_together",
+                      "there are no engines; a process without one passes the group of all");
+  std::unordered_set<const void*> seen;
+  for (const Stepping* engine : engines)
+    TESSERA_CHECK_VALUE(seen.insert(engine->engine()).second, "step_together",
+                        "an engine is named twice; pass each once");
+}
+
 }  // namespace
 
 Stepped step_together(const Engines& engines, comm::Group* everyone, at::Device device) {
+  check_named(engines, everyone == nullptr);
   const AllRanks all(everyone, device);
   bool boundary = false, between = false;
   for (Stepping* engine : engines)

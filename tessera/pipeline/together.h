@@ -13,6 +13,8 @@ class Stepping {
  public:
   virtual ~Stepping() = default;
 
+  // The engine itself, by which a second mention of it is found.
+  virtual const void* engine() const = 0;
   virtual bool at_boundary() = 0;
   // Throws what keeps this rank from the step. Local.
   virtual void check(bool at_boundary) = 0;
@@ -30,8 +32,8 @@ struct Stepped {
   bool applied = false;             // the last engine's weights were updated
 };
 
-// `engines`: those of this process, of which there may be none. `everyone`: all ranks that hold any of the engines, exchanging
-// on `device`; null: every rank of one engine holds them all. With it UsageError, on every rank and with nothing stepped, where
+// `engines`: those of this process, each once; with `everyone` there may be none. `everyone`: all ranks that hold any of the engines,
+// exchanging on `device`; null: every rank of one engine holds them all. With it UsageError, on every rank and with nothing stepped, where
 // only some engines are at an accumulation boundary or a rank cannot step (which gets its own error); without it engines' own
 // exchanges say the latter. What an engine's step() throws is thrown when all have stepped, but for a lost peer. Collective.
 Stepped step_together(const std::vector<Stepping*>& engines, comm::Group* everyone, at::Device device = at::kCPU);

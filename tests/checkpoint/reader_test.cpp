@@ -135,6 +135,23 @@ TEST(Reader, MutatedFiles) {
   }
 }
 
+TEST(Reader, AFileThatTheManifestRequiresIsNamedWithWhatToDo) {
+  const at::Tensor whole = at::ones({9, 7});
+  const io::TempFolder folder;
+  write_checkpoint(folder.path(), {{item_of("w", whole, {}, {0, whole.numel()})}});
+  const std::string path = folder / open_folder(folder.path()).manifest().files[0].name;
+  const std::string remedy = ": copy the checkpoint again, or load another tag";
+  const auto error = [&] {
+    return testing::error_of<IoError>([&] { open_folder(folder.path()).read_whole("w", "weight"); });
+  };
+  const auto bytes = std::filesystem::file_size(path);
+  std::filesystem::resize_file(path, bytes - 4);
+  EXPECT_EQ(error(),
+            c10::str("[checkpoint] '", path, "' has ", bytes - 4, " bytes, the manifest says ", bytes, remedy));
+  std::filesystem::remove(path);
+  EXPECT_EQ(error(), "[checkpoint] there is no file '" + path + "', which the manifest requires" + remedy);
+}
+
 TEST(Reader, LatestTag) {
   const io::TempFolder folder;
   EXPECT_EQ(latest_tag(folder.path()), "");

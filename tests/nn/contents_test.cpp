@@ -74,6 +74,8 @@ TEST(Contents, AnUpdateInTheBackwardIsRefusedBeforeIt) {
         };
         const auto backward = [&] { engine.forward(torch::ones({4, 6})).backward(); };
         backward();
+        EXPECT_HAS(testing::error_of<UsageError>([&] { engine.clip_grad_norm(1); }),
+                   "[engine.clip_grad_norm] tessera.update_in_backward has used the gradients when it is called");
         EXPECT_TRUE(engine.step());
         const auto before = masters();
         const at::Tensor kept = net->head->weight;

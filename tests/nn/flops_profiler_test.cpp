@@ -144,6 +144,7 @@ TEST(FlopsProfiler, AModelWithoutAnEngine) {
   }
   EXPECT_EQ(operations_of(profiler)[""], 2 * by_formula()[""]);
   EXPECT_HAS(error_of<c10::ValueError>([] { FlopsProfiler(std::shared_ptr<torch::nn::Module>()); }), "model is null");
+  EXPECT_HAS(error_of<c10::ValueError>([] { FlopsProfiler(torch::nn::Linear(nullptr)); }), "model is null");
 }
 
 // tests/python/test_flops.py has the same of the same model.

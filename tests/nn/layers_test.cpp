@@ -113,6 +113,31 @@ TEST(Layers, TiesOverStagesAreNamed) {
              "'tied' is in layers 0 (Linear) and 1 (Linear)");
 }
 
+TEST(Layers, AModuleThatIsListedTwiceIsNamed) {
+  const torch::nn::Linear linear(2, 2);
+  Layers layers;
+  layers.add(linear).add(torch::nn::Tanh()).add(linear);
+  const auto error = [&] { return error_of<c10::ValueError>([&] { whole(layers); }); };
+  EXPECT_HAS(error(),
+             "[pipeline] layer 2 (Linear) is in the list twice; use Layers::tied() with one key in each place");
+  layers = Layers(torch::nn::Sequential(torch::nn::AnyModule(linear), torch::nn::AnyModule(linear)));
+  EXPECT_HAS(error(), "layer 1 (Linear) is in the list twice");
+}
+
+TEST(Layers, AHolderWithoutAModuleIsNamed) {
+  const torch::nn::Linear none(nullptr);
+  const auto make = [none] { return none; };
+  for (const auto& add : std::vector<std::function<void(Layers&)>>{
+           [&](Layers& layers) { layers.add(none); }, [&](Layers& layers) { layers.add(torch::nn::AnyModule()); },
+           [&](Layers& layers) { layers.build(make); }, [&](Layers& layers) { layers.tied("key", make); }})
+    EXPECT_HAS(error_of<c10::ValueError>([&] {
+                 Layers layers;
+                 add(layers);
+                 whole(layers);
+               }),
+               "is a null module");
+}
+
 TEST(Layers, TiedOnesAreOneModuleOfAStage) {
   const auto make = [] { return torch::nn::Linear(torch::nn::LinearOptions(2, 3).bias(false)); };
   Layers layers;

@@ -297,6 +297,19 @@ TEST(Link, EnginesSteppedApartAreNamed) {
   });
 }
 
+TEST(Link, EnginesOfAStepAreEachNamedOnce) {
+  run_parts(Sides(2, comm::mesh_shape(1)), [&](const comm::Parts& parts) {
+    Engine<Part> engine(std::make_shared<Part>(parts.part == 0 ? tower() : reader()), link_config(1), parts.mesh);
+    const auto error = [&](const std::vector<Session*>& engines) {
+      return error_of([&] { step_together(engines, parts); });
+    };
+    EXPECT_HAS(error({&engine, &engine}), "[step_together] an engine is named twice; pass each once");
+    EXPECT_HAS(error({&engine, nullptr}), "[step_together] an engine is null; pass engines only");
+    EXPECT_HAS(error({}), "[step_together] there are no engines");
+    EXPECT_EQ(engine.core().micro_steps(), 0);
+  });
+}
+
 // The errors of both sides.
 TEST(Link, BadUsesAreNamed) {
   struct Bad {
@@ -343,6 +356,9 @@ TEST(Link, BadUsesAreNamed) {
   }
   const auto alone = comm::thread_parts({comm::mesh_shape(1), comm::MeshShape{{1, 1, 2, 1}}});
   EXPECT_HAS(error_of([&] { LinkSender(Link{}, alone[0]); }), "2 ranks share a sequence; say sequence_dim");
+  EXPECT_HAS(error_of([&] { LinkSender(Link{.target = 5}, alone[0]); }),
+             "[hybrid] the target of the link is part 5; the parts are 0 to 1");
+  EXPECT_HAS(error_of([&] { LinkReceiver(Link{.source = -1}, alone[1]); }), "the source of the link is part -1; the");
   const auto both = comm::thread_overlaid_parts({comm::mesh_shape(1), comm::mesh_shape(1)})[0];
   EXPECT_HAS(error_of([&] { LinkSender(kLink, both[0]).send(x(), 0); }), "hands over by hand_over()");
   EXPECT_HAS(error_of([&] { LinkReceiver(kLink, both[1]).receive(0); }), "hands over by hand_over()");

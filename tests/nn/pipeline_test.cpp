@@ -78,7 +78,8 @@ TEST(Pipeline, WhatWasMovedFromSaysSo) {
              [&] { engine.train_batch(data_of(c, parts, 0)); }, [&] { engine.eval_batch(data_of(c, parts, 0), 1); },
              [&] { engine.save_checkpoint("nowhere"); }, [&] { static_cast<void>(engine.load_checkpoint("nowhere")); },
              [&] { engine.max_live_activations(); }, [&] { engine.module(); }, [&] { engine.core(); },
-             [&] { engine.destroy(); }})  // NOLINT
+             [&] { engine.stage(); }, [&] { engine.stages(); }, [&] { engine.is_first_stage(); },
+             [&] { engine.is_last_stage(); }, [&] { engine.destroy(); }})  // NOLINT
       EXPECT_HAS(error_of<UsageError>(call), "[engine] this object was moved from");
   });
 }

@@ -42,6 +42,11 @@ struct Dropping {
   }
 };
 
+TEST(Recompute, AFunctionThatIsNullIsRefused) {
+  EXPECT_HAS(error_of<c10::ValueError>([] { recompute(nullptr, {at::ones({2})}); }),
+             "[recompute] the function is null");
+}
+
 TEST(Recompute, GradientsAreThoseWithoutIt) {
   Dropping part;
   for (const bool trained_inputs : {true, false}) {

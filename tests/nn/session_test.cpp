@@ -18,6 +18,7 @@
 
 #include "tessera/io/file.h"
 #include "tessera/nn/engine.h"
+#include "tessera/nn/hooked.h"
 #include "tessera/nn/parallel.h"
 #include "tessera/nn/together.h"
 #include "tests/io/temp_folder.h"
@@ -126,6 +127,16 @@ TEST(Session, TheScheduleHasOneOwner) {
   EXPECT_EQ(second.lr(), rates);
   train_step(second);
   EXPECT_NE(second.lr(), rates);
+}
+
+TEST(Session, AHolderWithoutAModuleIsRefused) {
+  const torch::nn::Linear none(nullptr);
+  const auto config = Config::from_json(R"({"train_micro_batch_size_per_gpu": 1})");
+  for (const auto& call : std::vector<std::function<void()>>{
+           [&] { initialize(none, config); }, [&] { initialize(none, config, comm::Mesh()); },
+           [&] { std::ignore = unit(none); },
+           [&] { std::ignore = unit_as<at::Tensor(const at::Tensor&)>(none); }})  // NOLINT
+    EXPECT_HAS(testing::error_of<c10::ValueError>(call), "] the module is null");
 }
 
 TEST(Session, TheScheduleWaitsForTheBoundary) {
@@ -283,6 +294,9 @@ TEST(Session, AllClientValuesThatCannotBeSavedAreNamed) {
       testing::error_of<c10::ValueError>(
           [&] { s.save_checkpoint(folder.path(), {}, {{"empty", at::empty({2}, at::kMeta)}, {"good", 1}}); }),
       "client_state holds what a file of torch.save() cannot: 'empty': [checkpoint] a tensor on the meta device");
+  EXPECT_HAS(testing::error_of<c10::ValueError>(
+                 [&] { s.save_checkpoint(folder.path(), {}, {{"checkpoint_parallel_dimensions", 1}}); }),
+             "have keys that are DeepSpeed's own: checkpoint_parallel_dimensions");
   EXPECT_EQ(text.find("epoch"), std::string::npos);
   EXPECT_FALSE(std::filesystem::exists(folder / "latest"));
 }

@@ -99,14 +99,17 @@ TEST(Attention, Errors) {
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q, q); }), "does not have the 2 heads");
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group, 2}); }),
              "[SequenceAttention] sequence_dim must be 0 or 1, got 2");
-  EXPECT_HAS(error_of([&] { SequenceAttention(local, {group, 0, {}, 0}); }),
-             "[SequenceAttention] parts must be an integer of 1 or more, got 0");
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q, q.narrow(2, 0, 1)); }),
              "2 key heads and 1 value heads");
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q[0], q, q); }),
              "[SequenceAttention] query has the sizes [1, 2, 3], query [1, 2, 3]: all must be 4-D with the sequence");
   EXPECT_HAS(error_of([&] { SequenceAttention(local, {group})(q, q.narrow(0, 0, 3), q); }),
              "[SequenceAttention] key has the sizes [3, 1, 2, 3], query [4, 1, 2, 3]: all must be 4-D");
+  for (const int parts : {0, -3}) {
+    const std::string text = c10::str("parts must be an integer of 1 or more, got ", parts);
+    EXPECT_HAS(error_of([&] { SequenceAttention(local, {group, 0, {}, parts}); }), "[SequenceAttention] " + text);
+    EXPECT_HAS(error_of([&] { HeadParts(q, q, q, {group, 0, {}, parts}); }), "[SequenceAttention] " + text);
+  }
   SequenceAttention attention(local, {group});
   const auto other = std::move(attention);
   EXPECT_HAS(error_of([&] { attention(q, q, q); }), "an attention that was moved from");  // NOLINT

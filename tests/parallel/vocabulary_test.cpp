@@ -111,6 +111,22 @@ TEST(Vocabulary, CrossEntropyErrors) {
              "cannot be differentiated twice");
 }
 
+TEST(Vocabulary, ErrorsOfTheLossOfASequence) {
+  const auto error = [](const at::Tensor& logits, const at::Tensor& target,
+                        const comm::GroupPtr& group = comm::single_group()) {
+    return error_of([&] { sequence_cross_entropy(logits, target, group).sum().backward({}, true, true); });
+  };
+  const at::Tensor logits = at::randn({3, 1, 8}).requires_grad_(), target = at::zeros({3, 1}, at::kLong);
+  const std::string origin = "[sequence_cross_entropy] ";
+  EXPECT_HAS(error(logits.select(1, 0), target.select(1, 0)),
+             origin + "logits have the sizes [3, 8], target [3]; they must be [sequence, batch, vocabulary] and [seq");
+  EXPECT_HAS(error(logits, target.narrow(0, 0, 2)), origin + "logits have the sizes [3, 1, 8], target [2, 1]");
+  EXPECT_HAS(error(logits.to(at::kLong), target), origin + "logits are floating-point numbers, not Long");
+  EXPECT_HAS(error(logits, target, nullptr), origin + "there is no group");
+  EXPECT_HAS(error(logits, target + 9), "target of sequence_cross_entropy: index 9");
+  EXPECT_HAS(error(logits, target), "sequence_cross_entropy cannot be differentiated twice");
+}
+
 TEST(Vocabulary, LossOfASequenceInParts) {
   for (const Sizes& sizes : std::vector<Sizes>{{3, 3}, {4, 2, 1}}) {
     int64_t length = 0;

@@ -18,8 +18,9 @@ from tessera.engine._save import SaveRequest, save
 
 
 @contextlib.contextmanager
-def _called_by_all(call: str) -> Iterator[None]:
+def _called_by_all(core: _core.Engine, call: str) -> Iterator[None]:
     """Where ranks wait for others, a frequent reason."""
+    core.check_live(call)
     try:
         yield
     except dist.DistBackendError as error:
@@ -60,12 +61,13 @@ class Checkpoints:
             keep_last,
             random_state,
         )
-        with caught_warnings(self._run._warn_user), _called_by_all("save_checkpoint"):
+        with caught_warnings(self._run._warn_user), _called_by_all(self._run.core, "save_checkpoint"):
             save(self._run, request)
         return True
 
     def wait_for_checkpoint(self) -> None:
         """Returns when an asynchronous save_checkpoint() is complete; raises its error. Collective."""
+        self._run.core.check_live("wait_for_checkpoint")
         _core.wait_for_checkpoint(self._run.core)
 
     @overload
@@ -126,7 +128,7 @@ class Checkpoints:
             trusted,
             missing_ok,
         )
-        with caught_warnings(self._run._warn_user), _called_by_all("load_checkpoint"):
+        with caught_warnings(self._run._warn_user), _called_by_all(self._run.core, "load_checkpoint"):
             return load(self._run, request, self._run.load_module_state_dict)
 
     def save_16bit_model(
@@ -146,6 +148,6 @@ class Checkpoints:
         if settings.placements.shards_params and not gathers:
             self._run._warn_user([_core.NOTHING_EXPORTED])
             return False
-        with _called_by_all("save_16bit_model"):
+        with _called_by_all(self._run.core, "save_16bit_model"):
             export(self._run, save_dir, save_filename, exclude_frozen_parameters, max_shard_size)
         return True

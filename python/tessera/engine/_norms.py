@@ -10,7 +10,6 @@ from tessera import _core
 from tessera.engine._joining import Joining
 from tessera.engine._look import Look, fault_text, own_error_first
 from tessera.engine._updates import Updates
-from tessera.errors import UsageError
 
 
 class Norms:
@@ -56,11 +55,6 @@ class Norms:
         the configuration does not say) in any case, without another pass. All ranks give the same, else there is a
         ValueError on all of them. Collective."""
         self._updates.trained_by("clip_grad_norm_")
-        if self._look.in_backward:
-            raise UsageError(
-                "[engine.clip_grad_norm_] tessera.update_in_backward has used the gradients when it is called; set "
-                "gradient_clipping and tessera.clip, or switch update_in_backward off"
-            )
         problem: Exception | None = None
         if norm_type != 2:
             problem = NotImplementedError(f"[engine.clip_grad_norm_] norm_type {norm_type} is not served; use 2.0")

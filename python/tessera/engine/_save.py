@@ -88,10 +88,7 @@ def _check(request: SaveRequest, as_deepspeed: bool) -> None:
     client_state = request.client_state
     if not isinstance(client_state, dict):
         raise ConfigError(f"[engine.save_checkpoint] client_state is a dict, not a {type(client_state).__name__}")
-    if "checkpoint_parallel_dimensions" in client_state:
-        raise KeyError("[engine.save_checkpoint] client_state must not contain 'checkpoint_parallel_dimensions'")
-    if as_deepspeed:
-        _core.check_client_keys([key for key in client_state if isinstance(key, str)])
+    _core.check_client_keys([key for key in client_state if isinstance(key, str)], as_deepspeed)
 
 
 def _of_loader(loader: Any, random_state: bool) -> dict[str, Any]:

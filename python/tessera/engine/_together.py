@@ -33,13 +33,9 @@ def step_together(
     of a step ("already at minimum") is raised when all have stepped. Collective.
     """
     mine = [engine_behind(engine) for engine in ([engines] if isinstance(engines, nn.Module) else engines)]
-    if len({id(engine) for engine in mine}) != len(mine):
-        raise ConfigError("[step_together] an engine is named twice; pass each once")
     copies = list(copies)
     if copies and group is None:
         raise ConfigError("[step_together] copies are counted elsewhere; pass the group of all processes")
-    if not mine and group is None:
-        raise ConfigError("[step_together] there are no engines; a process without one passes the group of all")
     found = Found()
     members = [Member(engine, copies, found) for engine in mine]
     try:

@@ -209,18 +209,16 @@ class PipelineModule(nn.Module):
             self._seed_fn(self._base_seed + number)
 
     def _check(self) -> None:
-        modules: set[int] = set()
         for number, layer in enumerate(self._list):
             if not (isinstance(layer, (LayerSpec, nn.Module)) or callable(layer)):
                 raise ConfigError(
                     f"[PipelineModule] layer {number} is {layer!r}; take LayerSpec, TiedLayerSpec, modules or functions"
                 )
-            if isinstance(layer, nn.Module) and id(layer) in modules:
-                raise ConfigError(
-                    f"[PipelineModule] layer {number} ({_class_name(layer)}) is in the list twice; use a "
-                    "TiedLayerSpec of one key in each place"
-                )
-            modules.add(id(layer))
+        _core.check_listed_once(
+            [layer if isinstance(layer, nn.Module) else None for layer in self._list],
+            lambda number: _class_name(self._list[number]),
+            "use TiedLayerSpec with one key in each place",
+        )
 
     def _bounds(self, method: str) -> list[int]:
         layers = self._list

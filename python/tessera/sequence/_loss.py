@@ -6,7 +6,6 @@ import torch
 
 from tessera import _core
 from tessera._mesh import OneGroup, core_group
-from tessera.errors import ConfigError
 from tessera.sequence._tiled import IGNORED
 
 
@@ -14,11 +13,6 @@ def sequence_cross_entropy(logits: torch.Tensor, target: torch.Tensor, group: On
     """The loss of every token of the sequence, on every rank of `group`: logits [sequence / ranks, batch, vocabulary]
     and target [sequence / ranks, batch] of this rank to losses [sequence, batch]. Collective; the backward is not, each
     rank takes its part of the gradient."""
-    if logits.dim() != 3 or target.shape != logits.shape[:2]:
-        raise ConfigError(
-            f"[sequence_cross_entropy] logits have the sizes {list(logits.shape)}, target {list(target.shape)}; they "
-            "must be [sequence, batch, vocabulary] and [sequence, batch]"
-        )
     return _core.sequence_cross_entropy(logits, target, core_group(group))
 
 

@@ -47,9 +47,11 @@ bool is_own_key(std::string_view key) {
   return std::ranges::find(kOwn, key) != kOwn.end();
 }
 
-void check_client_keys(const std::vector<std::string>& keys) {
+void check_client_keys(const std::vector<std::string>& keys, bool as_deepspeed) {
   std::vector<std::string> own;
-  std::ranges::copy_if(keys, std::back_inserter(own), is_own_key);
+  std::ranges::copy_if(keys, std::back_inserter(own), [&](const std::string& key) {
+    return as_deepspeed ? is_own_key(key) : key == "checkpoint_parallel_dimensions";
+  });
   std::ranges::sort(own);
   TESSERA_CHECK_VALUE(own.empty(), "engine.save_checkpoint",
                       "the program's values (client_state) have keys that are DeepSpeed's own: ", c10::Join(", ", own));

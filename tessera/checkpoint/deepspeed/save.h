@@ -28,8 +28,9 @@ namespace deepspeed {
 
 // Whether the key of a model-states file is DeepSpeed's own, which no client state can have.
 bool is_own_key(std::string_view key);
-// Value error for names of a program's own values that are such.
-void check_client_keys(const std::vector<std::string>& keys);
+// Value error for names of a program's own values that are such. Without `as_deepspeed`, in files of our own format, one of them
+// alone is refused: checkpoint_parallel_dimensions.
+void check_client_keys(const std::vector<std::string>& keys, bool as_deepspeed);
 // Writes the files of ranks first, first + step, ... into the folder `made`, from the checkpoint `dir`/`tag` of our own format.
 void write_ranks(const std::string& dir, const std::string& tag, const std::string& made, DeepSpeedLayout layout,
                  int64_t first, int64_t step);

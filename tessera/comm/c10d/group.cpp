@@ -522,8 +522,11 @@ GroupPtr c10d_group(const std::string& name) {
     group = c10d::resolve_process_group(name);
   } catch (const std::exception& error) {
     const std::string text = error.what();
-    TESSERA_CHECK_VALUE(false, "comm", "no torch process group is registered under '", name,
-                        "'; call torch.distributed.init_process_group first (", text.substr(0, text.find('\n')), ")");
+    TESSERA_CHECK_VALUE(
+        false, "comm", "no torch process group is registered under '", name,
+        "'; make it first, in Python with torch.distributed.init_process_group() or new_group(), in C++ with "
+        "c10d::register_process_group() (",
+        text.substr(0, text.find('\n')), ")");
   }
   return best_group(nullptr, group);
 }

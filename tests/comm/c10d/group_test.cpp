@@ -165,7 +165,8 @@ TEST(C10dGroup, IsFoundByName) {
     c10d::unregister_process_group(name);
   });
   EXPECT_HAS(message_of<c10::ValueError>([] { c10d_group("nobody"); }),
-             "[comm] no torch process group is registered under 'nobody'");
+             "[comm] no torch process group is registered under 'nobody'; make it first, in Python with "
+             "torch.distributed.init_process_group() or new_group(), in C++ with c10d::register_process_group() (");
 }
 
 TEST(C10dGroup, CountsLikeEveryOtherGroup) {

@@ -171,7 +171,7 @@ def test_client_state_tags_and_latest(tmp_path: Path) -> None:
         for wrong in ("", None):
             with pytest.raises(tessera.errors.ConfigError, match="save_dir"):
                 engine.save_checkpoint(wrong)
-        with pytest.raises(KeyError, match="checkpoint_parallel_dimensions"):
+        with pytest.raises(tessera.ConfigError, match="DeepSpeed's own: checkpoint_parallel_dimensions"):
             engine.save_checkpoint(tmp_path, client_state={"checkpoint_parallel_dimensions": 1})
         with pytest.raises(tessera.errors.IoError, match="no complete checkpoint 'none'"):
             engine.load_checkpoint(tmp_path, "none")

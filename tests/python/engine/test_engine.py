@@ -348,6 +348,9 @@ def test_destroy_and_build_again(stage: int, bf16: bool) -> None:
     assert all(torch.equal(value, p) for value, p in zip(values.values(), model.parameters(), strict=True))
     with pytest.raises(RuntimeError, match="destroyed"):
         engine(*batch(0))
+    for call in ("save_checkpoint", "load_checkpoint", "save_16bit_model", "wait_for_checkpoint"):
+        with pytest.raises(tessera.UsageError, match=rf"\[engine\] {call}: the engine was destroyed"):
+            getattr(engine, call)(*([] if call.startswith("wait") else ["nowhere"]))
     mse(model(batch(0)[0]), batch(0)[1]).backward()  # a plain module again
     assert all(p.grad is not None for p in model.parameters())
     model.zero_grad()
