@@ -123,7 +123,10 @@ class Session {
   }
   // Ends an update that runs on behind the forward (engine::Engine::finish_update). Collective.
   void finish_update() { live().finish_update(); }
-  void wait_for_checkpoint() { live().checkpoints().wait(); }
+  void wait_for_checkpoint() {
+    live().check_live("wait_for_checkpoint");
+    live().checkpoints().wait();
+  }
   // The module's parameters and buffers by name, detached: the tensors themselves, or copies of the whole of what is partitioned
   // or cut along tp, on every rank. Collective where a tensor is, and where an update runs on. `frozen` false: no frozen ones.
   [[nodiscard]] NamedTensors module_state_dict(bool frozen = true) const {
@@ -241,7 +244,8 @@ class Session {
   }
   void zero_grad() { live().zero_grad(); }
   int64_t micro_batch_size() const { return live().options().micro_batch_size; }  // samples of this rank
-  bool drops_last_batch() const {  // dataloader_drop_last, for loaders
+  // dataloader_drop_last, for loaders.
+  bool drops_last_batch() const {
     live();
     return drops_last_;
   }

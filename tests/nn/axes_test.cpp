@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn.h>
 
+#include <functional>
 #include <map>
 #include <vector>
 
@@ -37,6 +38,17 @@ TEST(Axes, MeansAreOverAllTokensOfAllRanks) {
       EXPECT_EQ(engine.mean(at::tensor(tokens)).item<double>(), 2.5);
     });
   }
+}
+
+TEST(Axes, MeansOfNothingAreRefused) {
+  torch::nn::Linear model(2, 2);
+  auto engine = initialize(
+      model, Config::from_json(R"({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}})"), comm::Mesh());
+  const at::Tensor one = at::ones({}), none;
+  for (const auto& call :
+       std::vector<std::function<void()>>{[&] { engine.mean(none); }, [&] { engine.sum(none); },
+                                          [&] { engine.token_mean(one, none); }, [&] { engine.token_mean(none, one); }})
+    EXPECT_HAS(testing::error_of<c10::ValueError>(call), "tensor is undefined");
 }
 
 // Ranks of a sequence that the configuration asks for, and a model without an attention: nothing is updated, on any rank.
