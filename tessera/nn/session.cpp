@@ -225,7 +225,7 @@ void Session::give_options() {
 }
 
 engine::Engine& Session::trained_by(const char* call) const {
-  live();
+  live().check_live(call);
   if (evaluates_)
     TESSERA_FAIL(UsageError, "[engine.", call,
                  "] there is no optimizer; set optimizer.type, or give Recipe::optimizer");
