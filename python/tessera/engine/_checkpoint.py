@@ -143,6 +143,7 @@ class Checkpoints:
         with `max_shard_size` ("5GB") in several files with the index that Transformers' from_pretrained reads. Complete
         or not at all. Rank 0 writes, and has one tensor of safetensors or one ".bin" file in memory. False, and nothing
         is written, in stage 3 without stage3_gather_16bit_weights_on_model_save. Collective."""
+        self._run.core.check_live("save_16bit_model")
         settings = self._run._settings
         gathers = settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if settings.placements.shards_params and not gathers:
