@@ -13,14 +13,18 @@
 #include "tessera/nn/optimizers.h"
 #include "tests/io/temp_folder.h"
 #include "tests/nn/stages.h"
+#include "tests/nn/values.h"
 #include "tests/support/errors.h"
-#include "tests/support/ranks.h"
 
 // Of its own: other files have a Net, too.
 namespace tessera::nn::own_groups_tests {
 namespace {
 
 using testing::error_of;
+using testing::everywhere;
+using testing::expect_close;
+using testing::Values;
+using testing::values_of;
 using torch::optim::Optimizer;
 using torch::optim::OptimizerOptions;
 using torch::optim::OptimizerParamGroup;
@@ -142,21 +146,6 @@ void Loop::train(int64_t to) {
   }
 }
 
-using Values = std::vector<std::pair<std::string, at::Tensor>>;
-
-Values values_of(Engine<Net>& engine) {
-  Values values;
-  for (const auto& item : engine.module_state_dict())
-    values.emplace_back(item.key(), item.value().clone());
-  return values;
-}
-
-void expect_close(const Values& found, const Values& want) {
-  ASSERT_EQ(found.size(), want.size());
-  for (size_t i = 0; i < want.size(); ++i)
-    EXPECT_LE((found[i].second - want[i].second).abs().max().item<double>(), 1e-6) << want[i].first;
-}
-
 // Torch's Adagrad has states from its constructor on, and none of what is added: its step() fails.
 void begin_states(Optimizer& optimizer, const Params& params) {
   if (dynamic_cast<torch::optim::Adagrad*>(&optimizer) == nullptr) return;
@@ -181,21 +170,7 @@ Values plain(const Row& row) {
     net.forward(batch(step)).backward();
     optimizer->step();
   }
-  Values values;
-  for (const auto& item : net.named_parameters())
-    values.emplace_back(item.key(), item.value().detach().clone());
-  return values;
-}
-
-// f(stage, group) on one rank and on two.
-template <class F>
-void everywhere(const std::string& name, const F& f) {
-  for (int stage = 0; stage <= 3; ++stage)
-    for (const int ranks : {1, 2})
-      testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
-        SCOPED_TRACE(c10::str(name, ", stage ", stage, ", ", ranks, " ranks"));
-        f(stage, group);
-      });
+  return values_of(net);
 }
 
 // As the plain loop, also on with a checkpoint, in an engine of another stage that has grown before the load.

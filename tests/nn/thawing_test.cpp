@@ -8,12 +8,16 @@
 #include "tessera/nn/engine.h"
 #include "tests/io/temp_folder.h"
 #include "tests/nn/stages.h"
-#include "tests/support/ranks.h"
+#include "tests/nn/values.h"
 
 // Of its own: other files have a Net, too.
 namespace tessera::nn::thawing_tests {
 namespace {
 
+using testing::everywhere;
+using testing::expect_close;
+using testing::Values;
+using testing::values_of;
 using torch::optim::Optimizer;
 
 // A layer that is frozen at first, one that is trained, a factor without dims, and a bias, frozen at first, that no optimizer has.
@@ -91,21 +95,6 @@ void train(Engine<Net>& engine, int64_t to, int64_t thaws = kThaws) {
   }
 }
 
-using Values = std::vector<std::pair<std::string, at::Tensor>>;
-
-Values values_of(Engine<Net>& engine) {
-  Values values;
-  for (const auto& item : engine.module_state_dict())
-    values.emplace_back(item.key(), item.value().to(at::kFloat, false, /*copy=*/true));
-  return values;
-}
-
-void expect_close(const Values& found, const Values& want, double bound = 1e-6) {
-  ASSERT_EQ(found.size(), want.size());
-  for (size_t i = 0; i < want.size(); ++i)
-    EXPECT_LE((found[i].second - want[i].second).abs().max().item<double>(), bound) << want[i].first;
-}
-
 Values plain(const Row& row) {
   Net net;
   const auto optimizer = row.make(net.given());
@@ -115,21 +104,7 @@ Values plain(const Row& row) {
     net.forward(batch(step)).backward();
     optimizer->step();
   }
-  Values values;
-  for (const auto& item : net.named_parameters())
-    values.emplace_back(item.key(), item.value().detach().clone());
-  return values;
-}
-
-// f(stage, group) on one rank and on two.
-template <class F>
-void everywhere(const std::string& name, const F& f) {
-  for (int stage = 0; stage <= 3; ++stage)
-    for (const int ranks : {1, 2})
-      testing::run_ranks(ranks, [&](int, const comm::GroupPtr& group) {
-        SCOPED_TRACE(c10::str(name, ", stage ", stage, ", ", ranks, " ranks"));
-        f(stage, group);
-      });
+  return values_of(net);
 }
 
 }  // namespace
